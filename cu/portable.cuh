@@ -1,0 +1,105 @@
+// portable.cuh: the small dialect in which the direct kernels are written, so that one text compiles as
+// CUDA C++ (nvcc) and as OpenCL C (PoCL on a machine without an NVIDIA GPU).
+//
+// The words are those of PyCUDA's and PyOpenCL's `_cluda` modules: KERNEL, WITHIN_KERNEL, GLOBAL_MEM, LOCAL_MEM,
+// LID_0, GID_0, local_barrier(). Added here:
+//   DTYPE     64, 32 or 16: data_t is double, float or half; acc_t, in which sums are kept, is double or float
+//   index_t   offset into an array: 64 bits when an array has 2^31 elements or more (INDEX_64=1), else 32
+//   LAUNCH_BOUNDS(threads, blocks)  threads a block has, and blocks that should fit on a multiprocessor at once
+//   LOAD, STORE         one element between global memory and acc_t (halves convert on the way)
+//   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
+//   LOCAL_LOAD_VEC      four acc_t out of shared memory
+// Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
+#pragma once
+
+#ifndef DTYPE
+#define DTYPE 32
+#endif
+#ifndef INDEX_64
+#define INDEX_64 0
+#endif
+
+#ifdef __OPENCL_VERSION__
+#if DTYPE == 64
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+#endif
+#define KERNEL __kernel
+#define WITHIN_KERNEL
+#define GLOBAL_MEM __global
+#define LOCAL_MEM __local
+#define RESTRICT restrict
+#define LAUNCH_BOUNDS(threads, blocks) __attribute__((reqd_work_group_size(threads, 1, 1)))
+#define ALIGNED __attribute__((aligned(16)))
+#define LID_0 ((int)get_local_id(0))
+#define GID_0 get_group_id(0)
+#define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
+typedef long long_t;
+#else
+#include <cuda_fp16.h>
+#define KERNEL extern "C" __global__
+#define WITHIN_KERNEL __device__ __forceinline__
+#define GLOBAL_MEM
+#define LOCAL_MEM __shared__
+#define RESTRICT __restrict__
+#define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)
+#define ALIGNED __align__(16)
+#define LID_0 ((int)threadIdx.x)
+#define GID_0 blockIdx.x
+#define local_barrier() __syncthreads()
+typedef long long long_t;
+#endif
+
+#if INDEX_64
+typedef long_t index_t;
+#else
+typedef int index_t;
+#endif
+
+#if DTYPE == 64
+typedef double data_t;
+typedef double acc_t;
+#elif DTYPE == 32
+typedef float data_t;
+typedef float acc_t;
+#else
+typedef half data_t;
+typedef float acc_t;
+#endif
+
+#ifdef __OPENCL_VERSION__
+#if DTYPE == 16  // PoCL has no half arithmetic, only these conversions
+#define LOAD(p, i) vload_half((i), (p))
+#define STORE(p, i, v) vstore_half((v), (i), (p))
+#else
+#define LOAD(p, i) ((p)[i])
+#define STORE(p, i, v) ((p)[i] = (v))
+#endif
+#define LOAD_VEC(d, p, i) { (d)[0] = LOAD(p, i); (d)[1] = LOAD(p, (i) + 1); (d)[2] = LOAD(p, (i) + 2); (d)[3] = LOAD(p, (i) + 3); }
+#define STORE_VEC(p, i, s) { STORE(p, i, (s)[0]); STORE(p, (i) + 1, (s)[1]); STORE(p, (i) + 2, (s)[2]); STORE(p, (i) + 3, (s)[3]); }
+#define LOCAL_LOAD_VEC(d, p) { (d)[0] = (p)[0]; (d)[1] = (p)[1]; (d)[2] = (p)[2]; (d)[3] = (p)[3]; }
+#else
+#if DTYPE == 16
+#define LOAD(p, i) __half2float((p)[i])
+#define STORE(p, i, v) ((p)[i] = __float2half_rn(v))
+#else
+#define LOAD(p, i) ((p)[i])
+#define STORE(p, i, v) ((p)[i] = (v))
+#endif
+#if DTYPE == 64
+#define VEC_COPY(d, s) { double2 lo_ = ((const double2*)(s))[0], hi_ = ((const double2*)(s))[1]; (d)[0] = lo_.x; (d)[1] = lo_.y; (d)[2] = hi_.x; (d)[3] = hi_.y; }
+#define LOAD_VEC(d, p, i) VEC_COPY(d, (p) + (i))
+#define STORE_VEC(p, i, s) { ((double2*)((p) + (i)))[0] = make_double2((s)[0], (s)[1]); ((double2*)((p) + (i)))[1] = make_double2((s)[2], (s)[3]); }
+#else
+#define VEC_COPY(d, s) { float4 v_ = *(const float4*)(s); (d)[0] = v_.x; (d)[1] = v_.y; (d)[2] = v_.z; (d)[3] = v_.w; }
+#if DTYPE == 32
+#define LOAD_VEC(d, p, i) VEC_COPY(d, (p) + (i))
+#define STORE_VEC(p, i, s) { *(float4*)((p) + (i)) = make_float4((s)[0], (s)[1], (s)[2], (s)[3]); }
+#else
+#define LOAD_VEC(d, p, i) { uint2 u_ = *(const uint2*)((p) + (i)); float2 lo_ = __half22float2(*(__half2*)&u_.x), hi_ = __half22float2(*(__half2*)&u_.y); \
+    (d)[0] = lo_.x; (d)[1] = lo_.y; (d)[2] = hi_.x; (d)[3] = hi_.y; }
+#define STORE_VEC(p, i, s) { __half2 lo_ = __floats2half2_rn((s)[0], (s)[1]), hi_ = __floats2half2_rn((s)[2], (s)[3]); \
+    *(uint2*)((p) + (i)) = make_uint2(*(unsigned*)&lo_, *(unsigned*)&hi_); }
+#endif
+#endif
+#define LOCAL_LOAD_VEC(d, p) VEC_COPY(d, p)
+#endif

@@ -1,0 +1,26 @@
+"""Convolution for people who work in Python close to the CUDA driver.
+
+numpy, torch, CuPy and PyCUDA arrays go in, the same kind comes out; the kernels are CUDA C, compiled at run time for
+the problem at hand, and run on PoCL where there is no NVIDIA GPU.
+
+A call goes through five modules: :mod:`arrays` adapts the caller's arrays, :mod:`problem` says what is asked and refuses
+what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that into launches of the kernels in ``cu/``, and
+:mod:`runtime` runs them.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from pycuda_conv.ops import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
+from pycuda_conv.plan import Plan
+from pycuda_conv.problem import ConvArgumentError, ConvProblem
+from pycuda_conv.runtime import BackendError, DeviceMemoryError
+
+try:
+    __version__ = version("pycuda_conv")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "BackendError", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+    "conv_transpose2d", "conv_transpose3d",
+]

@@ -1,0 +1,256 @@
+"""The public functions. Each reads: check, find the plan, run it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from pycuda_conv.arrays import ArrayKind, Signature, check_same_type, same_kind
+from pycuda_conv.plan import Plan, cached_plan
+from pycuda_conv.problem import ConvProblem, integer
+
+
+@lru_cache(maxsize=1024, typed=True)  # typed: stride=1.0 and stride=True are not stride=1
+def _plan(
+    transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
+    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any,
+) -> Plan:
+    """The plan for a call, from the hashable part of its arguments."""
+    common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
+    check_same_type(kind, input, weight, bias)
+    shapes = (ndim, input[0], weight[0], None if bias is None else bias[0])
+    if transposed:
+        problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
+    else:
+        problem = ConvProblem.forward(*shapes, **common, precision=precision)
+    return cached_plan(problem, kind.device(input, device))
+
+
+def _key(name: str, value: Any) -> Any:
+    """An argument made of integers in the one hashable form of its value: an int, a word, or a tuple of those."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(name, v) for v in value)
+    return value if isinstance(value, str) else integer(name, value)
+
+
+def _convolve(
+    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: Any,
+    out: Any, precision: Any, device: Any, stream: Any,
+) -> Any:
+    kind = same_kind(input, weight, bias, out)
+    if stride.__class__ is not int:
+        stride = _key("stride", stride)
+    if padding.__class__ is not int:
+        padding = _key("padding", padding)
+    if output_padding.__class__ is not int:
+        output_padding = _key("output_padding", output_padding)
+    if dilation.__class__ is not int:
+        dilation = _key("dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _key("groups", groups)
+    sign = kind.signature
+    plan = _plan(
+        transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
+        groups, precision, device,
+    )
+    return kind.convolve(plan, input, weight, bias, out, stream)
+
+
+def conv2d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
+
+    ``y[n,k,p,q] = bias[k] + sum over c,r,s of x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation] * w[k,c,r,s]``
+
+    Parameters
+    ----------
+    input : array of shape (N, C, H, W) or (C, H, W)
+        numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, float32 or
+        float64. Any strides but negative ones.
+    weight : array of shape (K, C/groups, R, S)
+    bias : array of shape (K,), optional
+    stride : int or (int, int)
+    padding : int, (int, int), ((top, bottom), (left, right)), "same" or "valid"
+        Zeros added around the input. No padded copy is made. ``"same"`` needs stride 1; where it is uneven the extra
+        zero goes to the bottom and right, as in torch.
+    dilation : int or (int, int)
+        Distance between neighbouring filter taps.
+    groups : int
+        Divides C and K; channels are convolved group by group. ``groups=C`` is a depthwise convolution.
+    out : array, optional
+        Where to write the result: C-contiguous, of the result's shape and dtype, not overlapping the other arrays.
+    precision : {"fp32", "tf32"}
+        Arithmetic for float32 arrays. ``"tf32"`` permits products of 10-bit mantissas; the direct engine computes fp32
+        in either case. Sums of float16 arrays are always kept in float32.
+    device : None, int or str
+        Where host arrays are convolved: a GPU (0, ``"cuda:1"``), ``"opencl"`` (or ``"cpu"``), by default the first GPU
+        and without one OpenCL. Device arrays are convolved where they lie.
+    stream : optional
+        A stream of PyCUDA, torch or CuPy, or its handle as an int; by default the array library's current stream.
+
+    Returns
+    -------
+    array of shape (N, K, P, Q) or (K, P, Q)
+        Of the input's kind and dtype, C-contiguous; `out` if it was given.
+        ``P = (H + top + bottom - dilation*(R - 1) - 1) // stride + 1``, Q likewise.
+
+    Raises
+    ------
+    ConvArgumentError
+        Shapes, dtypes, devices or values that do not fit; it is a ``ValueError`` and a ``RuntimeError``. Nothing was launched.
+    TypeError
+        Something that is not an array, arrays of different kinds, or values that are not integers.
+    DeviceMemoryError
+        Too little device memory, with the bytes asked for and free.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> image = np.random.rand(1, 1, 512, 512).astype(np.float32)
+    >>> sharpen = np.array([[[[0, -1, 0], [-1, 5, -1], [0, -1, 0]]]], np.float32)
+    >>> pc.conv2d(image, sharpen, padding=1).shape
+    (1, 1, 512, 512)
+    """
+    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+
+
+def conv1d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """1-d convolution: :func:`conv2d` with one spatial axis.
+
+    Parameters
+    ----------
+    input : array of shape (N, C, W) or (C, W)
+    weight : array of shape (K, C/groups, S)
+    padding : int, (int,), ((left, right),), "same" or "valid"
+    bias, stride, dilation, groups, out, precision, device, stream
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    array of shape (N, K, Q) or (K, Q)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+
+
+def conv3d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """3-d convolution: :func:`conv2d` with three spatial axes.
+
+    Parameters
+    ----------
+    input : array of shape (N, C, D, H, W) or (C, D, H, W)
+    weight : array of shape (K, C/groups, T, R, S)
+    padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
+    bias, stride, dilation, groups, out, precision, device, stream
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    array of shape (N, K, O, P, Q) or (K, O, P, Q)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+
+
+def conv_transpose2d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
+
+    ``y[n,c,h,w] = bias[c] + sum over k,r,s of x[n,k,p,q] * w[k,c,r,s]`` over all p, q with
+    ``h = p*stride - padding + r*dilation`` and ``w = q*stride - padding + s*dilation``.
+
+    `groups` comes before `dilation`, as in torch.
+
+    Parameters
+    ----------
+    input : array of shape (N, K, P, Q) or (K, P, Q)
+    weight : array of shape (K, C/groups, R, S)
+    bias : array of shape (C,), optional
+    padding : int, (int, int) or ((top, bottom), (left, right))
+        Rows and columns taken off the result.
+    output_padding : int or (int, int)
+        Rows and columns added at the result's bottom and right, less than the stride or the dilation.
+    stride, dilation, groups, out, precision, device, stream
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    array of shape (N, C, H, W) or (C, H, W)
+        ``H = (P - 1)*stride - top - bottom + dilation*(R - 1) + output_padding + 1``, W likewise.
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _convolve(True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)
+
+
+def conv_transpose1d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
+
+    Parameters
+    ----------
+    input : array of shape (N, K, Q) or (K, Q)
+    weight : array of shape (K, C/groups, S)
+    padding : int, (int,) or ((left, right),)
+    bias, stride, output_padding, groups, dilation, out, precision, device, stream
+        As for :func:`conv_transpose2d`.
+
+    Returns
+    -------
+    array of shape (N, C, W) or (C, W)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _convolve(True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)
+
+
+def conv_transpose3d(
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+) -> Any:
+    """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
+
+    Parameters
+    ----------
+    input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
+    weight : array of shape (K, C/groups, T, R, S)
+    padding : int, three ints or ((front, back), (top, bottom), (left, right))
+    bias, stride, output_padding, groups, dilation, out, precision, device, stream
+        As for :func:`conv_transpose2d`.
+
+    Returns
+    -------
+    array of shape (N, C, D, H, W) or (C, D, H, W)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _convolve(True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)

@@ -1,0 +1,80 @@
+"""How a problem is computed: the kernel and tile for it, compiled, and the launches that run it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from pycuda_conv.engines import direct
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import Device, get_device
+
+#: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
+CACHED_PLANS = 1024
+
+
+class Plan:
+    """One problem, ready to run on one device: make it once, call it many times.
+
+    Parameters
+    ----------
+    problem : ConvProblem
+    device : None, int or str
+        See :func:`pycuda_conv.runtime.get_device`.
+    config : optional
+        One of the configurations in :mod:`pycuda_conv.engines.direct`; by default the planner chooses.
+
+    Raises
+    ------
+    ValueError
+        A configuration that can't run the problem.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> x, w = np.random.rand(8, 16, 32, 32).astype("f"), np.random.rand(24, 16, 3, 3).astype("f")
+    >>> plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape, padding=1))
+    >>> plan(x, w).shape
+    (8, 24, 32, 32)
+    """
+
+    def __init__(self, problem: ConvProblem, device: Any = None, *, config: direct.Config | None = None) -> None:
+        self.problem = problem
+        self.device: Device = device if isinstance(device, Device) else get_device(device)
+        self.config = config or direct.choose(problem, self.device.multiprocessors)
+        self.steps, self.workspace_bytes = direct.steps(problem, self.config)
+        self.empty = 0 in problem.result_shape
+        self._launchers = [] if self.empty else [self.device.launcher(step) for step in self.steps if step.grid]
+        # the shapes are asked for on every call
+        self.result_shape = problem.result_shape
+
+    def launch(self, buffers: Sequence[Any], stream: Any = None) -> None:
+        """Launch the kernels on (input, weight, bias, result, workspace): addresses, or OpenCL buffers.
+
+        The device must be current (``with plan.device:``) and `stream` one of the device's own.
+        """
+        for launcher in self._launchers:
+            launcher(buffers, stream)
+
+    def __call__(self, input: Any, weight: Any, bias: Any = None, *, out: Any = None, stream: Any = None) -> Any:
+        """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
+        from pycuda_conv.arrays import call_plan
+
+        return call_plan(self, input, weight, bias, out, stream)
+
+    def explain(self) -> str:
+        """What will be launched, in words."""
+        lines = [f"{self.problem} on {self.device.name}: {self.problem.flops / 1e9:.3g} GFLOP, {self.problem.bytes / 1e6:.3g} MB at least"]
+        lines.append(f"engine direct, {self.config}" + (f", workspace {self.workspace_bytes:,} bytes" if self.workspace_bytes else ""))
+        lines += [f"  cu/{step.kernel}.cu: {step.grid:,} blocks of {step.block} threads" for step in self.steps]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
+
+
+@lru_cache(maxsize=CACHED_PLANS)
+def cached_plan(problem: ConvProblem, device: Device) -> Plan:
+    """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
+    return Plan(problem, device)

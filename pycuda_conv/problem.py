@@ -1,0 +1,421 @@
+"""What is asked: one convolution as a value, and every check of its arguments.
+
+A :class:`ConvProblem` holds the field's letters (N C H W K R S P Q and so on) for one convolution. It is frozen and
+hashable: the key under which plans are cached. It is the only place where output sizes are computed and the only one
+where arguments are refused; it knows nothing of devices or of the kinds of arrays.
+
+Every rank is treated as three-dimensional: a 2-d convolution has D = T = O = 1, a 1-d one H = R = P = 1 as well.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+#: Three extents, in the order depth, height, width.
+Size3 = tuple[int, int, int]
+
+DTYPE_BYTES = {"float16": 2, "float32": 4, "float64": 8}
+PRECISIONS = ("fp32", "tf32")
+
+
+class ConvArgumentError(ValueError, RuntimeError):
+    """A refused argument. Both a ``ValueError``, as numpy users expect, and a ``RuntimeError``, as torch raises."""
+
+
+def _shown(shape: Iterable[int]) -> str:
+    return "[" + ", ".join(str(v) for v in shape) + "]"
+
+
+def _times(sizes: Iterable[int]) -> str:
+    return "(" + " x ".join(str(v) for v in sizes) + ")"
+
+
+def integer(name: str, value: Any) -> int:
+    """`value` as an int; a ``TypeError`` naming the argument for anything that is not an integer (bool, 2.0, nan)."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+
+
+def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
+    """`value`, an integer or a sequence of one or `ndim` integers, as a tuple of `ndim` integers."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, tuple, list)):
+        return (integer(name, value),) * ndim
+    values = tuple(integer(name, v) for v in value)
+    if len(values) == 1:
+        values *= ndim
+    if len(values) != ndim:
+        raise ConvArgumentError(
+            f"expected {name} to be a single integer value or a list of {ndim} values to match the convolution "
+            f"dimensions, but got {name}={_shown(values)}"
+        )
+    return values
+
+
+def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
+    """The `padding` argument in one form: ``"same"``, ``"valid"`` or `ndim` pairs (before, after)."""
+    if isinstance(padding, str):
+        if padding not in ("same", "valid"):
+            raise ConvArgumentError(
+                f"Invalid padding string: '{padding}' (expected 'same', 'valid', an integer, {ndim} integers or {ndim} pairs)"
+            )
+        return padding
+    if isinstance(padding, Sequence) and any(isinstance(v, Sequence) for v in padding):
+        if len(padding) != ndim or not all(isinstance(v, Sequence) and len(v) == 2 for v in padding):
+            raise ConvArgumentError(f"expected padding to be {ndim} pairs (before, after), one an axis, but got padding={padding!r}")
+        return tuple((integer("padding", before), integer("padding", after)) for before, after in padding)
+    return tuple((v, v) for v in integers("padding", padding, ndim))
+
+
+def _pad3(values: Sequence[int], fill: int) -> Size3:
+    d, h, w = (fill,) * (3 - len(values)) + tuple(values)
+    return d, h, w
+
+
+@dataclass(frozen=True)
+class ConvProblem:
+    """One convolution, or one transposed convolution, of arrays of known shapes.
+
+    Make one with :meth:`forward` or :meth:`transposed`, which take torch's arguments and check them.
+
+    Attributes
+    ----------
+    direction : {"fprop", "dgrad"}
+        ``"fprop"`` reads (N, C, D, H, W) and gives (N, K, O, P, Q); ``"dgrad"``, the transposed convolution, reads
+        (N, K, O, P, Q) and gives (N, C, D, H, W). Filters are (K, C/groups, T, R, S) in both.
+    ndim : int
+        1, 2 or 3: how many of the spatial axes the arrays have.
+    batched : bool
+        False for arrays without the axis N.
+    dtype : str
+        ``"float16"``, ``"float32"`` or ``"float64"``. Sums of float16 are kept in float32.
+    N, C, K, groups : int
+        Images, channels of the convolution's input, channels of its output, groups.
+    input_size, filter_size, output_size : (int, int, int)
+        (D, H, W), (T, R, S) and (O, P, Q).
+    stride, dilation, padding_before, padding_after : (int, int, int)
+    has_bias : bool
+    precision : {"fp32", "tf32"}
+        The arithmetic asked for float32 arrays.
+    """
+
+    direction: Literal["fprop", "dgrad"]
+    ndim: int
+    batched: bool
+    dtype: str
+    N: int
+    C: int
+    K: int
+    groups: int
+    input_size: Size3
+    filter_size: Size3
+    output_size: Size3
+    stride: Size3
+    dilation: Size3
+    padding_before: Size3
+    padding_after: Size3
+    has_bias: bool
+    precision: str = "fp32"
+
+    # ---- making one
+
+    @classmethod
+    def forward(
+        cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
+    ) -> ConvProblem:
+        """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
+
+        Parameters
+        ----------
+        input_shape : (N, C, *size) or (C, *size)
+        weight_shape : (K, C/groups, *filter size)
+        bias_shape : (K,) or None
+        stride, padding, dilation, groups
+            As for :func:`pycuda_conv.conv2d`.
+
+        Raises
+        ------
+        ConvArgumentError
+            Sizes or values that do not fit together.
+        TypeError
+            Values that are not integers, or a dtype that is not supported.
+        """
+        name = f"conv{ndim}d"
+        input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision)
+        pairs = padding_pairs(padding, ndim)
+        k, channels_per_group, *filter_size = weight_shape
+        groups = common.groups
+        _check_groups(groups, weight_shape)
+        _check_pairs(pairs)
+        channels = input_shape[-ndim - 1]
+        if channels != channels_per_group * groups:
+            raise ConvArgumentError(
+                f"Given groups={groups}, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have "
+                f"{channels_per_group * groups} channels, but got {channels} channels instead"
+            )
+        _check_bias(bias_shape, k, weight_shape)
+        if pairs == "same":
+            if any(v != 1 for v in common.stride):
+                raise ConvArgumentError("padding='same' is not supported for strided convolutions")
+            totals = [d * (f - 1) for d, f in zip(common.dilation[-ndim:], filter_size, strict=True)]
+            pairs = tuple((total // 2, total - total // 2) for total in totals)
+        elif pairs == "valid":
+            pairs = ((0, 0),) * ndim
+        before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
+        size = common.input_size
+        padded = [n + b + a for n, b, a in zip(size, before, after, strict=True)]
+        reach = [d * (f - 1) + 1 for d, f in zip(common.dilation, common.filter_size, strict=True)]
+        if any(r > n for r, n in zip(reach, padded, strict=True)):
+            raise ConvArgumentError(
+                f"Calculated padded input size per channel: {_times(padded[-ndim:])}. Kernel size: {_times(reach[-ndim:])}. "
+                "Kernel size can't be greater than actual input size"
+            )
+        o, p, q = ((n - r) // s + 1 for n, r, s in zip(padded, reach, common.stride, strict=True))
+        return replace(
+            common, C=channels, K=k, output_size=(o, p, q), padding_before=before, padding_after=after, has_bias=bias_shape is not None,
+        )._checked_sizes()
+
+    @classmethod
+    def transposed(
+        cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
+        stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, dtype: str = "float32",
+        precision: str = "fp32",
+    ) -> ConvProblem:
+        """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
+
+        Parameters
+        ----------
+        input_shape : (N, K, *size) or (K, *size)
+            The letters are those of the convolution whose gradient this is.
+        weight_shape : (K, C/groups, *filter size)
+        bias_shape : (C,) or None
+        stride, padding, output_padding, groups, dilation
+            As for :func:`pycuda_conv.conv_transpose2d`.
+
+        Raises
+        ------
+        ConvArgumentError, TypeError
+            As for :meth:`forward`.
+        """
+        name = f"conv_transpose{ndim}d"
+        input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision)
+        if isinstance(padding, str):
+            raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
+        pairs = padding_pairs(padding, ndim)
+        assert not isinstance(pairs, str)
+        extra = _pad3(integers("output_padding", output_padding, ndim), 0)
+        _check_pairs(pairs)
+        if any(v < 0 for v in extra):
+            raise ConvArgumentError(f"negative output_padding is not supported, but got {_shown(extra[-ndim:])}")
+        k, channels_per_group, *_ = weight_shape
+        groups = common.groups
+        _check_groups(groups, weight_shape)
+        if input_shape[-ndim - 1] != k:
+            raise ConvArgumentError(
+                f"Given transposed=1, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have {k} "
+                f"channels, but got {input_shape[-ndim - 1]} channels instead"
+            )
+        channels = channels_per_group * groups
+        _check_bias(bias_shape, channels, weight_shape)
+        before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
+        for e, s, d in zip(extra, common.stride, common.dilation, strict=True):
+            if e >= s and e >= d:
+                raise ConvArgumentError(
+                    f"output padding must be smaller than either stride or dilation, but got output_padding={_shown(extra[-ndim:])}, "
+                    f"stride={_shown(common.stride[-ndim:])}, dilation={_shown(common.dilation[-ndim:])}"
+                )
+        size = [
+            (n - 1) * s - b - a + d * (f - 1) + e + 1
+            for n, s, b, a, d, f, e in zip(
+                common.input_size, common.stride, before, after, common.dilation, common.filter_size, extra, strict=True
+            )
+        ]
+        if any(n < 1 for n in size):
+            raise ConvArgumentError(
+                f"Given input size per channel: {_times(common.input_size[-ndim:])}. Calculated output size per channel: "
+                f"{_times(size[-ndim:])}. Output size is too small"
+            )
+        d, h, w = size
+        return replace(
+            common, direction="dgrad", C=channels, K=k, input_size=(d, h, w), output_size=common.input_size, padding_before=before,
+            padding_after=after, has_bias=bias_shape is not None,
+        )._checked_sizes()
+
+    def _checked_sizes(self) -> ConvProblem:
+        for what, size in (("input", self.input_size), ("output", self.output_size)):
+            if math.prod(size) >= 2**31:
+                raise ConvArgumentError(f"one channel of the {what} has {_times(size)} elements; at most 2^31 - 1 are supported")
+        return self
+
+    # ---- what follows from it
+
+    @property
+    def operand_size(self) -> Size3:
+        """Spatial size of the array that is read: (D, H, W) for fprop, (O, P, Q) for dgrad."""
+        return self.input_size if self.direction == "fprop" else self.output_size
+
+    @property
+    def result_size(self) -> Size3:
+        """Spatial size of the array that is written."""
+        return self.output_size if self.direction == "fprop" else self.input_size
+
+    @property
+    def operand_channels(self) -> int:
+        """Channels of the array that is read."""
+        return self.C if self.direction == "fprop" else self.K
+
+    @property
+    def result_channels(self) -> int:
+        """Channels of the array that is written."""
+        return self.K if self.direction == "fprop" else self.C
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of the array that is read, as the caller gives it."""
+        return self._shape(self.operand_channels, self.operand_size)
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """(K, C/groups, *filter size)."""
+        return (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
+
+    @property
+    def bias_shape(self) -> tuple[int] | None:
+        """(channels of the result,), or None without a bias."""
+        return (self.result_channels,) if self.has_bias else None
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of the array that is written, as the caller gets it."""
+        return self._shape(self.result_channels, self.result_size)
+
+    def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
+        return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def macs(self) -> int:
+        """Multiplications and additions, counting padding as data, as the field does."""
+        return self.N * math.prod(self.output_size) * self.K * (self.C // self.groups) * math.prod(self.filter_size)
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations: two for each multiplication and addition."""
+        return 2 * self.macs
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must move at the least: every array read or written once."""
+        elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape)
+        return (elements + (self.result_channels if self.has_bias else 0)) * self.itemsize
+
+    @property
+    def largest_array(self) -> int:
+        """Elements of the largest array: what decides between 32-bit and 64-bit offsets."""
+        return max(math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.result_shape))
+
+    def __str__(self) -> str:
+        n = self.ndim
+
+        def sizes(values: Size3) -> str:
+            return "x".join(str(v) for v in values[-n:])
+
+        def common(values: Sequence[Any]) -> str:
+            return str(values[0]) if len(set(values)) == 1 else "x".join(str(v) for v in values)
+
+        name = f"conv{n}d" if self.direction == "fprop" else f"conv_transpose{n}d"
+        pairs = list(zip(self.padding_before[-n:], self.padding_after[-n:], strict=True))
+        pads = [str(a) if a == b else f"{a}+{b}" for a, b in pairs]
+        text = f"{name} {self.N}x{self.operand_channels}x{sizes(self.operand_size)} -> {self.result_channels}x{sizes(self.result_size)}"
+        text += f" k{sizes(self.filter_size)} s{common(self.stride[-n:])} p{common(pads)}"
+        if set(self.dilation) != {1}:
+            text += f" d{common(self.dilation[-n:])}"
+        if self.groups != 1:
+            text += f" g{self.groups}"
+        return text + f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
+
+
+def _common(
+    name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Any, dilation: Any, groups: Any,
+    dtype: str, precision: str,
+) -> ConvProblem:
+    """The checks that both directions share, and the fields that they settle."""
+    if dtype not in DTYPE_BYTES:
+        raise TypeError(f"{name}() takes float16, float32 or float64 arrays, but got {dtype}")
+    if precision not in PRECISIONS:
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
+    strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
+    groups = integer("groups", groups)
+    if len(weight_shape) < 3:
+        raise ConvArgumentError(f"weight should have at least three dimensions, but got weight of size {_shown(weight_shape)}")
+    if len(weight_shape) != ndim + 2:
+        raise ConvArgumentError(
+            f"Expected {len(weight_shape)}-dimensional input for {len(weight_shape)}-dimensional weight {_shown(weight_shape)}, but got "
+            f"{len(input_shape)}-dimensional input of size {_shown(input_shape)} instead ({name} takes a {ndim + 2}-dimensional weight)"
+        )
+    if len(input_shape) not in (ndim + 1, ndim + 2):
+        raise ConvArgumentError(
+            f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
+        )
+    if any(v <= 0 for v in strides):
+        raise ConvArgumentError(f"non-positive stride is not supported, but got stride={_shown(strides)}")
+    if any(v <= 0 for v in dilations):
+        raise ConvArgumentError(f"dilation should be greater than zero, but got {_shown(dilations)}")
+    if groups <= 0:
+        raise ConvArgumentError(f"non-positive groups is not supported, but got groups={groups}")
+    batched = len(input_shape) == ndim + 2
+    size, filter_size = input_shape[-ndim:], weight_shape[2:]
+    if any(v == 0 for v in filter_size):
+        axes = ("depth", "height", "width")[-ndim:]
+        shown = " ".join(f"kernel_{axis}: {v}" for axis, v in zip(axes, filter_size, strict=True))
+        raise ConvArgumentError(f"kernel size should be greater than zero, but got {shown}")
+    if any(v == 0 for v in size):
+        raise ConvArgumentError(
+            f"Only zero batch or zero channel inputs are supported, but got input shape: {_shown(input_shape)}"
+        )
+    one = (1, 1, 1)
+    return ConvProblem(
+        direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=weight_shape[0],
+        groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
+        dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
+    )
+
+
+def _check_groups(groups: int, weight_shape: tuple[int, ...]) -> None:
+    if weight_shape[0] < groups:
+        raise ConvArgumentError(
+            f"Given groups={groups}, expected weight to be at least {groups} at dimension 0, but got weight of size "
+            f"{_shown(weight_shape)} instead"
+        )
+    if weight_shape[0] % groups:
+        raise ConvArgumentError(
+            f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0, but got weight of size "
+            f"[{_shown(weight_shape)}] instead"
+        )
+
+
+def _check_pairs(pairs: str | tuple[tuple[int, int], ...]) -> None:
+    if not isinstance(pairs, str) and any(v < 0 for pair in pairs for v in pair):
+        raise ConvArgumentError(f"negative padding is not supported, but got padding={pairs}")
+
+
+def _check_bias(bias_shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
+    if bias_shape is not None and tuple(bias_shape) != (channels,):
+        raise ConvArgumentError(
+            f"Given weight of size {_shown(weight_shape)}, expected bias to be 1-dimensional with {channels} elements, but got bias "
+            f"of size {_shown(bias_shape)} instead"
+        )

@@ -1,0 +1,127 @@
+"""The same kernels on OpenCL: the machine without an NVIDIA GPU, through PyOpenCL and PoCL."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.runtime.base import KERNEL_DIR, BackendError, Device, DeviceMemoryError, Launcher, Step
+
+_HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
+_SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
+
+
+def _pyopencl() -> Any:
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # PoCL keeps compiled kernels itself
+    if (_SYSTEM_VENDORS / "pocl.icd").exists():
+        # prefer the system's PoCL: the one in PyOpenCL's wheel is older and refuses to compile for CPUs it does not know
+        os.environ.setdefault("OCL_ICD_VENDORS", str(_SYSTEM_VENDORS))
+    try:
+        return importlib.import_module("pyopencl")
+    except ImportError as error:
+        raise BackendError(f"PyOpenCL is not importable ({error}); {_HOW}") from error
+
+
+def why_not() -> str | None:
+    """Why OpenCL can't be used here, or None if it can."""
+    try:
+        OpenCLDevice()
+    except BackendError as error:
+        return str(error)
+    return None
+
+
+def _find_device(cl: Any) -> Any:
+    try:
+        platforms = cl.get_platforms()
+    except cl.Error as error:
+        raise BackendError(f"OpenCL has no platform ({error}); {_HOW}") from error
+    devices = [device for platform in platforms for device in platform.get_devices()]
+    devices.sort(key=lambda device: "Portable Computing Language" not in device.platform.name)  # PoCL first
+    if not devices:
+        raise BackendError(f"OpenCL has no device; {_HOW}")
+    return devices[0]
+
+
+class OpenCLDevice(Device):
+    """The machine's OpenCL device: PoCL where it is installed, else the first there is."""
+
+    backend = "opencl"
+    name = "opencl"
+
+    def __init__(self) -> None:
+        self._cl = cl = _pyopencl()
+        self.device = _find_device(cl)
+        self.multiprocessors = self.device.max_compute_units
+        self.context = cl.Context([self.device])
+        self.queue = cl.CommandQueue(self.context)
+        try:
+            cl.Program(self.context, "kernel void probe(global float* x) { x[0] = 0; }").build()
+        except cl.Error as error:
+            raise BackendError(
+                f"OpenCL device '{self.device.name}' can't compile: {str(error).strip().splitlines()[-1]}. A PoCL that knows this CPU may "
+                "come with the system: apt-get install pocl-opencl-icd"
+            ) from error
+        self._kernels: dict[tuple[str, str], Any] = {}
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> OpenCLDevice:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def launcher(self, step: Step) -> Launcher:
+        kernel = self._kernel(step)
+        global_size, local_size = (step.grid * step.block,), (step.block,)
+        scalars = [np.int64(v) for v in step.scalars]
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            with self._lock:  # a kernel's arguments are its state
+                kernel(self.queue, global_size, local_size, *[buffers[i] for i in step.buffers], *scalars)
+
+        return launch
+
+    def _kernel(self, step: Step) -> Any:
+        source = step.source()
+        with self._lock:
+            kernel = self._kernels.get((step.kernel, source))
+            if kernel is None:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", self._cl.CompilerWarning)
+                    program = self._cl.Program(self.context, source).build(options=["-cl-std=CL1.2", "-I", str(KERNEL_DIR)])
+                kernel = self._kernels[step.kernel, source] = self._cl.Kernel(program, step.kernel)
+        return kernel
+
+    def run_on_host_arrays(
+        self, launch: Callable[[Sequence[Any], Any], None], inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
+    ) -> None:
+        if stream is not None:
+            raise TypeError(f"stream is for GPUs, but this call runs on OpenCL; got stream={stream!r}")
+        cl, flags = self._cl, self._cl.mem_flags
+        try:
+            buffers = [
+                cl.Buffer(self.context, flags.READ_ONLY | flags.USE_HOST_PTR, hostbuf=a) if a is not None and a.nbytes else None
+                for a in inputs
+            ]
+            buffers.append(cl.Buffer(self.context, flags.WRITE_ONLY | flags.USE_HOST_PTR, hostbuf=out))
+            buffers.append(cl.Buffer(self.context, flags.READ_WRITE, workspace) if workspace else None)
+            with self._lock:
+                launch(buffers, None)
+                cl.enqueue_copy(self.queue, out, buffers[len(inputs)])  # blocks; no copy where memory is shared
+        except (cl.MemoryError, cl.LogicError) as error:
+            asked = sum(a.nbytes for a in inputs if a is not None) + out.nbytes + workspace
+            limit = self.device.max_mem_alloc_size
+            if max([out.nbytes, workspace] + [a.nbytes for a in inputs if a is not None]) <= limit and isinstance(error, cl.LogicError):
+                raise
+            raise DeviceMemoryError(
+                f"OpenCL device '{self.device.name}' is out of memory: {asked:,} bytes were asked for; it has "
+                f"{self.device.global_mem_size:,}, at most {limit:,} in one array"
+            ) from error

@@ -1,0 +1,1 @@
+"""The command-line tools: what they measure and print. Only the public API is used here."""
