@@ -42,21 +42,26 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RES
   const int k = (int)(plane % K);
   const int pixel = (int)(GID_0 % TILES) * THREADS + LID_0;  // p*Q + q, may lie past P*Q in the last tile
 
-  for (int i = LID_0; i < R * S; i += THREADS) filter[i] = LOAD(w, k * R * S + i);
+  for (int i = LID_0; i < R * S; i += THREADS) filter[i] = LOAD(w, (index_t)k * (R * S) + i);
   local_barrier();
 
   if (pixel < P * Q) {
     const index_t x_plane = (plane / K * C + k / MULTIPLIER) * (index_t)(H * W);
     const int h0 = pixel / Q * STRIDE_H - PAD_H, w0 = pixel % Q * STRIDE_W - PAD_W;
     acc_t sum = 0;
-    for (int r = 0; r < R; ++r) {
-      const int h = h0 + r * DIL_H;
-      if (h >= 0 && h < H)
-        for (int s = 0; s < S; ++s) {
-          const int col = w0 + s * DIL_W;
-          if (col >= 0 && col < W) sum += LOAD(x, x_plane + (index_t)h * W + col) * filter[r * S + s];
-        }
-    }
+#if R * S <= 64
+#pragma unroll
+#endif
+    for (int r = 0; r < R; ++r)
+#if R * S <= 64
+#pragma unroll
+#endif
+      for (int s = 0; s < S; ++s) {
+        const int h = h0 + r * DIL_H, col = w0 + s * DIL_W;
+        acc_t v = 0;  // a value chosen, not a branch taken: the loads of all taps can be under way together
+        if (h >= 0 && h < H && col >= 0 && col < W) v = LOAD(x, x_plane + (index_t)h * W + col);
+        sum += v * filter[r * S + s];
+      }
 #if HAS_BIAS
     sum += LOAD(bias, k);
 #endif

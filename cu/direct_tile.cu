@@ -47,7 +47,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
   const int k = (int)(plane % K);
   const index_t x_plane = (plane / K * C + k / MULTIPLIER) * (index_t)(H * W);
 
-  for (int i = LID_0; i < R * S; i += THREADS) filter[i] = LOAD(w, k * R * S + i);
+  for (int i = LID_0; i < R * S; i += THREADS) filter[i] = LOAD(w, (index_t)k * (R * S) + i);
   const int h0 = tile_p * STRIDE_H - PAD_H, w0 = tile_q * STRIDE_W - PAD_W;
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {

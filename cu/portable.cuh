@@ -35,7 +35,9 @@
 #define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 typedef long long_t;
 #else
-#include <cuda_fp16.h>
+#if DTYPE == 16
+#include <cuda_fp16.h>  // doubles the compile time: only where it is used
+#endif
 #define KERNEL extern "C" __global__
 #define WITHIN_KERNEL __device__ __forceinline__
 #define GLOBAL_MEM

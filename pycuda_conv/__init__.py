@@ -10,10 +10,10 @@ what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that i
 
 from importlib.metadata import PackageNotFoundError, version
 
+from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.ops import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import ConvArgumentError, ConvProblem
-from pycuda_conv.runtime import BackendError, DeviceMemoryError
+from pycuda_conv.problem import ConvProblem
 
 try:
     __version__ = version("pycuda_conv")

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pycuda_conv.problem import DTYPE_BYTES, ConvArgumentError, ConvProblem
-from pycuda_conv.runtime import BackendError, Device, DeviceMemoryError, Step, cuda_device, get_device
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
@@ -76,6 +77,10 @@ class HostKind(ArrayKind):
     def from_numpy(self, array: np.ndarray) -> Any:
         raise NotImplementedError
 
+    def writeable(self, array: Any) -> bool:
+        """Whether what is written to :meth:`to_numpy` of `array` shows in `array`."""
+        return True
+
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device)
 
@@ -87,9 +92,11 @@ class HostKind(ArrayKind):
         else:
             target = self.to_numpy(out)
             _check_out_shape(target.shape, target.dtype.name, plan)
-            if not target.flags.writeable:
+            if not target.dtype.isnative:
+                raise ConvArgumentError(f"out must have the machine's byte order, but its dtype is {target.dtype.str}")
+            if not target.flags.writeable or not self.writeable(out):
                 raise ConvArgumentError("out is read-only; pass a writeable array")
-            if not target.flags.c_contiguous or not target.dtype.isnative:
+            if not target.flags.c_contiguous:
                 raise ConvArgumentError(_NOT_CONTIGUOUS.format(target.strides, list(target.shape)))
             for (name, _), array in zip(named, given, strict=True):
                 if array is not None and np.may_share_memory(target, array):
@@ -142,22 +149,30 @@ class DeviceKind(ArrayKind):
         raise NotImplementedError
 
     def contiguous(self, array: Any) -> bool:
+        """Whether the memory at :meth:`pointer` holds the elements in C order."""
         raise NotImplementedError
+
+    def writeable(self, array: Any) -> bool:
+        return True
 
     def copy(self, array: Any) -> Any:
         """A C-contiguous, aligned copy of the same kind."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, device: Any) -> Any:
-        """An array from the kind's own allocator."""
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
+        """An array of the dtype of `like` from the kind's own allocator."""
         raise NotImplementedError
+
+    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
+        """An array of at least `nbytes`, likewise."""
+        return self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
 
     def current_stream(self, array: Any) -> Any:
-        """The stream on which the caller's work on `array` is ordered, as CudaDevice.launch_on takes it."""
+        """The stream with which the caller's work on `array` and the kind's allocator are ordered."""
         raise NotImplementedError
 
-    def read_only(self, array: Any) -> bool:
-        return False
+    def wait(self, array: Any, device: Any) -> None:
+        """Make the current stream wait for what produces `array` elsewhere."""
 
     def device(self, signature: Signature, device: Any) -> Device:
         ordinal = signature[2]
@@ -169,57 +184,75 @@ class DeviceKind(ArrayKind):
 
     def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
         device: Any = plan.device
-        with device:
+        pointer, contiguous = self.pointer, self.contiguous
+        device.push()
+        try:
+            x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
             if out is not None:
-                self._check_out(out, plan, (("input", input), ("weight", weight), ("bias", bias)))
-            on = self.current_stream(input) if stream is None else stream_of(stream)
-            x, w = self._ready("input", input), self._ready("weight", weight)
-            b = None if bias is None else self._ready("bias", bias)
-            result = self.empty(plan.result_shape, plan.problem.dtype, input, device) if out is None else out
+                self._check_out(out, plan, (("input", input, x), ("weight", weight, w), ("bias", bias, b)))
+            home = self.current_stream(input)
+            on = home if stream is None else stream_of(stream)
+            self.wait(input, device)
+            self.wait(weight, device)
+            temporary = out is None or plan.workspace_bytes > 0
+            if x % ALIGNMENT or not contiguous(input):
+                input, temporary = self._ready("input", input), True
+                x = pointer(input)
+            if w % ALIGNMENT or not contiguous(weight):
+                weight, temporary = self._ready("weight", weight), True
+                w = pointer(weight)
+            if bias is not None and not contiguous(bias):
+                bias, temporary = self._ready("bias", bias), True
+                b = pointer(bias)
+            result = self.empty(plan.result_shape, input, device) if out is None else out
             if not plan.empty:
-                workspace = self.empty((plan.workspace_bytes,), "uint8", input, device) if plan.workspace_bytes else None
-                pointer = self.pointer
-                buffers = (
-                    pointer(x), pointer(w), 0 if b is None else pointer(b), pointer(result), 0 if workspace is None else pointer(workspace),
-                )
-                if not on:
-                    plan.launch(buffers, None)
-                else:
+                workspace = self.workspace(plan.workspace_bytes, input, device) if plan.workspace_bytes else None
+                buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
+                # memory that is the current stream's must have been written before and is given back after
+                elsewhere = stream is not None and temporary
+                if elsewhere:
+                    device.order(home, on)
+                if on:
                     device.launch_on(lambda own: plan.launch(buffers, own), on)
-        return result
+                else:
+                    plan.launch(buffers, None)
+                if elsewhere:
+                    device.order(on, home)
+            return result
+        finally:
+            device.pop()
 
     def _ready(self, name: str, array: Any) -> Any:
-        if self.contiguous(array) and not self.pointer(array) % ALIGNMENT:
-            return array
+        """A copy that the kernels can read."""
         if any(stride < 0 for stride in self.strides(array)):
             raise ConvArgumentError(f"{name} has negative strides {self.strides(array)}, which are not supported; pass a copy")
         return self.copy(array)
 
-    def _check_out(self, out: Any, plan: Plan, others: Sequence[tuple[str, Any]]) -> None:
-        shape, dtype, ordinal = self.signature(out)
-        _check_out_shape(shape, self.dtype_name(dtype), plan)
-        if cuda_device(-1 if ordinal is None else ordinal) is not plan.device:
-            raise ConvArgumentError(f"out must lie on {plan.device.name}, as the input does, but it lies on cuda:{ordinal}")
-        if self.read_only(out):
+    def _check_out(self, out: Any, plan: Plan, others: Sequence[tuple[str, Any, int]]) -> None:
+        signature = self.signature(out)
+        if (self, "out", signature) not in plan.accepted:
+            shape, dtype, ordinal = signature
+            _check_out_shape(shape, self.dtype_name(dtype), plan)
+            if ordinal != plan.device.ordinal:  # type: ignore[attr-defined]
+                raise ConvArgumentError(f"out must lie on {plan.device.name}, as the input does, but it does not")
+            plan.accepted.add((self, "out", signature))
+        if not self.writeable(out):
             raise ConvArgumentError("out is read-only; pass a writeable array")
         if not self.contiguous(out):
-            raise ConvArgumentError(_NOT_CONTIGUOUS.format(self.strides(out), list(shape)))
-        if self.pointer(out) % ALIGNMENT:
-            raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {self.pointer(out):#x}")
-        first, end = _extent(self.pointer(out), shape, self.strides(out), plan.problem.itemsize)
-        for name, array in others:
-            if array is not None:
-                low, high = _extent(self.pointer(array), self.signature(array)[0], self.strides(array), plan.problem.itemsize)
-                if low < end and first < high:
-                    raise ConvArgumentError(_OVERLAP.format(name))
+            raise ConvArgumentError(_NOT_CONTIGUOUS.format(self.strides(out), list(signature[0])))
+        start = self.pointer(out)
+        if start % ALIGNMENT:
+            raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
+        end = start + plan.result_bytes
+        for (name, array, low), nbytes in zip(others, plan.operand_bytes, strict=True):
+            if array is not None and low < end and start < (low + nbytes if self.contiguous(array) else self._end(array, low)):
+                raise ConvArgumentError(_OVERLAP.format(name))
 
-
-def _extent(pointer: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """First byte of an array and the one after its last."""
-    if 0 in tuple(shape):
-        return pointer, pointer
-    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
-    return pointer + sum(r for r in reach if r < 0), pointer + sum(r for r in reach if r > 0) + itemsize
+    def _end(self, array: Any, pointer: int) -> int:
+        """The address after the last byte of a strided `array`, whose strides are not negative."""
+        shape, dtype, _ = self.signature(array)
+        reach = sum((n - 1) * s for n, s in zip(shape, self.strides(array), strict=True))
+        return pointer + reach + DTYPE_BYTES[self.dtype_name(dtype)]
 
 
 def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int, stream: Any) -> None:
@@ -245,16 +278,17 @@ class InterfaceKind(DeviceKind):
 
     def signature(self, array: Any) -> Signature:
         interface = array.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise TypeError("arrays with a mask in their __cuda_array_interface__ are not supported")
         return tuple(interface["shape"]), np.dtype(interface["typestr"]), self._ordinal(interface["data"][0])
+
+    def dtype_name(self, dtype: np.dtype) -> str:
+        return dtype.name if dtype.isnative else dtype.str
 
     @staticmethod
     def _ordinal(pointer: int) -> int:
         """The GPU on which `pointer` lies; an empty array has none and counts as GPU 0's."""
-        if not pointer:
-            return 0
-        drv = cuda_device(0)._drv
-        with cuda_device(0):
-            return int(drv.pointer_get_attribute(drv.pointer_attribute.DEVICE_ORDINAL, pointer)) if drv.Device.count() > 1 else 0
+        return device_of_pointer(pointer) if pointer else 0
 
     def pointer(self, array: Any) -> int:
         return int(array.__cuda_array_interface__["data"][0])
@@ -271,28 +305,51 @@ class InterfaceKind(DeviceKind):
         strides = interface.get("strides")
         return strides is None or _is_contiguous(interface["shape"], strides, np.dtype(interface["typestr"]).itemsize)
 
-    def read_only(self, array: Any) -> bool:
-        return bool(array.__cuda_array_interface__["data"][1])
+    def writeable(self, array: Any) -> bool:
+        return not array.__cuda_array_interface__["data"][1]
 
     def copy(self, array: Any) -> Any:
         shape, dtype, ordinal = self.signature(array)
         device = cuda_device(ordinal or 0)
-        fresh = self.empty(shape, dtype.name, array, device)
+        fresh = self.empty(shape, array, device)
         copy_strided(device, self.pointer(array), shape, self.strides(array), dtype.name, self.pointer(fresh), self.current_stream(array))
         return fresh
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, device: Any) -> Any:
-        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, np.dtype(dtype), allocator=device.allocate)
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
+        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, self.signature(like)[1], allocator=device.allocate)
+
+    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
+        return self.empty((-(-nbytes // self.signature(like)[1].itemsize),), like, device)
 
     def current_stream(self, array: Any) -> Any:
-        return array.__cuda_array_interface__.get("stream")
+        return None  # the default one, with which our pool is ordered
+
+    def wait(self, array: Any, device: Any) -> None:
+        producer = array.__cuda_array_interface__.get("stream")
+        if producer not in (None, 1):  # 1: the default stream
+            device.order(producer, None)
 
 
 class GPUArrayKind(InterfaceKind):
     name = "pycuda.gpuarray.GPUArray"
 
-    def current_stream(self, array: Any) -> Any:
-        return None
+    def signature(self, array: Any) -> Signature:
+        return array.shape, array.dtype, self._ordinal(self.pointer(array))
+
+    def pointer(self, array: Any) -> int:
+        return int(array.gpudata) if array.gpudata is not None else 0
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return array.strides
+
+    def contiguous(self, array: Any) -> bool:
+        return array.flags.c_contiguous
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    def wait(self, array: Any, device: Any) -> None:
+        """PyCUDA's calls go to the default stream."""
 
 
 class CupyKind(InterfaceKind):
@@ -310,16 +367,15 @@ class CupyKind(InterfaceKind):
     def contiguous(self, array: Any) -> bool:
         return bool(array.flags.c_contiguous)
 
-    def read_only(self, array: Any) -> bool:
-        return False
+    def writeable(self, array: Any) -> bool:
+        return True
 
     def copy(self, array: Any) -> Any:
         return array.copy(order="C")
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, device: Any) -> Any:
-        cupy = sys.modules["cupy"]
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
         with like.device:
-            return cupy.empty(shape, dtype)
+            return sys.modules["cupy"].empty(shape, like.dtype)
 
     def current_stream(self, array: Any) -> Any:
         return sys.modules["cupy"].cuda.get_current_stream(array.device.id).ptr
@@ -333,11 +389,9 @@ class TorchKind(DeviceKind, HostKind):
     def __init__(self) -> None:
         torch = self.torch = sys.modules["torch"]
         self._dtypes = {
-            torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.uint8: "uint8"
+            torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
-        self._named = {name: dtype for dtype, name in self._dtypes.items()}
         self._current_stream = torch._C._cuda_getCurrentRawStream if torch.cuda.is_available() else None
-        self._new = torch.empty
 
     def signature(self, array: Any) -> Signature:
         return array.shape, array.dtype, array.get_device()
@@ -380,13 +434,16 @@ class TorchKind(DeviceKind, HostKind):
         return tuple(s * array.element_size() for s in array.stride())
 
     def contiguous(self, array: Any) -> bool:
-        return array.is_contiguous()
+        return array.is_contiguous() and not array.is_neg()  # negated on reading: as a view of a conjugate's imaginary part
+
+    def writeable(self, array: Any) -> bool:
+        return not array.is_neg()
 
     def copy(self, array: Any) -> Any:
         return array.detach().clone(memory_format=self.torch.contiguous_format)
 
-    def empty(self, shape: tuple[int, ...], dtype: str, like: Any, device: Any) -> Any:
-        return self._new(shape, dtype=self._named[dtype], device=like.device)
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
+        return like.new_empty(shape)
 
     def current_stream(self, array: Any) -> Any:
         assert self._current_stream is not None
@@ -444,6 +501,15 @@ def _kind_class(array: Any) -> type[ArrayKind] | None:
 
 def same_kind(input: Any, weight: Any, bias: Any, out: Any) -> ArrayKind:
     """The kind of all the arrays of a call; mixing kinds is a ``TypeError``."""
+    known = _kinds.get
+    seen = known(type(input))
+    if (
+        seen is not None
+        and known(type(weight)) is seen
+        and (bias is None or known(type(bias)) is seen)
+        and (out is None or known(type(out)) is seen)
+    ):
+        return seen
     kind = kind_of("input", input)
     for name, array in (("weight", weight), ("bias", bias), ("out", out)):
         if array is not None or name == "weight":
@@ -480,22 +546,25 @@ def stream_of(stream: Any) -> Any:
     raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {stream!r}")
 
 
-def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
-    """Check that the arrays fit `plan` and run it."""
-    kind = same_kind(input, weight, bias, out)
-    problem: ConvProblem = plan.problem
-    signatures = [None if a is None else kind.signature(a) for a in (input, weight, bias)]
-    check_same_type(kind, signatures[0], signatures[1], signatures[2])  # type: ignore[arg-type]
-    expected = (("input", problem.input_shape), ("weight", problem.weight_shape), ("bias", problem.bias_shape))
-    for (name, shape), signature in zip(expected, signatures, strict=True):
+def _check_fit(plan: Plan, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None) -> None:
+    check_same_type(kind, input, weight, bias)
+    problem = plan.problem
+    expected = (("input", input, problem.input_shape), ("weight", weight, problem.weight_shape), ("bias", bias, problem.bias_shape))
+    for name, signature, shape in expected:
         given = None if signature is None else tuple(signature[0])
         if given != shape:
             raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
         if signature is not None and kind.dtype_name(signature[1]) != problem.dtype:
             raise ConvArgumentError(f"this plan takes {problem.dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
-    if kind.device(signatures[0], None if signatures[0][2] not in (None, -1) else plan.device.name) is not plan.device:  # type: ignore[arg-type, index]
+    if kind.device(input, plan.device.name if input[2] in (None, -1) else None) is not plan.device:
         raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
+
+
+def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+    """Check that the arrays fit `plan` and run it."""
+    kind = same_kind(input, weight, bias, out)
+    signatures = (kind.signature(input), kind.signature(weight), None if bias is None else kind.signature(bias))
+    if (kind, *signatures) not in plan.accepted:
+        _check_fit(plan, kind, *signatures)
+        plan.accepted.add((kind, *signatures))
     return kind.convolve(plan, input, weight, bias, out, stream)
-
-
-__all__ = ["BackendError", "DeviceMemoryError", "call_plan", "check_same_type", "kind_of", "same_kind"]

@@ -7,10 +7,11 @@ from typing import Any
 
 from pycuda_conv.arrays import ArrayKind, Signature, check_same_type, same_kind
 from pycuda_conv.plan import Plan, cached_plan
-from pycuda_conv.problem import ConvProblem, integer
+from pycuda_conv.problem import PRECISIONS, ConvProblem, integer
+from pycuda_conv.runtime import get_device
 
 
-@lru_cache(maxsize=1024, typed=True)  # typed: stride=1.0 and stride=True are not stride=1
+@lru_cache(maxsize=1024)
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
     output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any,
@@ -34,8 +35,8 @@ def _key(name: str, value: Any) -> Any:
 
 
 def _convolve(
-    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any, groups: Any,
-    out: Any, precision: Any, device: Any, stream: Any,
+    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
+    groups: Any, out: Any, precision: Any, device: Any, stream: Any,
 ) -> Any:
     kind = same_kind(input, weight, bias, out)
     if stride.__class__ is not int:
@@ -48,6 +49,10 @@ def _convolve(
         dilation = _key("dilation", dilation)
     if groups.__class__ is not int:
         groups = _key("groups", groups)
+    if precision.__class__ is not str:
+        raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if device is not None:
+        device = get_device(device)
     sign = kind.signature
     plan = _plan(
         transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
@@ -169,8 +174,8 @@ def conv3d(
 
 
 def conv_transpose2d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
 ) -> Any:
     """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
 
@@ -205,8 +210,8 @@ def conv_transpose2d(
 
 
 def conv_transpose1d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
 ) -> Any:
     """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
 
@@ -231,8 +236,8 @@ def conv_transpose1d(
 
 
 def conv_transpose3d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
 ) -> Any:
     """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
 

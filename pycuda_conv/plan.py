@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,7 +21,7 @@ class Plan:
     Parameters
     ----------
     problem : ConvProblem
-    device : None, int or str
+    device : None, int, str or Device
         See :func:`pycuda_conv.runtime.get_device`.
     config : optional
         One of the configurations in :mod:`pycuda_conv.engines.direct`; by default the planner chooses.
@@ -41,13 +42,18 @@ class Plan:
 
     def __init__(self, problem: ConvProblem, device: Any = None, *, config: direct.Config | None = None) -> None:
         self.problem = problem
-        self.device: Device = device if isinstance(device, Device) else get_device(device)
+        self.device = get_device(device)
         self.config = config or direct.choose(problem, self.device.multiprocessors)
-        self.steps, self.workspace_bytes = direct.steps(problem, self.config)
+        self.stages, self.workspace_bytes = direct.stages(problem, self.config)
         self.empty = 0 in problem.result_shape
-        self._launchers = [] if self.empty else [self.device.launcher(step) for step in self.steps if step.grid]
-        # the shapes are asked for on every call
+        self._launchers = [] if self.empty else [self.device.stage_launcher(stage) for stage in self.stages]
+        # asked for on every call
         self.result_shape = problem.result_shape
+        self.result_bytes = math.prod(self.result_shape) * problem.itemsize
+        shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
+        self.operand_bytes = tuple(math.prod(shape) * problem.itemsize for shape in shapes)
+        #: what the arrays of earlier calls looked like, so that their checks need not be made again
+        self.accepted: set[Hashable] = set()
 
     def launch(self, buffers: Sequence[Any], stream: Any = None) -> None:
         """Launch the kernels on (input, weight, bias, result, workspace): addresses, or OpenCL buffers.
@@ -67,7 +73,7 @@ class Plan:
         """What will be launched, in words."""
         lines = [f"{self.problem} on {self.device.name}: {self.problem.flops / 1e9:.3g} GFLOP, {self.problem.bytes / 1e6:.3g} MB at least"]
         lines.append(f"engine direct, {self.config}" + (f", workspace {self.workspace_bytes:,} bytes" if self.workspace_bytes else ""))
-        lines += [f"  cu/{step.kernel}.cu: {step.grid:,} blocks of {step.block} threads" for step in self.steps]
+        lines += [f"  cu/{step.kernel}.cu: {step.grid:,} blocks of {step.block} threads" for stage in self.stages for step in stage]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

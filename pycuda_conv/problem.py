@@ -15,15 +15,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from pycuda_conv.errors import ConvArgumentError
+
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
 
 DTYPE_BYTES = {"float16": 2, "float32": 4, "float64": 8}
 PRECISIONS = ("fp32", "tf32")
-
-
-class ConvArgumentError(ValueError, RuntimeError):
-    """A refused argument. Both a ``ValueError``, as numpy users expect, and a ``RuntimeError``, as torch raises."""
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -168,7 +166,7 @@ class ConvProblem:
                 raise ConvArgumentError("padding='same' is not supported for strided convolutions")
             totals = [d * (f - 1) for d, f in zip(common.dilation[-ndim:], filter_size, strict=True)]
             pairs = tuple((total // 2, total - total // 2) for total in totals)
-        elif pairs == "valid":
+        elif isinstance(pairs, str):  # "valid"
             pairs = ((0, 0),) * ndim
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
         size = common.input_size
@@ -255,6 +253,12 @@ class ConvProblem:
         for what, size in (("input", self.input_size), ("output", self.output_size)):
             if math.prod(size) >= 2**31:
                 raise ConvArgumentError(f"one channel of the {what} has {_times(size)} elements; at most 2^31 - 1 are supported")
+        # kernels compute coordinates inside a plane in 32 bits, before they look whether these lie in the image
+        reach = tuple(d * (f - 1) for d, f in zip(self.dilation, self.filter_size, strict=True))
+        named = {"stride": self.stride, "dilation": self.dilation, "padding": self.padding_before + self.padding_after}
+        for what, values in {**named, "dilation * (kernel size - 1)": reach}.items():
+            if max(values) >= 2**29:
+                raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(values)}")
         return self
 
     # ---- what follows from it

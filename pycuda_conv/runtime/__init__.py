@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import os
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv.runtime.base import BackendError, Device, DeviceMemoryError, Step
+from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.runtime.base import Device, Step
 
 if TYPE_CHECKING:
     from pycuda_conv.runtime.cuda import CudaDevice
 
-__all__ = ["BackendError", "Device", "DeviceMemoryError", "Step", "cuda_device", "default_backend", "get_device"]
+__all__ = ["Device", "Step", "cuda_device", "default_backend", "device_of_pointer", "get_device"]
 
 BACKENDS = ("cuda", "opencl")
 
 
-@lru_cache(maxsize=None)
 def cuda_device(ordinal: int) -> CudaDevice:
-    """The CUDA device of that number; made once, shared by every thread."""
-    from pycuda_conv.runtime.cuda import CudaDevice
+    """The CUDA device of that number."""
+    from pycuda_conv.runtime.cuda import cuda_device
 
-    return CudaDevice(ordinal)
-
-
-@lru_cache(maxsize=None)
-def _opencl_device() -> Device:
-    from pycuda_conv.runtime.opencl import OpenCLDevice
-
-    return OpenCLDevice()
+    return cuda_device(ordinal)
 
 
-@lru_cache(maxsize=None)
+def device_of_pointer(pointer: int) -> int:
+    """The number of the GPU in whose memory `pointer` lies."""
+    from pycuda_conv.runtime.cuda import device_of_pointer
+
+    return device_of_pointer(pointer)
+
+
+@functools.cache
 def default_backend() -> str:
     """``"cuda"`` where PyCUDA finds a GPU, else ``"opencl"``; ``PYCUDA_CONV_BACKEND`` decides when it is set."""
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
@@ -49,30 +49,34 @@ def get_device(device: Any = None) -> Device:
 
     Parameters
     ----------
-    device : None, int or str
+    device : None, int, str or Device
         None: the default backend's first device; a number or ``"cuda:1"``: that GPU; ``"cuda"``: GPU 0; ``"opencl"``
         or ``"cpu"``: the portable kernels on OpenCL.
 
     Raises
     ------
-    ValueError, TypeError
+    ConvArgumentError, TypeError
         A name or number that means nothing.
     BackendError
         A device that is not there, with what is missing.
     """
+    if isinstance(device, Device):
+        return device
     if device is None:
         device = default_backend()
     if isinstance(device, str):
-        name, _, number = device.partition(":")
-        if name in ("opencl", "cpu") and not number:
-            return _opencl_device()
-        if name == "cuda" and (not number or number.isdecimal()):
+        if device in ("opencl", "cpu"):
+            from pycuda_conv.runtime.opencl import opencl_device
+
+            return opencl_device()
+        name, colon, number = device.partition(":")
+        if name == "cuda" and (not colon or (number.isascii() and number.isdecimal())):
             return cuda_device(int(number or 0))
-        raise ValueError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
-    if isinstance(device, int) and not isinstance(device, bool):
-        if device < 0:
-            raise ValueError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
-        return cuda_device(device)
-    if type(device).__module__.partition(".")[0] == "torch":  # a torch.device
+    elif isinstance(device, int) and not isinstance(device, bool):
+        if device >= 0:
+            return cuda_device(device)
+    elif type(device).__module__.partition(".")[0] == "torch":  # a torch.device
         return get_device(str(device))
-    raise TypeError(f"device must be None, an int or a str, got {device!r} of type {type(device).__name__}")
+    else:
+        raise TypeError(f"device must be None, an int or a str, got {device!r} of type {type(device).__name__}")
+    raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")

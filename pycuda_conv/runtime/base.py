@@ -19,14 +19,6 @@ _HERE = Path(__file__).resolve().parent.parent
 KERNEL_DIR = _HERE / "cu" if (_HERE / "cu").is_dir() else _HERE.parent / "cu"
 
 
-class BackendError(RuntimeError):
-    """A device or its software is missing; the text says what and how to get it."""
-
-
-class DeviceMemoryError(MemoryError):
-    """The device has too little memory; the text says how much was asked and how much is free."""
-
-
 @dataclass(frozen=True)
 class Step:
     """One kernel launch, but for the addresses of the arrays.
@@ -75,8 +67,20 @@ class Device(AbstractContextManager["Device"]):
     def launcher(self, step: Step) -> Launcher:
         """Compile `step`'s kernel, or find it compiled, and bind all but the buffers and the stream."""
 
+    def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
+        """One launcher for steps that don't depend on each other."""
+        launchers = [self.launcher(step) for step in steps]
+        if len(launchers) == 1:
+            return launchers[0]
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            for one in launchers:
+                one(buffers, stream)
+
+        return launch
+
     @abstractmethod
     def run_on_host_arrays(
-        self, launch: Callable[[Sequence[Any], Any], None], inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
     ) -> None:
         """Move `inputs` (C-contiguous) to the device, call `launch` with buffers (inputs, result, workspace), fill `out`."""

@@ -6,7 +6,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import platformdirs
@@ -17,7 +17,7 @@ def cache_dir() -> Path:
     return Path(os.environ.get("PYCUDA_CONV_CACHE_DIR") or platformdirs.user_cache_dir("pycuda_conv"))
 
 
-@lru_cache(maxsize=None)
+@cache
 def file_identity(path: str) -> str:
     """What tells one version of a file from the next without reading it."""
     real = os.path.realpath(path)

@@ -6,13 +6,14 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pycuda_conv.runtime.base import KERNEL_DIR, BackendError, Device, DeviceMemoryError, Launcher, Step
+from pycuda_conv.errors import BackendError, DeviceMemoryError
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step
 
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
@@ -32,7 +33,7 @@ def _pyopencl() -> Any:
 def why_not() -> str | None:
     """Why OpenCL can't be used here, or None if it can."""
     try:
-        OpenCLDevice()
+        opencl_device()
     except BackendError as error:
         return str(error)
     return None
@@ -50,8 +51,20 @@ def _find_device(cl: Any) -> Any:
     return devices[0]
 
 
+_lock = threading.Lock()
+_made: list[OpenCLDevice] = []
+
+
+def opencl_device() -> OpenCLDevice:
+    """The machine's OpenCL device; made once, shared by every thread."""
+    with _lock:
+        if not _made:
+            _made.append(OpenCLDevice())
+        return _made[0]
+
+
 class OpenCLDevice(Device):
-    """The machine's OpenCL device: PoCL where it is installed, else the first there is."""
+    """The machine's OpenCL device: PoCL where it is installed, else the first there is. Made by :func:`opencl_device`."""
 
     backend = "opencl"
     name = "opencl"
@@ -65,9 +78,10 @@ class OpenCLDevice(Device):
         try:
             cl.Program(self.context, "kernel void probe(global float* x) { x[0] = 0; }").build()
         except cl.Error as error:
+            reason = next((line for line in str(error).splitlines() if line.startswith("error:")), str(error).strip())
             raise BackendError(
-                f"OpenCL device '{self.device.name}' can't compile: {str(error).strip().splitlines()[-1]}. A PoCL that knows this CPU may "
-                "come with the system: apt-get install pocl-opencl-icd"
+                f"OpenCL device '{self.device.name}' can't compile ({reason}). A PoCL that knows this CPU may come with the system: "
+                "apt-get install pocl-opencl-icd"
             ) from error
         self._kernels: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
@@ -101,7 +115,7 @@ class OpenCLDevice(Device):
         return kernel
 
     def run_on_host_arrays(
-        self, launch: Callable[[Sequence[Any], Any], None], inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
     ) -> None:
         if stream is not None:
             raise TypeError(f"stream is for GPUs, but this call runs on OpenCL; got stream={stream!r}")

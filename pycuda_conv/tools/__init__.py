@@ -1,1 +1,1 @@
-"""The command-line tools: what they measure and print. Only the public API is used here."""
+"""The command-line tools: what is here, is it right, is it fast."""

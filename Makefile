@@ -1,0 +1,56 @@
+# make verify and make test set up everything they need in .venv and then run.
+#
+# With an interpreter that already has what is needed (a GPU image without network, say):
+#   make test PYTHON=python3 VENV=
+# uses it as it is: nothing is made, nothing is installed, and lint is left out if ruff and mypy are not there.
+
+PYTHON ?= python3
+VENV ?= .venv
+
+ifeq ($(strip $(VENV)),)
+RUN := $(PYTHON)
+READY :=
+LINT := $(shell $(PYTHON) -c "import ruff, mypy; print('lint')" 2>/dev/null)
+else
+RUN := $(VENV)/bin/python
+READY := $(VENV)/.ready
+LINT := lint
+endif
+
+CLI := $(RUN) -m pycuda_conv
+
+.PHONY: help setup verify test lint bench clean
+help:
+	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
+	@echo "make test     ruff, mypy, pytest"
+	@echo "make bench    measure against torch; the figures go to build/"
+	@echo "make lint     ruff and mypy only"
+	@echo "make setup    only make $(or $(VENV),the environment); the others do it when setup.cfg or constraints.txt changed"
+	@echo "make clean    remove $(or $(VENV),build files) and what builds and tests leave behind"
+	@echo "ARGS=...      is passed on to verify, bench and pytest: make test ARGS='-k dgrad'"
+
+setup: $(READY)
+
+ifneq ($(READY),)
+$(READY): setup.cfg pyproject.toml constraints.txt scripts/setup_env.sh
+	PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)"
+	@touch $@
+endif
+
+verify: $(READY)
+	$(CLI) verify $(ARGS)
+
+bench: $(READY)
+	@mkdir -p build
+	$(CLI) bench --json build/bench.json --csv build/bench.csv $(if $(strip $(VENV)),--plots build) $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check pycuda_conv scripts tests
+	$(RUN) -m mypy
+
+test: $(READY) $(LINT)
+	$(RUN) -m pytest $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""The command ``pycuda-conv``: info, verify, bench. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pycuda_conv
+from pycuda_conv.errors import BackendError, DeviceMemoryError
+from pycuda_conv.tools.terminal import INTERRUPTED, OK, UNUSABLE, ToolError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage and a line."""
+        self.exit(UNUSABLE, f"{self.prog}: {message} (--help tells more)\n")
+
+
+def _device(text: str) -> Any:
+    return int(text) if text.isdecimal() else text
+
+
+def _seed(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"a seed is an integer from 0 on, got {text!r}")
+    return int(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    top = _Parser(prog="pycuda-conv", description="Convolutions in Python, on CUDA or on OpenCL: what is here, is it right, is it fast.")
+    top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench}")
+
+    info = commands.add_parser("info", help="versions, GPUs with all their attributes, what the package would use and what is missing")
+    info.add_argument("--json", action="store_true", help="print JSON")
+
+    verify = commands.add_parser("verify", help="compute every kind of convolution on every kind of array; compare with float64 and torch")
+    verify.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one, which is printed")
+    verify.add_argument("--cases", metavar="A,B,...", help="only these cases")
+    verify.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the package's own choice")
+    verify.add_argument("--list", action="store_true", help="print the cases and stop")
+    verify.add_argument("--json", action="store_true", help="print JSON")
+
+    bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
+    bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
+    bench.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic of float32 on both sides")
+    bench.add_argument("--quick", action="store_true", help="fewer repetitions")
+    bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
+    bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
+    bench.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one")
+    bench.add_argument("--list", action="store_true", help="print the problems and stop")
+    bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
+    bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png")
+    return top
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # the tools are imported when they are asked for: --help need not wait
+    if arguments.command == "info":
+        from pycuda_conv.tools import info
+
+        return info.run(arguments.json)
+    if arguments.command == "verify":
+        from pycuda_conv.tools import verify
+
+        return verify.list_cases() if arguments.list else verify.run(arguments.cases, arguments.device, arguments.seed, arguments.json)
+    from pycuda_conv.tools import bench
+
+    settings = bench.Settings(
+        only=arguments.only, precision=arguments.precision, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
+        seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
+    )
+    return bench.list_problems(settings) if arguments.list else bench.run(settings)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader, head for one, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return OK
+    except (ToolError, BackendError, DeviceMemoryError) as error:
+        print(f"pycuda-conv {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return UNUSABLE
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

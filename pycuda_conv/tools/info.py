@@ -1,0 +1,188 @@
+"""What is installed, what the GPUs are, and what the package would use; says what is missing where there is no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from typing import Any
+
+import pycuda_conv
+from pycuda_conv.errors import BackendError
+from pycuda_conv.runtime import cuda, default_backend, get_device
+from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.runtime.cache import cache_dir
+from pycuda_conv.tools.terminal import console, json_text, table
+
+#: import name -> the name people know
+PACKAGES = {"numpy": "numpy", "pycuda": "PyCUDA", "torch": "torch", "cupy": "CuPy", "pyopencl": "PyOpenCL"}
+#: Other variables that change what is found.
+ENVIRONMENT = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "NVIDIA_TF32_OVERRIDE", "OCL_ICD_VENDORS", "POCL_CACHE_DIR")
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def nvidia_smi(*fields: str, pci_bus_id: str | None = None) -> dict[str, str]:
+    """What ``nvidia-smi --query-gpu`` says of the first GPU, or of the one named; empty where it can't be asked."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {}
+    which = [] if pci_bus_id is None else ["-i", pci_bus_id]
+    text = _output(program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader", *which)
+    if not text or not text.strip():
+        return {}
+    return dict(zip(fields, (value.strip() for value in text.splitlines()[0].split(",")), strict=False))
+
+
+def nvcc_version() -> str | None:
+    """Release of the CUDA compiler that the package would use."""
+    compiler = cuda.nvcc()
+    text = _output(compiler, "--version") if compiler else None
+    found = re.search(r"\bV(\d+\.\d+\.\d+)", text or "")
+    return found.group(1) if found else None
+
+
+def _driver() -> Any:
+    """PyCUDA's driver module, or None."""
+    try:
+        return cuda.driver()
+    except BackendError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of all that takes part; None for what is not there. Reads metadata, imports nothing large."""
+    found: dict[str, str | None] = {"Python": platform.python_version(), "pycuda_conv": pycuda_conv.__version__}
+    names = packages_distributions()
+    for module, shown in PACKAGES.items():
+        try:
+            found[shown] = version(names[module][0])
+        except (KeyError, PackageNotFoundError):
+            found[shown] = None
+    drv = _driver()
+    number = drv.get_driver_version() if drv else None
+    found["CUDA driver supports"] = f"{number // 1000}.{number % 1000 // 10}" if number else None
+    found["NVIDIA driver"] = nvidia_smi("driver_version").get("driver_version")
+    found["nvcc"] = nvcc_version()
+    found["system"] = platform.platform()
+    return found
+
+
+def attributes(device: Any, names: Any) -> dict[str, int | str]:
+    """Every attribute of a PyCUDA device by name; those that the driver does not know are left out."""
+    found: dict[str, int | str] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in sorted(n for n in dir(names) if n[0].isupper()):
+            try:
+                value = device.get_attribute(getattr(names, name))
+            except Exception:  # an attribute newer or older than the driver
+                continue
+            found[name] = value if type(value) is int else str(value)
+    return found
+
+
+def free_memory(ordinal: int) -> int | None:
+    """Free bytes of a GPU. Takes the primary context for the moment; asked of the driver itself, as PyCUDA would keep it."""
+    try:
+        library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return None
+    device, context, free, total = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
+    if library.cuDeviceGet(ctypes.byref(device), ordinal) or library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
+        return None
+    try:
+        if library.cuCtxPushCurrent_v2(context):
+            return None
+        failed = library.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total))
+        library.cuCtxPopCurrent_v2(ctypes.byref(context))
+        return None if failed else free.value
+    finally:
+        library.cuDevicePrimaryCtxRelease_v2(device)
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Every GPU that the driver sees."""
+    drv = _driver()
+    found = []
+    for ordinal in range(drv.Device.count() if drv else 0):
+        device = drv.Device(ordinal)
+        found.append({
+            "device": f"cuda:{ordinal}", "name": device.name(), "compute_capability": "{}.{}".format(*device.compute_capability()),
+            "memory_total": device.total_memory(), "memory_free": free_memory(ordinal), "pci_bus_id": device.pci_bus_id(),
+            "attributes": attributes(device, drv.device_attribute),
+        })
+    return found
+
+
+def opencl() -> dict[str, Any]:
+    """The OpenCL device that the portable kernels would run on, or why there is none."""
+    try:
+        device: Any = get_device("opencl")
+    except BackendError as error:
+        return {"missing": str(error), "device": None, "platform": None}
+    return {"missing": None, "device": device.device.name.strip(), "platform": device.device.platform.version.strip()}
+
+
+def uses(cuda_missing: str | None) -> dict[str, Any]:
+    """What a call with no `device=` would run on, and why."""
+    wanted = os.environ.get("PYCUDA_CONV_BACKEND")
+    try:
+        backend: str | None = default_backend()
+        why = "PYCUDA_CONV_BACKEND says so" if wanted else "a GPU and nvcc were found" if backend == "cuda" else f"no CUDA: {cuda_missing}"
+    except BackendError as error:
+        backend, why = None, str(error)
+    names = sorted(name for name in os.environ if name.startswith("PYCUDA_CONV_")) + [name for name in ENVIRONMENT if name in os.environ]
+    return {
+        "backend": backend, "device": {"cuda": "cuda:0", "opencl": "opencl"}.get(backend or ""), "why": why,
+        "environment": {name: os.environ[name] for name in names}, "cache": str(cache_dir()), "kernels": str(KERNEL_DIR),
+    }
+
+
+def collect() -> dict[str, Any]:
+    """All that ``pycuda-conv info`` tells, as JSON's types."""
+    missing = cuda.why_not()
+    use = uses(missing)  # before OpenCL is loaded, which sets some of the variables
+    found = gpus()
+    return {"versions": versions(), "gpu_count": len(found), "gpus": found, "cuda_missing": missing, "opencl": opencl(), "uses": use}
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / 2**30:.1f} GiB"
+
+
+def run(as_json: bool = False) -> int:
+    """Print what is here."""
+    if as_json:
+        print(json_text(collect()))
+        return 0
+    out = console()
+    facts = collect()
+    cl, use = facts["opencl"], facts["uses"]
+    known = [(name, found or "not found") for name, found in facts["versions"].items()]
+    out.print(table("Versions", ("what", "version"), known, left=("what", "version")))
+    here = [
+        ("CUDA", facts["cuda_missing"] or f"usable, {facts['gpu_count']} GPU(s)"),
+        ("OpenCL", cl["missing"] or f"usable: {cl['device']} ({cl['platform']})"),
+        ("default device", f"{use['device'] or 'none'}: {use['why']}"), ("cache folder", use["cache"]), ("kernels", use["kernels"]),
+        *use["environment"].items(),
+    ]
+    out.print(table("What the package uses", ("what", "here"), here, left=("what", "here")))
+    for gpu in facts["gpus"]:
+        title = f"{gpu['device']}: {gpu['name']}, compute capability {gpu['compute_capability']}, "
+        title += f"{_bytes(gpu['memory_total'])} of memory, {_bytes(gpu['memory_free'])} free"
+        out.print(table(title, ("attribute", "value"), [(k, str(v)) for k, v in gpu["attributes"].items()], left=("attribute",)))
+    if not facts["gpus"]:
+        out.print("No GPU is seen.")
+    return 0

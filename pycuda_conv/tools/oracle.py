@@ -1,0 +1,179 @@
+"""What a result is judged by: torch's convolution, a float64 reference, and the error that rounding explains.
+
+The bound, element by element, is
+
+    |out - ref| <= 4 eps sqrt(depth) conv(|x|, |w|) + eps_out |ref|
+
+with `ref` the float64 convolution of the inputs as they were rounded, `depth` the length of the sum, eps of the dtype in
+which sums are kept and eps_out of the result's. It holds for sums in any order and breaks when a tap is missing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.tools.terminal import require
+
+#: norm(out - ref) / norm(ref) above which a result is wrong, for sums of up to 256 products.
+RELATIVE_LIMIT = {"float16": 1e-3, "float32": 1e-6, "float64": 2e-15, "tf32": 1e-3}
+TF32_EPS = 2.0**-10
+
+
+def depth(problem: ConvProblem) -> int:
+    """Products summed into one element of the result, at most."""
+    return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+
+
+def _arithmetic(problem: ConvProblem) -> str:
+    return "tf32" if problem.precision == "tf32" and problem.dtype == "float32" else problem.dtype
+
+
+def relative_limit(problem: ConvProblem) -> float:
+    """The relative error, norm-wise, above which a result is wrong; grows as rounding does, with the root of the depth."""
+    return RELATIVE_LIMIT[_arithmetic(problem)] * max(1.0, math.sqrt(depth(problem)) / 16)
+
+
+def bound(problem: ConvProblem, reference: Any, magnitude: Any) -> Any:
+    """The error that rounding explains, element by element.
+
+    Parameters
+    ----------
+    reference, magnitude : float64 arrays of numpy or torch
+        conv(x, w) + b and conv(|x|, |w|) + |b|.
+    """
+    out = np.finfo(problem.dtype)
+    eps = TF32_EPS if _arithmetic(problem) == "tf32" else float(np.finfo("float64" if problem.dtype == "float64" else "float32").eps)
+    return 4 * eps * math.sqrt(max(depth(problem), 1)) * magnitude + float(out.eps) * abs(reference) + float(out.smallest_subnormal)
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How far a result is from the reference.
+
+    Attributes
+    ----------
+    largest, mean : float
+        Of |out - ref|.
+    relative : float
+        norm(out - ref) / norm(ref).
+    of_bound : float
+        The largest |out - ref| / bound; what exceeds 1 is not rounding. Not a number if any of the result is not.
+    correct : bool
+        Every element within the bound and the relative error below its limit.
+    """
+
+    largest: float
+    mean: float
+    relative: float
+    of_bound: float
+    correct: bool
+
+
+class ErrorSums:
+    """Errors of a result that is compared piece by piece, in arrays of numpy or of torch."""
+
+    def __init__(self, problem: ConvProblem) -> None:
+        self.problem = problem
+        self._count = 0
+        self._sum = self._squares = self._reference_squares = 0.0
+        self._largest = self._of_bound = 0.0
+        self._within = True
+
+    def add(self, out: Any, reference: Any, magnitude: Any) -> None:
+        """Compare one piece; all three are float64 arrays of one shape."""
+        error, limit = abs(out - reference), bound(self.problem, reference, magnitude)
+        self._within = self._within and bool((error <= limit).all())  # <=: NaN fails
+        self._count += math.prod(error.shape)
+        self._sum += float(error.sum())
+        self._squares += float((error * error).sum())
+        self._reference_squares += float((reference * reference).sum())
+        # max(a, b) would drop a NaN, np.maximum keeps it
+        self._largest = float(np.maximum(self._largest, float(error.max())))
+        self._of_bound = float(np.maximum(self._of_bound, float((error / limit).max())))
+
+    def errors(self) -> Errors:
+        """The verdict on all pieces."""
+        scale = math.sqrt(self._reference_squares)
+        relative = math.sqrt(self._squares) / scale if scale else math.sqrt(self._squares)
+        correct = self._within and relative <= relative_limit(self.problem)
+        return Errors(self._largest, self._sum / max(self._count, 1), relative, self._of_bound, correct)
+
+
+def compare(problem: ConvProblem, out: Any, reference: Any, magnitude: Any) -> Errors:
+    """Errors of a whole result."""
+    sums = ErrorSums(problem)
+    sums.add(out, reference, magnitude)
+    return sums.errors()
+
+
+# ---- torch as the oracle
+
+
+def options(problem: ConvProblem) -> dict[str, Any]:
+    """The keyword arguments of torch's functions that describe `problem`."""
+    n = problem.ndim
+    pairs = tuple(zip(problem.padding_before, problem.padding_after, strict=True))[-n:]
+    even = all(before == after for before, after in pairs)
+    padding = tuple(before for before, _ in pairs) if even else pairs
+    found: dict[str, Any] = {
+        "stride": problem.stride[-n:], "padding": padding, "dilation": problem.dilation[-n:], "groups": problem.groups,
+    }
+    if problem.direction == "dgrad":
+        if not even:
+            raise ValueError(f"torch has no transposed convolution with uneven padding: {problem}")
+        plain = [
+            (n - 1) * s - 2 * b + d * (f - 1) + 1
+            for n, s, b, d, f in zip(
+                problem.output_size, problem.stride, problem.padding_before, problem.dilation, problem.filter_size, strict=True
+            )
+        ]
+        found["output_padding"] = tuple(size - p for size, p in zip(problem.input_size, plain, strict=True))[-n:]
+    return found
+
+
+def torch_function(name: str, padding: Any = 0, **others: Any) -> Callable[..., Any]:
+    """``torch.nn.functional``'s function of that name with its options bound: (input, weight, bias=None) -> output.
+
+    It also takes `padding` as pairs (before, after), which torch does not: zeros are then added in a pass of their own.
+    """
+    functional = require("torch.nn.functional")
+    function = getattr(functional, name)
+    if isinstance(padding, (str, int)) or not any(isinstance(v, tuple) for v in padding):
+        return lambda x, w, b=None: function(x, w, b, padding=padding, **others)
+    around = [v for pair in reversed(padding) for v in pair]
+    return lambda x, w, b=None: function(functional.pad(x, around), w, b, padding=0, **others)
+
+
+def torch_for(problem: ConvProblem) -> Callable[..., Any]:
+    """torch's own convolution for `problem`: (input, weight, bias=None) -> output."""
+    name = f"conv{problem.ndim}d" if problem.direction == "fprop" else f"conv_transpose{problem.ndim}d"
+    return torch_function(name, **options(problem))
+
+
+@contextmanager
+def torch_precision(precision: str) -> Iterator[str]:
+    """Set the arithmetic of cuDNN's float32 convolutions inside the block; gives the words for what was set.
+
+    One switch only: torch refuses to run with its old and its new one mixed.
+    """
+    cudnn = require("torch").backends.cudnn
+    conv = getattr(cudnn, "conv", None)
+    owner: Any
+    value: Any
+    if hasattr(conv, "fp32_precision"):
+        owner, name, value = conv, "fp32_precision", "tf32" if precision == "tf32" else "ieee"
+    else:
+        owner, name, value = cudnn, "allow_tf32", precision == "tf32"
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield f"torch.backends.cudnn.{'conv.' if owner is conv else ''}{name} = {value!r}"
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,21 @@
+"""Plans of many problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from pycuda_conv.plan import Plan, cached_plan
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import Device
+from pycuda_conv.tools.terminal import track
+
+
+def plans(problems: Sequence[ConvProblem], device: Device) -> list[Plan]:
+    """The plans of all problems, compiled several at a time where the device can."""
+    pool = ThreadPoolExecutor()
+    try:
+        coming = [pool.submit(cached_plan, problem, device) for problem in problems]
+        return [plan.result() for plan in track(coming, lambda _: "compiling")]
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left

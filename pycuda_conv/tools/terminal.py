@@ -1,0 +1,98 @@
+"""What the tools share towards the terminal: one line for what is missing, tables, progress."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from pycuda_conv.runtime import Device, get_device
+
+LONG_TEXT = 14  # characters; longer ones fold where the terminal is narrow
+
+T = TypeVar("T")
+
+#: Exit statuses.
+OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+
+LEAST_WIDTH = 126
+PIPED_WIDTH = 170  # columns, where no terminal says how wide it is
+
+
+class ToolError(Exception):
+    """A wrong argument or something missing; its text is the one line that the user sees."""
+
+
+def require(module: str) -> Any:
+    """Import an optional module, or say what to install."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        name = module.partition(".")[0]
+        raise ToolError(f"{name} is needed for this and can't be imported ({error}); pip install 'pycuda_conv[bench]'") from error
+
+
+def json_text(value: Any) -> str:
+    """`value` as JSON; what is not a finite number, which JSON does not have, becomes null."""
+
+    def clean(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: clean(inner) for key, inner in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [clean(inner) for inner in part]
+        return None if isinstance(part, float) and not math.isfinite(part) else part
+
+    return json.dumps(clean(value), indent=2)
+
+
+def named_device(device: Any) -> Device:
+    """The device that the user named on the command line."""
+    try:
+        return get_device(device)
+    except (ValueError, TypeError) as error:
+        raise ToolError(str(error)) from error
+
+
+def console(stderr: bool = False) -> Any:
+    """A rich console; wide when its output goes to a file, and never so narrow that a table loses columns."""
+    stream = sys.stderr if stderr else sys.stdout
+    made = require("rich.console").Console(file=stream, highlight=False)
+    if not stderr:
+        known = stream.isatty() or "COLUMNS" in os.environ
+        made.width = max(made.width, LEAST_WIDTH) if known else PIPED_WIDTH
+    return made
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str] = (), styles: Sequence[str] = ()
+) -> Any:
+    """A rich table of text. Columns named in `left` are aligned left; `styles` gives each row's style."""
+    made = require("rich.table").Table(title=title, title_justify="left", box=require("rich.box").SIMPLE_HEAD, pad_edge=False)
+    for i, column in enumerate(columns):
+        longest = max((len(row[i]) for row in rows), default=0)
+        folds = column in left and longest > LONG_TEXT  # numbers never do
+        side = "left" if column in left else "right"
+        made.add_column(column, justify=side, overflow="fold", no_wrap=not folds, min_width=LONG_TEXT if folds else None)
+    escape = require("rich.markup").escape
+    for i, row in enumerate(rows):
+        made.add_row(*[escape(cell) for cell in row], style=styles[i] if styles else "")
+    return made
+
+
+def track(items: Sequence[T], describe: Callable[[T], str]) -> Iterator[T]:
+    """Yield `items` behind a progress bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield from items
+        return
+    progress = require("rich.progress")
+    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("{task.description}"))
+    with progress.Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=len(items))
+        for item in items:
+            bar.update(task, description=require("rich.markup").escape(describe(item)))
+            yield item
+            bar.advance(task)

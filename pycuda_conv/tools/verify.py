@@ -1,0 +1,321 @@
+"""Does this machine compute convolutions right? Named cases on every kind of array, judged by torch and by float64."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import secrets
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import pycuda_conv
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import Device
+from pycuda_conv.tools.oracle import compare, relative_limit, torch_function, torch_precision
+from pycuda_conv.tools.plans import plans
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, require, table, track
+
+SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a public function: shapes, options, dtype.
+
+    `function` is the name that the function has here and in ``torch.nn.functional``. `filter` fixes the filter's values;
+    all else is drawn at random.
+    """
+
+    name: str
+    function: str
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    bias: bool = False
+    dtype: str = "float32"
+    filter: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def problem(self) -> ConvProblem:
+        """The case as the package sees it."""
+        transposed = self.function.startswith("conv_transpose")
+        make = ConvProblem.transposed if transposed else ConvProblem.forward
+        channels = self.weight[1] * self.options.get("groups", 1) if transposed else self.weight[0]
+        bias = (channels,) if self.bias else None
+        return make(int(self.function[-2]), self.input, self.weight, bias, dtype=self.dtype, **self.options)
+
+    def data(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Input, weight and bias. The same for a seed whichever other cases run."""
+        rng = np.random.default_rng([seed, *self.name.encode()])
+        problem = self.problem
+
+        def draw(shape: Sequence[int]) -> np.ndarray:
+            return rng.standard_normal(shape).astype(self.dtype)
+
+        x, w = draw(self.input), draw(self.weight)
+        if self.filter is not None:
+            w[...] = np.array(self.filter)
+        return x, w, None if problem.bias_shape is None else draw(problem.bias_shape)
+
+
+def _precision(name: str, r: int, stride: int, padding: int) -> Case:
+    return Case(name, "conv2d", (4, 16, 32, 32), (32, 16, r, r), {"stride": stride, "padding": padding})
+
+
+def _cases() -> list[Case]:
+    return [
+        Case("notebook-single", "conv2d", (1, 1, 5, 5), (1, 1, 3, 3)),
+        Case("notebook-batch", "conv2d", (2, 4, 5, 5), (8, 4, 3, 3), {"padding": 1}),
+        _precision("k3s1p0", 3, 1, 0),
+        _precision("k3s1p1", 3, 1, 1),
+        _precision("k3s2p1", 3, 2, 1),
+        _precision("k1s1p0", 1, 1, 0),
+        _precision("k1s2p0", 1, 2, 0),
+        _precision("k7s2p3", 7, 2, 3),
+        Case("transposed-k3s1p1", "conv_transpose2d", (4, 16, 32, 32), (16, 32, 3, 3), {"padding": 1}),
+        Case("sharpen", "conv2d", (1, 1, 512, 512), (1, 1, 3, 3), {"padding": 1}, filter=SHARPEN),
+        Case("groups", "conv2d", (2, 12, 17, 19), (18, 4, 3, 3), {"groups": 3, "padding": 1}, bias=True),
+        Case("depthwise", "conv2d", (2, 24, 28, 28), (24, 1, 3, 3), {"groups": 24, "padding": 1}),
+        Case("depthwise-multiplier", "conv2d", (2, 10, 15, 21), (30, 1, 5, 5), {"groups": 10, "padding": 2, "stride": 2}, bias=True),
+        Case("dilation", "conv2d", (2, 8, 33, 33), (16, 8, 3, 3), {"dilation": (2, 3), "padding": (2, 3)}),
+        Case("odd-shapes", "conv2d", (3, 7, 37, 23), (11, 7, 5, 2), {"stride": (2, 3), "dilation": (1, 2)}, bias=True),
+        Case("uneven-padding", "conv2d", (2, 5, 13, 17), (7, 5, 3, 5), {"padding": ((1, 2), (0, 3)), "stride": (1, 2)}),
+        Case("same-even-kernel", "conv2d", (2, 6, 19, 14), (9, 6, 4, 2), {"padding": "same"}),
+        Case("no-batch-axis", "conv2d", (5, 14, 15), (6, 5, 3, 3)),
+        Case("conv1d", "conv1d", (4, 16, 101), (24, 16, 5), {"stride": 2, "padding": 2}, bias=True),
+        Case("conv3d", "conv3d", (2, 6, 9, 11, 13), (10, 6, 3, 2, 3), {"stride": (1, 2, 1), "padding": (1, 0, 2)}),
+        Case(
+            "transposed-stride2", "conv_transpose2d", (2, 10, 13, 11), (10, 7, 3, 4), {"stride": 2, "padding": 1, "output_padding": 1},
+            bias=True,
+        ),
+        Case("transposed-1d", "conv_transpose1d", (2, 12, 37), (12, 5, 4), {"stride": 3, "dilation": 2, "groups": 2}),
+        Case("transposed-3d", "conv_transpose3d", (1, 6, 5, 6, 7), (6, 4, 3, 2, 3), {"stride": (2, 1, 2), "padding": (1, 0, 1)}),
+        Case("float64", "conv2d", (2, 6, 21, 20), (9, 6, 3, 3), {"padding": 1}, dtype="float64"),
+        Case("float16", "conv2d", (4, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}, dtype="float16"),
+    ]
+
+
+CASES = {case.name: case for case in _cases()}
+
+
+def select(names: str | None) -> list[Case]:
+    """The cases named in a comma-separated list; all of them for None."""
+    if names is None:
+        return list(CASES.values())
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    for name in wanted:
+        if name not in CASES:
+            near = difflib.get_close_matches(name, CASES, 1)
+            raise ToolError(f"there is no case {name!r}" + (f"; did you mean {near[0]}?" if near else "") + " (--list shows them all)")
+    if not wanted:
+        raise ToolError("--cases names no case (--list shows them all)")
+    return [CASES[name] for name in wanted]
+
+
+# ---- kinds of arrays
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How to make one kind of array from numpy's, read it back, and wait for it."""
+
+    name: str
+    make: Callable[[np.ndarray], Any]
+    read: Callable[[Any], np.ndarray]
+    wait: Callable[[], Any]
+
+
+class Interface:
+    """A GPUArray that shows nothing but its ``__cuda_array_interface__``."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """The array's own."""
+        return dict(self.array.__cuda_array_interface__)
+
+
+def _importable(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        return None
+
+
+def array_kinds(device: Device) -> list[Kind]:
+    """The kinds of arrays that can be convolved on `device` here."""
+    torch = require("torch")
+
+    def nothing() -> None:
+        pass
+
+    # torch.from_numpy shares memory, so a copy: an output must not be written behind the check's back
+    kinds = [
+        Kind("numpy", np.copy, np.asarray, nothing), Kind("torch cpu", lambda a: torch.from_numpy(a.copy()), lambda t: t.numpy(), nothing),
+    ]
+    if device.backend != "cuda":
+        return kinds
+    where: Any = device
+    driver, gpuarray = importlib.import_module("pycuda.driver"), importlib.import_module("pycuda.gpuarray")
+
+    def on_device(function: Callable[..., Any], *arguments: Any) -> Any:
+        with where:
+            return function(*arguments)
+
+    wait = partial(on_device, driver.Context.synchronize)
+    to_gpu = partial(on_device, gpuarray.to_gpu)
+    kinds.append(Kind("GPUArray", to_gpu, lambda a: on_device(a.get), wait))
+    kinds.append(Kind("cuda array interface", lambda a: Interface(to_gpu(a)), lambda a: on_device(a.array.get), wait))
+    if torch.cuda.is_available():
+        kinds.append(Kind("torch cuda", lambda a: torch.from_numpy(a).to(device.name), lambda t: t.cpu().numpy(), wait))
+    cupy = _importable("cupy")
+    if cupy is not None:
+
+        def to_cupy(array: np.ndarray) -> Any:
+            with cupy.cuda.Device(where.ordinal):
+                return cupy.asarray(array)
+
+        kinds.append(Kind("cupy", to_cupy, lambda a: a.get(), wait))
+    return kinds
+
+
+# ---- checking
+
+
+@dataclass(frozen=True)
+class Result:
+    """A line of the table. Errors are against float64; `torch_relative` is torch's own, in the same dtype."""
+
+    case: str
+    array: str
+    problem: str
+    kernel: str
+    max_error: float
+    mean_error: float
+    relative_error: float
+    of_bound: float
+    relative_limit: float
+    torch_relative: float
+    milliseconds: float
+    passed: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What torch makes of a case: in float64, of the magnitudes, and in the case's own dtype."""
+
+    reference: np.ndarray
+    magnitude: np.ndarray
+    torch: np.ndarray
+
+
+def expected(case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, device: Device) -> Expected:
+    """torch's results; its own in the case's dtype is computed on `device` if that is a GPU."""
+    torch = require("torch")
+    function = torch_function(case.function, **case.options)
+    arrays = [None if a is None else torch.from_numpy(a) for a in (x, w, b)]
+
+    def call(change: Callable[[Any], Any]) -> np.ndarray:
+        result: np.ndarray = function(*[None if a is None else change(a) for a in arrays]).double().cpu().numpy()
+        return result
+
+    place = device.name if device.backend == "cuda" and torch.cuda.is_available() else "cpu"
+    with torch.no_grad(), torch_precision("fp32"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that an even "same" costs it a copy
+        return Expected(call(lambda a: a.double()), call(lambda a: a.double().abs()), call(lambda a: a.to(place)))
+
+
+def check(case: Case, kind: Kind, device: Device, data: Sequence[np.ndarray | None], truth: Expected) -> Result:
+    """Run one case on one kind of array, into an output full of NaN."""
+    problem = case.problem
+    function = getattr(pycuda_conv, case.function)
+    x, w, b = (None if a is None else kind.make(a) for a in data)
+    out = kind.make(np.full(problem.result_shape, np.nan, case.dtype))
+    call = partial(function, x, w, b, out=out, device=device.name, **case.options)
+    returned = call()
+    kind.wait()
+    result = kind.read(out).astype(np.float64)
+    start = time.perf_counter()
+    call()
+    kind.wait()
+    elapsed = time.perf_counter() - start
+    errors = compare(problem, result, truth.reference, truth.magnitude)
+    detail = "" if errors.correct else _worst(result, truth.reference)
+    if returned is not out:
+        detail = "the call did not return the out= that it was given"
+    return Result(
+        case=case.name, array=kind.name, problem=str(problem), kernel=type(cached_plan(problem, device).config).__name__,
+        max_error=errors.largest, mean_error=errors.mean, relative_error=errors.relative, of_bound=errors.of_bound,
+        relative_limit=relative_limit(problem), torch_relative=compare(problem, truth.torch, truth.reference, truth.magnitude).relative,
+        milliseconds=elapsed * 1e3, passed=not detail, detail=detail,
+    )
+
+
+def _worst(result: np.ndarray, reference: np.ndarray) -> str:
+    error = np.abs(result - reference)
+    at = np.unravel_index(int(np.argmax(np.where(np.isnan(error), np.inf, error))), error.shape)
+    wrong = f", {int(np.isnan(result).sum())} of {result.size} elements are NaN" if np.isnan(result).any() else ""
+    return f"worst at {[int(i) for i in at]}: got {result[at]:.9g}, expected {reference[at]:.9g}{wrong}"
+
+
+def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
+    """Check every case on every kind of array there is."""
+    kinds = array_kinds(device)
+    plans([case.problem for case in cases], device)
+    results = []
+    for case in track(cases, lambda case: case.name):
+        x, w, b = data = case.data(seed)
+        truth = expected(case, x, w, b, device)
+        results += [check(case, kind, device, data, truth) for kind in kinds]
+    return results
+
+
+def list_cases() -> int:
+    """Print the cases' names."""
+    for case in CASES.values():
+        print(f"{case.name:22} {case.problem}{' bias' if case.bias else ''}")
+    return OK
+
+
+def run(cases: str | None = None, device: Any = None, seed: int | None = None, as_json: bool = False) -> int:
+    """Verify and print; the exit status says whether all passed."""
+    chosen = select(cases)
+    require("torch")
+    where = named_device(device)
+    if seed is None:
+        seed = secrets.randbelow(2**32)
+    if not as_json:
+        out = console()
+    start = time.perf_counter()
+    results = verify(chosen, where, seed)
+    elapsed = time.perf_counter() - start
+    failed = [r for r in results if not r.passed]
+    if as_json:
+        facts = {"device": where.name, "seed": seed, "seconds": elapsed, "passed": not failed, "results": [asdict(r) for r in results]}
+        print(json_text(facts))
+        return FAILED if failed else OK
+    columns = ("case", "array", "kernel", "max error", "mean error", "relative error", "torch's", "of bound", "ms", "verdict")
+    rows = [
+        (
+            r.case, r.array, r.kernel, f"{r.max_error:.1e}", f"{r.mean_error:.1e}", f"{r.relative_error:.1e}", f"{r.torch_relative:.1e}",
+            f"{r.of_bound:.3f}", f"{r.milliseconds:.2f}", "pass" if r.passed else "FAIL",
+        )
+        for r in results
+    ]
+    styles = ["" if r.passed else "bold red" for r in results]
+    out.print(table(f"Errors against float64 on {where.name}, seed {seed}", columns, rows, left=columns[:3], styles=styles))
+    for r in failed:
+        out.print(f"{r.case} on {r.array}: {r.problem}, kernel {r.kernel}: {r.detail}", markup=False, style="red")
+    passed = f"{len(results) - len(failed)} of {len(results)} passed in {elapsed:.1f} s"
+    out.print(f"{passed} on {where.name}; --seed {seed} repeats this", style="bold")
+    return FAILED if failed else OK

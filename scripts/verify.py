@@ -1,0 +1,10 @@
+"""The command ``pycuda-conv verify`` from a checkout, installed or not."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from pycuda_conv.cli import main
+
+raise SystemExit(main(["verify", *sys.argv[1:]]))

@@ -1,0 +1,65 @@
+"""Devices to test on, and the sizes of the random searches.
+
+The same test bodies run on every device of the machine: PoCL on a laptop, a GPU where there is one. What has no device
+here is skipped and says why.
+"""
+
+import importlib.util
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+HAS_PYCUDA = importlib.util.find_spec("pycuda") is not None
+
+# every example compiles kernels of its own, a third of a second on PoCL and a second or two with nvcc
+_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True}
+settings.register_profile("default", max_examples=30, **_common)
+settings.register_profile("thorough", max_examples=300, **_common)  # pytest --hypothesis-profile=thorough
+settings.load_profile("default")
+
+
+def why_no_cuda() -> str | None:
+    from pycuda_conv.runtime.cuda import why_not
+
+    return why_not()
+
+
+def why_no_opencl() -> str | None:
+    from pycuda_conv.runtime.opencl import why_not
+
+    return why_not()
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
+
+
+_reason = {}
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        if "cuda" not in _reason:
+            _reason["cuda"] = why_no_cuda()
+        if _reason["cuda"]:
+            pytest.skip(_reason["cuda"])
+
+
+@pytest.fixture(scope="session", params=["opencl", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request):
+    """The name of a device, as `device=` takes it."""
+    why = why_no_opencl() if request.param == "opencl" else why_no_cuda()
+    if why:
+        pytest.skip(why)
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def python_env():
+    """The environment in which a fresh Python process finds this checkout."""
+    import pycuda_conv
+
+    root = os.path.dirname(os.path.dirname(os.path.abspath(pycuda_conv.__file__)))
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}

@@ -1,0 +1,228 @@
+"""What is right: convolutions in float64 by torch, the bound on rounding, and comparisons that name the worst element."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pycuda_conv import ConvProblem
+
+EPS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
+SUM_EPS = {"float16": EPS["float32"], "float32": EPS["float32"], "float64": EPS["float64"]}  # sums of halves are floats
+TINY = {"float16": 2.0**-24, "float32": 2.0**-149, "float64": 0.0}  # where the result is subnormal
+
+
+def _tuple(value: Any, ndim: int) -> tuple:
+    return (value,) * ndim if isinstance(value, int) else tuple(value)
+
+
+def _pairs(padding: Any, size: tuple, dilation: tuple) -> tuple:
+    ndim = len(size)
+    if padding == "valid":
+        return ((0, 0),) * ndim
+    if padding == "same":
+        totals = [d * (f - 1) for d, f in zip(dilation, size, strict=True)]
+        return tuple((t // 2, t - t // 2) for t in totals)
+    return tuple((p, p) if isinstance(p, int) else tuple(p) for p in _tuple(padding, ndim))
+
+
+def reference(
+    transposed: bool, ndim: int, x: np.ndarray, w: np.ndarray, b: np.ndarray | None = None, *, stride=1, padding=0, output_padding=0,
+    dilation=1, groups=1,
+) -> np.ndarray:
+    """The (transposed) convolution in float64. Padding is done by hand, so uneven pairs and crops are independent of the package."""
+    torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")
+    F = torch.nn.functional
+    x64, w64 = (torch.from_numpy(np.ascontiguousarray(a, np.float64)) for a in (x, w))
+    b64 = None if b is None else torch.from_numpy(np.ascontiguousarray(b, np.float64))
+    stride, dilation = _tuple(stride, ndim), _tuple(dilation, ndim)
+    pairs = _pairs(padding, tuple(w.shape[2:]), dilation)
+    if not transposed:
+        padded = F.pad(x64, [v for pair in reversed(pairs) for v in pair])
+        return getattr(F, f"conv{ndim}d")(padded, w64, b64, stride, 0, dilation, groups).numpy()
+    full = getattr(F, f"conv_transpose{ndim}d")(x64, w64, None, stride, 0, 0, groups, dilation)
+    extra = _tuple(output_padding, ndim)
+    cut = F.pad(full, [v for (before, after), e in reversed(list(zip(pairs, extra, strict=True))) for v in (-before, e - after)])
+    return (cut if b64 is None else cut + b64.reshape(-1, *(1,) * ndim)).numpy()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution by its arguments: shapes and whatever the function takes besides."""
+
+    transposed: bool
+    input_shape: tuple
+    weight_shape: tuple
+    options: dict = field(default_factory=dict, hash=False)
+    bias: bool = True
+
+    @property
+    def ndim(self) -> int:
+        return len(self.weight_shape) - 2
+
+    @property
+    def channels(self) -> int:
+        """Of the result."""
+        return self.weight_shape[1] * self.options.get("groups", 1) if self.transposed else self.weight_shape[0]
+
+    @property
+    def depth(self) -> int:
+        """Products in one sum, at most."""
+        per_group = self.weight_shape[0] // self.options.get("groups", 1) if self.transposed else self.weight_shape[1]
+        return per_group * math.prod(self.weight_shape[2:])
+
+    def problem(self, dtype: str = "float32") -> ConvProblem:
+        make = ConvProblem.transposed if self.transposed else ConvProblem.forward
+        bias = (self.channels,) if self.bias else None
+        return make(self.ndim, self.input_shape, self.weight_shape, bias, dtype=dtype, **self.options)
+
+    def integers(self, dtype: str, seed: int = 0) -> list:
+        """Input, weight and bias of small integers: every sum is exact in any order, so results must agree bit by bit."""
+        rng = np.random.default_rng(seed)
+        return self._arrays(lambda shape: rng.integers(-8, 9, shape).astype(dtype))
+
+    def normals(self, dtype: str, seed: int = 0) -> list:
+        rng = np.random.default_rng(seed)
+        return self._arrays(lambda shape: rng.standard_normal(shape).astype(dtype))
+
+    def _arrays(self, make) -> list:
+        return [make(self.input_shape), make(self.weight_shape), make((self.channels,)) if self.bias else None]
+
+    def reference(self, x, w, b=None) -> np.ndarray:
+        return reference(self.transposed, self.ndim, x, w, b, **self.options)
+
+    def bound(self, x, w, b, ref: np.ndarray) -> np.ndarray:
+        """How far from `ref` the rounding of an honest sum may lead."""
+        dtype = x.dtype.name
+        magnitude = self.reference(np.abs(x), np.abs(w), None if b is None else np.abs(b))
+        return 4 * SUM_EPS[dtype] * math.sqrt(max(self.depth, 1)) * magnitude + EPS[dtype] * np.abs(ref) + TINY[dtype]
+
+    def __str__(self) -> str:
+        def show(value):
+            return "x".join(show(v) for v in value) if isinstance(value, tuple) else str(value)
+
+        names = {"stride": "s", "padding": "p", "output_padding": "op", "dilation": "d", "groups": "g"}
+        parts = ["dgrad" if self.transposed else "fprop", show(self.input_shape), "by", show(self.weight_shape)]
+        parts += [names[k] + show(v) for k, v in self.options.items()] + ["" if self.bias else "nobias"]
+        return "-".join(filter(None, parts))
+
+
+def fprop(input_shape: tuple, weight_shape: tuple, bias: bool = True, **options) -> Case:
+    return Case(False, input_shape, weight_shape, options, bias)
+
+
+def dgrad(input_shape: tuple, weight_shape: tuple, bias: bool = True, **options) -> Case:
+    return Case(True, input_shape, weight_shape, options, bias)
+
+
+# ---- comparisons
+
+
+def assert_exact(got: np.ndarray, ref: np.ndarray, what: Any = "") -> None:
+    """Every element of `got` is the correctly rounded `ref`; NaN, a wrong shape or a wrong sign fail."""
+    expected = ref.astype(got.dtype)
+    assert got.shape == ref.shape, f"{what}: shape {got.shape}, expected {ref.shape}"
+    wrong = ~(got == expected)
+    if wrong.any():
+        at = tuple(int(i) for i in np.argwhere(wrong)[0])
+        pytest.fail(f"{what}: {wrong.sum()} of {wrong.size} elements differ, first at {at}: got {got[at]}, expected {expected[at]}")
+
+
+def assert_close(got: np.ndarray, ref: np.ndarray, bound: np.ndarray, what: Any = "") -> None:
+    """|got - ref| <= bound everywhere; NaN fails."""
+    assert got.shape == ref.shape, f"{what}: shape {got.shape}, expected {ref.shape}"
+    error = np.abs(got.astype(np.float64) - ref)
+    good = error <= bound
+    if not good.all():
+        excess = np.where(np.isnan(error), np.inf, error - bound)
+        at = np.unravel_index(int(np.argmax(excess)), excess.shape)
+        pytest.fail(
+            f"{what}: {(~good).sum()} of {good.size} elements past the bound, worst at {tuple(int(i) for i in at)}: got {got[at]}, "
+            f"expected {ref[at]}, off by {error[at]:.3g}, allowed {bound[at]:.3g}"
+        )
+
+
+def check(case: Case, got: Any, x, w, b, what: Any = "") -> None:
+    """`got` is the convolution of x, w and b (numpy arrays as they were rounded) within the bound."""
+    ref = case.reference(x, w, b)
+    assert_close(np.asarray(got), ref, case.bound(x, w, b, ref), f"{case} {what}")
+
+
+# ---- how a tensor's elements may lie
+
+TORCH_LAYOUTS = {
+    "channels_last": lambda torch, t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t,
+    "expanded": lambda torch, t: t[:1].expand(t.shape),
+    "every second": lambda torch, t: t.repeat_interleave(2, -1)[..., ::2],
+    "permuted": lambda torch, t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "one element off": lambda torch, t: torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape),
+    "imaginary part of a conjugate": lambda torch, t: torch.complex(torch.zeros_like(t), -t).conj().imag,  # has the negative bit
+    "negative view": lambda torch, t: torch._neg_view(-t),  # the same, and contiguous
+    "parameter": lambda torch, t: torch.nn.Parameter(t, requires_grad=False),
+}
+
+# ---- a fresh interpreter
+
+
+def python(code: str, env: dict, **more: str) -> str:
+    """What a new Python process prints; it must end well and say nothing on stderr."""
+    done = subprocess.run([sys.executable, "-c", code], env={**env, **more}, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert not done.stderr.strip(), done.stderr
+    return done.stdout
+
+
+# ---- running a plan where every stray access shows
+
+MARGIN = 256  # elements of NaN before and after every array; a multiple of 16 bytes for every dtype
+
+
+def _surrounded(array: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """A copy of `array` in the middle of NaNs, and the whole of it."""
+    if array is None:
+        return None, None
+    whole = np.full(array.size + 2 * MARGIN, np.nan, array.dtype)
+    whole[MARGIN : MARGIN + array.size] = array.ravel()
+    return whole, whole[MARGIN : MARGIN + array.size].reshape(array.shape)
+
+
+def run(plan, x, w, b=None) -> np.ndarray:
+    """What `plan` computes from numpy arrays: the result was NaN before, and NaNs lie round every array on the device."""
+    out = np.full(plan.result_shape, np.nan, x.dtype)
+    wholes, views = zip(*(_surrounded(a) for a in (x, w, b, out)), strict=True)
+    if plan.device.backend == "cuda":
+        return _run_on_cuda(plan, wholes, views)
+    result = plan(*views[:3], out=views[3])
+    assert result is views[3]
+    _check_margins(plan, wholes[3])
+    return result
+
+
+def _check_margins(plan, whole: np.ndarray) -> None:
+    assert np.isnan(whole[:MARGIN]).all() and np.isnan(whole[-MARGIN:]).all(), f"{plan} wrote outside its result"
+
+
+def _run_on_cuda(plan, wholes, views) -> np.ndarray:
+    from pycuda import gpuarray
+
+    with plan.device:
+        gpu_wholes = [None if a is None else gpuarray.to_gpu(a) for a in wholes]
+        gpu = [
+            None if a is None else a[MARGIN : a.size - MARGIN].reshape(v.shape) for a, v in zip(gpu_wholes, views, strict=True)
+        ]
+        if plan.workspace_bytes:  # the pool hands the block that was freed last to the plan: let it hold NaNs
+            block = plan.device.allocate(plan.workspace_bytes)
+            plan.device._drv.memset_d8(int(block), 0xFF, plan.workspace_bytes)
+            del block
+    result = plan(*gpu[:3], out=gpu[3])
+    assert result is gpu[3]
+    with plan.device:
+        whole = gpu_wholes[3].get()
+        _check_margins(plan, whole)
+        return gpu[3].get()

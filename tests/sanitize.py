@@ -1,0 +1,63 @@
+"""Every kernel once, on arrays of their exact size, for NVIDIA's memory checker; not a test of values.
+
+    compute-sanitizer --tool memcheck  python tests/sanitize.py
+    compute-sanitizer --tool racecheck python tests/sanitize.py Gemm
+    compute-sanitizer --tool initcheck python tests/sanitize.py
+
+Runs the cases whose line contains the argument, all of them without one. Each array is an allocation of its own, so that
+a read or write past its end is seen; no pool, no torch.
+"""
+
+import sys
+
+import numpy as np
+from test_kernels import AWKWARD, RUNS
+
+import pycuda_conv as pc
+from pycuda_conv import Plan
+from pycuda_conv.runtime import get_device
+
+
+def run(plan, arrays) -> bool:
+    """Launch `plan` once; whether all of the result was written, and with numbers."""
+    drv = plan.device._drv
+    with plan.device:
+        buffers = []
+        for array in (*arrays, np.full(plan.result_shape, np.nan, arrays[0].dtype)):
+            buffers.append(0 if array is None else drv.to_device(array))
+        workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
+        plan.launch([int(b) for b in (*buffers, workspace)], None)
+        out = np.empty(plan.result_shape, arrays[0].dtype)
+        drv.memcpy_dtoh(out, buffers[3])
+    return bool(np.isfinite(out).all())
+
+
+def copy_strided() -> bool:
+    """The gathering of an array that is not contiguous."""
+    from pycuda import gpuarray
+
+    with get_device("cuda"):
+        wide, w = gpuarray.to_gpu(np.ones((2, 3, 5, 14), "f")), gpuarray.to_gpu(np.ones((4, 3, 3, 3), "f"))
+        out = pc.conv2d(wide[:, :, :, ::2], w).get()
+    return bool((out == 27).all())
+
+
+def main(wanted: str = "") -> int:
+    device = get_device("cuda")
+    bad = 0
+    for case, config, *dtype in [*RUNS, *AWKWARD]:
+        line = f"{config} {case} {dtype[0] if dtype else 'float32'}"
+        if wanted in line:
+            plan = Plan(case.problem(dtype[0] if dtype else "float32"), device, config=config)
+            good = run(plan, case.integers(plan.problem.dtype))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
+    if wanted in "copy_strided":
+        good = copy_strided()
+        print("ok " if good else "BAD", "copy_strided", flush=True)
+        bad += not good
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:2]))

@@ -1,0 +1,487 @@
+"""Every wrong argument is refused before anything is launched, in torch's words where torch has some."""
+
+import decimal
+import re
+
+import numpy as np
+import pytest
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan
+from pycuda_conv.runtime import get_device
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+NAN = float("nan")
+
+
+def zeros(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+X, W, B = zeros(2, 4, 8, 9), zeros(6, 4, 3, 3), zeros(6)
+
+
+@pytest.fixture
+def refuses(device, monkeypatch):
+    """refuses(exception, text, function, *arguments): the call raises just that, and nothing runs on the device."""
+
+    def check(exception, text, function, *arguments, **options):
+        def reached(*_, **__):
+            pytest.fail("the device was reached")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(get_device(device)), "run_on_host_arrays", reached)
+            patch.setattr(Plan, "launch", reached)
+            with pytest.raises(exception, match=text) as raised:
+                getattr(pc, function)(*arguments, device=device, **options)
+        if exception is ConvArgumentError:
+            assert isinstance(raised.value, ValueError) and isinstance(raised.value, RuntimeError)
+        return str(raised.value)
+
+    return check
+
+
+# ---- shapes and values: a ConvArgumentError in torch's words
+
+SIZES = [
+    # rank
+    ("conv2d", (X[0, 0], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: [8, 9]"),
+    ("conv2d", (X[None], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv2d, but got input of size: [1, 2, 4, 8, 9]"),
+    ("conv1d", (X, W[0]), {}, "Expected 2D (unbatched) or 3D (batched) input to conv1d, but got input of size: [2, 4, 8, 9]"),
+    ("conv3d", (X[0, 0, 0], W[None]), {}, "Expected 4D (unbatched) or 5D (batched) input to conv3d, but got input of size: [9]"),
+    ("conv_transpose2d", (X[0, 0], W), {}, "Expected 3D (unbatched) or 4D (batched) input to conv_transpose2d, but got input of size: [8, 9]"),
+    ("conv_transpose1d", (zeros(), W[0]), {}, "input to conv_transpose1d, but got input of size: []"),
+    ("conv2d", (X, W[0, 0]), {}, "weight should have at least three dimensions"),
+    ("conv2d", (X, zeros()), {}, "weight should have at least three dimensions"),
+    # channels
+    ("conv2d", (X, W[:, :3]), {}, "Given groups=1, weight of size [6, 3, 3, 3], expected input[2, 4, 8, 9] to have 3 channels, but got 4 channels instead"),
+    ("conv2d", (X, W), {"groups": 2}, "Given groups=2, weight of size [6, 4, 3, 3], expected input[2, 4, 8, 9] to have 8 channels, but got 4 channels"),
+    ("conv1d", (X[0], W[0]), {}, "Given groups=1, weight of size [4, 3, 3], expected input[4, 8, 9] to have 3 channels, but got 8 channels instead"),
+    ("conv2d", (X[:, :0], W), {}, "expected input[2, 0, 8, 9] to have 4 channels, but got 0 channels instead"),
+    ("conv_transpose2d", (X, W), {}, "Given transposed=1, weight of size [6, 4, 3, 3], expected input[2, 4, 8, 9] to have 6 channels, but got 4 channels"),
+    # groups
+    ("conv2d", (X, W[:3, :2]), {"groups": 2}, "Given groups=2, expected weight to be divisible by 2 at dimension 0, but got weight of size [[3, 2, 3, 3]]"),
+    ("conv2d", (X, W[:3, :1]), {"groups": 4}, "Given groups=4, expected weight to be at least 4 at dimension 0, but got weight of size [3, 1, 3, 3] instead"),
+    ("conv2d", (X, W[:0]), {}, "Given groups=1, expected weight to be at least 1 at dimension 0, but got weight of size [0, 4, 3, 3] instead"),
+    ("conv2d", (X, W), {"groups": 0}, "non-positive groups is not supported"),
+    ("conv2d", (X, W), {"groups": -1}, "non-positive groups is not supported"),
+    ("conv_transpose2d", (X, W[:4]), {"groups": 3}, "Given groups=3, expected weight to be divisible by 3 at dimension 0"),
+    ("conv_transpose2d", (X, W[:4]), {"groups": 5}, "Given groups=5, expected weight to be at least 5 at dimension 0"),
+    # bias
+    ("conv2d", (X, W, B[:3]), {}, "Given weight of size [6, 4, 3, 3], expected bias to be 1-dimensional with 6 elements, but got bias of size [3] instead"),
+    ("conv2d", (X, W, B[:, None]), {}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [6, 1] instead"),
+    ("conv2d", (X, W, B[0:0]), {}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [0] instead"),
+    ("conv_transpose2d", (X, W[:4], B), {}, "expected bias to be 1-dimensional with 4 elements, but got bias of size [6] instead"),
+    ("conv_transpose2d", (X, W[:4, :3], B[:3]), {"groups": 2}, "expected bias to be 1-dimensional with 6 elements, but got bias of size [3] instead"),
+    # values
+    ("conv2d", (X, W), {"stride": 0}, "non-positive stride is not supported"),
+    ("conv2d", (X, W), {"stride": (1, -1)}, "non-positive stride is not supported"),
+    ("conv2d", (X, W), {"padding": -1}, "negative padding is not supported"),
+    ("conv2d", (X, W), {"padding": (0, -2)}, "negative padding is not supported"),
+    ("conv2d", (X, W), {"dilation": 0}, "dilation should be greater than zero, but got [0, 0]"),
+    ("conv2d", (X, W), {"dilation": (1, -1)}, "dilation should be greater than zero, but got [1, -1]"),
+    ("conv_transpose2d", (X, W[:4]), {"stride": 0}, "non-positive stride is not supported"),
+    ("conv_transpose2d", (X, W[:4]), {"dilation": 0}, "dilation should be greater than zero"),
+    ("conv_transpose2d", (X, W[:4]), {"padding": -1}, "negative padding is not supported"),
+    ("conv_transpose2d", (X, W[:4]), {"output_padding": -1}, "negative output_padding is not supported"),
+    ("conv_transpose2d", (X, W[:4]), {"output_padding": 1}, "output padding must be smaller than either stride or dilation, but got output_padding"),
+    ("conv_transpose2d", (X, W[:4]), {"output_padding": (0, 3), "stride": 3, "dilation": 2}, "output padding must be smaller than either stride or"),
+    # lengths
+    ("conv2d", (X, W), {"stride": (1, 1, 1)}, "expected stride to be a single integer value or a list of 2 values to match the convolution dimensions, "
+     "but got stride=[1, 1, 1]"),
+    ("conv2d", (X, W), {"stride": ()}, "expected stride to be a single integer value or a list of 2 values"),
+    ("conv2d", (X, W), {"padding": [0, 0, 0]}, "expected padding to be a single integer value or a list of 2 values to match the convolution dimensions"),
+    ("conv2d", (X, W), {"dilation": (1, 2, 1)}, "expected dilation to be a single integer value or a list of 2 values to match the convolution"),
+    ("conv1d", (X[0], zeros(2, 8, 3)), {"stride": (1, 1)}, "expected stride to be a single integer value or a list of 1 values"),
+    ("conv3d", (X, zeros(3, 2, 1, 1, 1)), {"stride": (1, 1)}, "expected stride to be a single integer value or a list of 3 values"),
+    ("conv_transpose2d", (X, W[:4]), {"output_padding": (0, 0, 0)}, "expected output_padding to be a single integer value or a list of 2 values"),
+    # sizes
+    ("conv2d", (X[:, :, :2, :2], W), {}, "Calculated padded input size per channel: (2 x 2). Kernel size: (3 x 3). Kernel size can't be greater than actual"),
+    ("conv2d", (X, W), {"dilation": (4, 1)}, "Calculated padded input size per channel: (8 x 9). Kernel size: (9 x 3). Kernel size can't be greater than"),
+    ("conv1d", (X[0, :, :3], zeros(4, 3, 12)), {"padding": 1}, "Calculated padded input size per channel: (11). Kernel size: (12)."),
+    ("conv2d", (X, W[:, :, :0]), {}, "kernel size should be greater than zero, but got kernel_height: 0 kernel_width: 3"),
+    ("conv2d", (X[:, :, :0], W), {"padding": 2}, "Only zero batch or zero channel inputs are supported, but got input shape: [2, 4, 0, 9]"),
+    ("conv_transpose2d", (X[:, :, :1, :1], W[:4]), {"padding": 4}, "Given input size per channel: (1 x 1). Calculated output size per channel: (-5 x -5). "
+     "Output size is too small"),
+    ("conv_transpose2d", (X[:, :, :1, :1], W[:4, :, :2]), {"padding": 1}, "Output size is too small"),
+    # padding words
+    ("conv2d", (X, W), {"padding": "same", "stride": 2}, "padding='same' is not supported for strided convolutions"),
+    ("conv2d", (X, W), {"padding": "same", "stride": (1, 2)}, "padding='same' is not supported for strided convolutions"),
+    ("conv2d", (X, W), {"padding": "foo"}, "Invalid padding string: 'foo'"),
+    ("conv2d", (X, W), {"padding": ""}, "Invalid padding string: ''"),
+]  # fmt: skip
+_size_ids = [f"{f}-{i}" for i, (f, *_) in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
+def test_sizes_and_values_that_do_not_fit(refuses, function, arrays, options, text):
+    refuses(ConvArgumentError, re.escape(text), function, *arrays, **options)
+
+
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+@pytest.mark.parametrize(("function", "arrays", "options", "text"), SIZES, ids=_size_ids)
+def test_torch_refuses_them_in_the_same_words(function, arrays, options, text):
+    """For those below torch's own words change with the kernel it picks, or are about something else, and some it lets pass."""
+    ours = ("Only zero", "(11). Kernel", "Output size is too small", "expected dilation", "expected output_padding", "dilation should", "kernel size should")
+    if any(part in text for part in ours):
+        pytest.skip("torch has no words of its own for this")
+    tensors = [torch.from_numpy(a.copy()) for a in arrays]
+    with pytest.raises(RuntimeError) as raised:
+        getattr(torch.nn.functional, function)(*tensors, **options)
+    assert text[:60] in " ".join(str(raised.value).split())
+
+
+PAIRS = [((1, 1), (1, 1), (1, 1)), ((1, 1),), ((1, 1), 1), (1, (1, 1)), ((1, 1), (1,)), ((1, 1), (1, 1, 1)), ((1, 1), ()), ((1, 1), "ab")]
+
+
+@pytest.mark.parametrize("padding", PAIRS, ids=str)
+@pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
+def test_pairs_of_the_wrong_form(refuses, function, padding):
+    text = refuses((ConvArgumentError, TypeError), "padding", function, X, W[:4, :4], padding=padding)
+    assert "pairs" in text or "integer" in text
+
+
+@pytest.mark.parametrize("padding", [((1, -1), (0, 0)), [[0, 0], [-3, 9]]], ids=str)
+@pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
+def test_negative_padding_in_a_pair(refuses, function, padding):
+    refuses(ConvArgumentError, "negative padding is not supported", function, X, W[:4, :4], padding=padding)
+
+
+def test_a_transposed_convolution_takes_no_padding_word(refuses):
+    for word in ("same", "valid", "foo"):
+        refuses(TypeError, f"padding must be integers.*'{word}'", "conv_transpose2d", X, W[:4], padding=word)
+
+
+# ---- types: a TypeError that names argument and value
+
+NOT_INTEGERS = [
+    1.0, 1.5, NAN, float("inf"), True, False, "1", b"1", None, {}, {1: 1}, {1}, 1j, decimal.Decimal(1), object(), np.float32(1), np.True_,
+    np.array([1, 1]), np.array([1.0, 1.0]), range, (1.0, 1), (1, NAN), (True, 1), [1, None], ("1", "1"), (np.float64(1), 1), (1, [1]),
+    (np.True_, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NOT_INTEGERS, ids=lambda v: re.sub("0x.*", "", repr(v)))
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation", "groups", "output_padding"])
+def test_what_is_no_integer_is_refused_even_after_its_equal_was_accepted(refuses, device, name, value):
+    if name == "padding" and isinstance(value, str):
+        pytest.skip("a word is a padding; see the padding words")
+    function = "conv_transpose2d" if name == "output_padding" else "conv2d"
+    arrays = (zeros(1, 2, 4, 4), zeros(2, 2, 1, 1))
+    good = 0 if name in ("padding", "output_padding") or value is False else 1
+    if good or name != "stride":  # fill every cache with the equal integers: True == 1.0 == 1 are one dict key
+        options = {"stride": 2, "dilation": 2} if name == "output_padding" else {}
+        for accepted in (1, 0, (1, 1)):
+            try:
+                getattr(pc, function)(*arrays, **{**options, name: accepted}, device=device)
+            except (ConvArgumentError, TypeError):  # groups=(1, 1), stride=0
+                pass
+    options = {"stride": 2, "dilation": 2} if name == "output_padding" else {}
+    text = refuses((TypeError, ConvArgumentError), name, function, *arrays, **options, **{name: value})
+    assert "integer" in text or "single integer value" in text or "pairs" in text
+
+
+@pytest.mark.parametrize("value", [2, 2**31, 2**40, 2**63, 2**100, -(2**63), 10**30], ids=str)
+@pytest.mark.parametrize("name", ["stride", "padding", "dilation", "groups"])
+def test_large_integers_are_refused_or_right(device, name, value):
+    """The kernels hold these as 32-bit constants: a value must not come out of the compiler as another one."""
+    x, w = np.arange(1, 6, dtype="f").reshape(1, 1, 5), np.ones((1, 1, 2), "f")
+    try:
+        got = pc.conv1d(x, w, **{name: value}, device=device)
+    except (ConvArgumentError, OverflowError):
+        return
+    if name == "stride" and value > 0:
+        assert got.tolist() == [[[3.0, 7.0]]] if value == 2 else [[[3.0]]]
+    else:
+        assert value == 2
+
+
+@pytest.mark.parametrize("far", [2**31 - 2, 2**31, 2**32, 2**33])
+def test_a_tap_far_outside_the_image_reads_zero(device, far):
+    """padding and dilation of 2^32 wrap to 0 in 32 bits: tap 0 would read x[0] instead of nothing."""
+    x, w = np.full((1, 1, 1), 3, "f"), np.array([[[5, 7]]], "f")
+    try:
+        got = pc.conv1d(x, w, padding=((far, 0),), dilation=far, device=device)
+    except ConvArgumentError:
+        return
+    assert got.tolist() == [[[21.0]]]
+
+
+NOT_ARRAYS = [None, 1, 2.5, "x", [[[[1.0]]]], (1.0,), {}, object(), b"1234", memoryview(b"1234"), range(4), np.float32(1), np.ma.masked_array(X)]
+
+
+@pytest.mark.parametrize("value", NOT_ARRAYS, ids=lambda v: type(v).__name__)
+@pytest.mark.parametrize("name", ["input", "weight", "bias", "out"])
+def test_what_is_no_array_is_refused(refuses, name, value):
+    if value is None and name in ("bias", "out"):
+        pytest.skip("None means: without")
+    arrays = {"input": X, "weight": W, "bias": B, name: value}
+    text = refuses(TypeError, f"{name} must be a numpy.ndarray, a torch.Tensor", "conv2d", **arrays)
+    assert type(value).__qualname__ in text
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "bool", "complex64", "complex128", "object", "longdouble", "S4", "U4", "M8[s]", "f4,f4"])
+@pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
+def test_dtypes_without_a_kernel(refuses, function, dtype):
+    x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
+    text = refuses(TypeError, r"takes float16, float32 or float64 arrays, but got ", function, x, w)
+    assert x.dtype.name in text
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("weight", "float64"), ("weight", "float16"), ("weight", "int64"), ("bias", "float64"), ("bias", "int32")])
+def test_mixed_dtypes(refuses, name, dtype):
+    arrays = {"input": X, "weight": W, "bias": B}
+    arrays[name] = arrays[name].astype(dtype)
+    refuses(ConvArgumentError, rf"Input type \(.*float32\) and {name} type \(.*{dtype}\) should be the same", "conv2d", **arrays)
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_negative_strides(refuses, name):
+    arrays = {"input": X, "weight": W, "bias": B}
+    arrays[name] = arrays[name][..., ::-1]
+    refuses(ConvArgumentError, rf"{name} has negative strides \(.*\), which are not supported; pass a copy", "conv2d", **arrays)
+
+
+# ---- out
+
+SHAPE = (2, 6, 6, 7)
+
+
+def _read_only():
+    out = zeros(*SHAPE)
+    out.flags.writeable = False
+    return out
+
+
+BAD_OUT = [
+    (zeros(2, 6, 6, 6), r"out must have shape \[2, 6, 6, 7\], but got out of shape \[2, 6, 6, 6\]"),
+    (zeros(1, *SHAPE), r"out must have shape \[2, 6, 6, 7\]"),
+    (zeros(504), r"out must have shape \[2, 6, 6, 7\]"),
+    (zeros(*SHAPE, dtype="float64"), "out must have dtype float32, the input's, but got float64"),
+    (zeros(*SHAPE, dtype="int32"), "out must have dtype float32, the input's, but got int32"),
+    (zeros(*SHAPE).astype(">f4"), "(?i)byte order|endian|native"),
+    (np.asfortranarray(zeros(*SHAPE)), "out must be C-contiguous, but its strides are"),
+    (zeros(2, 6, 6, 14)[..., ::2], "out must be C-contiguous, but its strides are"),
+    (zeros(*SHAPE)[::-1], "out must be C-contiguous, but its strides are"),
+    (np.lib.stride_tricks.as_strided(zeros(7), SHAPE, (0, 0, 0, 4)), "out must be C-contiguous, but its strides are"),
+    (_read_only(), "out is read-only"),
+    (np.broadcast_to(zeros(1), SHAPE), "out is read-only"),
+]
+
+
+@pytest.mark.parametrize(("out", "text"), BAD_OUT, ids=range(len(BAD_OUT)))
+def test_out_that_cannot_hold_the_result(refuses, out, text):
+    before = out.tobytes()
+    refuses(ConvArgumentError, text, "conv2d", X, W, B, out=out)
+    assert out.tobytes() == before
+
+
+@pytest.mark.parametrize("batch", [1, 0])
+def test_out_is_checked_for_empty_results_too(refuses, batch):
+    refuses(ConvArgumentError, "out must have shape", "conv2d", X[:batch], W, out=zeros(3, 3))
+
+
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_out_that_overlaps_an_argument(refuses, name):
+    """By one element at either end, and wholly."""
+    case = {"input": zeros(1, 4, 3, 5), "weight": zeros(6, 4, 1, 1), "bias": zeros(6)}
+    size, result = case[name].size, 6 * 15
+    for offset in (0, size - 1, 1 - result):
+        whole = zeros(size + 2 * result)
+        out = whole[result + offset :][:result].reshape(1, 6, 3, 5)
+        arrays = {**case, name: whole[result:][:size].reshape(case[name].shape)}
+        refuses(ConvArgumentError, f"out overlaps {name} in memory", "conv2d", **arrays, out=out)
+
+
+def test_out_that_is_the_input(refuses):
+    x = zeros(1, 1, 4, 4)
+    refuses(ConvArgumentError, "out overlaps input in memory", "conv2d", x, zeros(1, 1, 3, 3), padding=1, out=x)
+
+
+# ---- torch tensors on the CPU
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+
+
+@needs_torch
+@pytest.mark.parametrize("name", ["input", "weight", "bias", "out"])
+def test_mixed_kinds(refuses, name):
+    arrays = {"input": X, "weight": W, "bias": B, "out": zeros(*SHAPE)}
+    arrays[name] = torch.from_numpy(arrays[name])
+    text = refuses(TypeError, "pass arrays of one kind", "conv2d", **arrays)
+    assert "numpy.ndarray" in text and "torch.Tensor" in text and (name == "input" or name in text)
+
+
+@needs_torch
+def test_tensors_of_different_dtypes_in_torch_s_words(refuses):
+    x, w, b = (torch.from_numpy(a) for a in (X, W, B))
+    refuses(ConvArgumentError, r"Input type \(torch.FloatTensor\) and weight type \(torch.DoubleTensor\) should be the same", "conv2d", x, w.double())
+    refuses(ConvArgumentError, r"Input type \(torch.FloatTensor\) and bias type \(torch.HalfTensor\) should be the same", "conv2d", x, w, b.half())
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+def test_tensor_dtypes_without_a_kernel(refuses, dtype):
+    x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
+    refuses(TypeError, f"conv2d.* takes float16, float32 or float64 arrays, but got {dtype}", "conv2d", x, w)
+
+
+@needs_torch
+def test_a_gradient_that_would_be_lost_is_refused(refuses, device):
+    x, w, b = (torch.from_numpy(a.copy()) for a in (X, W, B))
+    for needing in (x, w, b):
+        needing.requires_grad_()
+        refuses(NotImplementedError, r"torch.no_grad\(\)", "conv2d", x, w, b)
+        with torch.no_grad():
+            assert not pc.conv2d(x, w, b, device=device).requires_grad
+        needing.requires_grad_(False)
+    assert not pc.conv2d(x, w, b, device=device).requires_grad
+
+
+@needs_torch
+@pytest.mark.parametrize("make", ["meta", "sparse"])
+def test_tensors_without_memory_of_their_own(refuses, make):
+    x, w = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
+    bad = x.to("meta") if make == "meta" else x.to_sparse()
+    for arrays in ((bad, w), (x, bad), (bad, bad)):
+        text = refuses((TypeError, ConvArgumentError), ".", "conv2d", *arrays)
+        assert make in text.lower() or "should be the same" in text
+
+
+@needs_torch
+def test_out_tensors_that_cannot_hold_the_result(refuses, device):
+    x, w, b = (torch.from_numpy(a) for a in (X, W, B))
+    good = torch.zeros(SHAPE)
+    for out, text in (
+        (good[:1], r"out must have shape \[2, 6, 6, 7\], but got out of shape \[1, 6, 6, 7\]"),
+        (good.double(), "out must have dtype float32, the input's, but got float64"),
+        (good.to(memory_format=torch.channels_last), "out must be C-contiguous"),
+        (torch.zeros(1).expand(SHAPE), "out must be C-contiguous"),
+    ):
+        refuses(ConvArgumentError, text, "conv2d", x, w, b, out=out)
+
+
+@needs_torch
+def test_an_out_tensor_with_the_negative_bit_is_filled_or_refused(device):
+    """numpy sees a copy of such a tensor; writing there would be lost."""
+    x, w, b = (torch.from_numpy(a + 1) for a in (X, W, B))
+    out = torch.complex(torch.zeros(SHAPE), torch.ones(SHAPE)).conj().imag
+    assert out.is_neg()
+    try:
+        pc.conv2d(x, w, b, out=out, device=device)
+    except ConvArgumentError:
+        return
+    assert torch.equal(out, torch.nn.functional.conv2d(x, w, b))
+
+
+# ---- the rest
+
+
+@pytest.mark.parametrize("value", ["", "FP32", "bf16", "fp16", None, 32, 1.0, True, ["fp32"], {}, NAN], ids=repr)
+def test_unknown_precision(refuses, value):
+    refuses((ConvArgumentError, TypeError), "precision must be one of", "conv2d", X, W, precision=value)
+
+
+@pytest.mark.parametrize("value", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda: 1", "cuda:²", "opencl:0", "CPU", -1], ids=repr)
+def test_unknown_device(value):
+    with pytest.raises(ValueError, match="device must be None, a GPU's number") as raised:
+        pc.conv2d(X, W, device=value)
+    assert repr(value) in str(raised.value)
+    assert isinstance(raised.value, ConvArgumentError)
+
+
+@pytest.mark.parametrize("value", [1.0, True, NAN, b"cuda", ("cuda", 0), ["cpu"], {}, object()], ids=lambda v: type(v).__name__)
+def test_a_device_of_the_wrong_type(value):
+    with pytest.raises(TypeError, match="device must be"):
+        pc.conv2d(X, W, device=value)
+
+
+def test_a_gpu_that_is_not_there():
+    with pytest.raises(pc.BackendError, match=r"cuda:99|PyCUDA|no GPU|driver"):
+        pc.conv2d(X, W, device="cuda:99")
+
+
+@pytest.mark.parametrize("value", [-1, True, 1.5, "0", b"", [], {}, object()], ids=lambda v: type(v).__name__)
+def test_what_is_no_stream(refuses, value):
+    refuses(TypeError, "stream", "conv2d", X, W, stream=value)
+
+
+def test_a_stream_where_there_is_no_gpu():
+    if pc.runtime.default_backend() != "opencl":
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(TypeError, match="stream is for GPUs"):
+        pc.conv2d(X, W, stream=7, device="opencl")
+
+
+def test_keywords_only_after_groups():
+    for extra in (("fp32",), (None, "fp32")):
+        with pytest.raises(TypeError, match="positional"):
+            pc.conv2d(X, W, B, 1, 0, 1, 1, *extra)
+    with pytest.raises(TypeError, match="output_padding"):
+        pc.conv2d(X, W, output_padding=1)
+
+
+# ---- the problem and the plan check for themselves
+
+
+def test_a_problem_can_be_made_without_arrays_or_devices():
+    problem = ConvProblem.forward(2, (8, 16, 32, 30), (24, 8, 3, 5), (24,), stride=2, padding=((1, 0), (2, 2)), groups=2)
+    assert problem.result_shape == (8, 24, 16, 15) and problem.bias_shape == (24,)
+    assert problem.macs == 8 * 24 * 16 * 15 * 8 * 15 and problem.flops == 2 * problem.macs
+    assert problem.bytes == 4 * (8 * 16 * 32 * 30 + 24 * 8 * 15 + 8 * 24 * 16 * 15 + 24)
+    assert str(problem) == "conv2d 8x16x32x30 -> 24x16x15 k3x5 s2 p1+0x2 g2 float32"
+    assert hash(problem) == hash(ConvProblem.forward(2, (8, 16, 32, 30), (24, 8, 3, 5), (24,), stride=(2, 2), padding=((1, 0), (2, 2)), groups=2))
+    with pytest.raises(AttributeError):
+        problem.N = 3
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_the_transposed_problem_undoes_the_shapes_of_the_forward_one(rank):
+    shape = (2, 6, *(11, 12, 13)[-rank:])
+    forward = ConvProblem.forward(rank, shape, (9, 2, *(3, 2, 4)[-rank:]), stride=2, padding=1, dilation=2, groups=3)
+    size = forward.result_shape[2:]
+    for extra in np.ndindex((2,) * rank):
+        back = ConvProblem.transposed(rank, forward.result_shape, forward.weight_shape, stride=2, padding=1, dilation=2, groups=3, output_padding=extra)
+        again = ConvProblem.forward(rank, back.result_shape, forward.weight_shape, stride=2, padding=1, dilation=2, groups=3)
+        assert again.result_shape[2:] == size and back.macs == forward.macs
+
+
+def test_more_than_two_to_the_31_pixels_in_a_channel_are_refused():
+    for make, shape, weight, options in (
+        (ConvProblem.forward, (1, 1, 2**16, 2**15), (1, 1, 1, 1), {}),
+        (ConvProblem.forward, (1, 1, 2**15, 2**15), (1, 1, 1, 1), {"padding": 2**14}),
+        (ConvProblem.transposed, (1, 1, 2**15, 2**15), (1, 1, 2, 2), {"stride": 2}),
+    ):
+        with pytest.raises(ConvArgumentError, match=r"has \(.*\) elements; at most 2\^31 - 1 are supported"):
+            make(2, shape, weight, **options)
+
+
+PLAN_CALLS = [
+    ((X[:1], W, B), {}, ConvArgumentError, r"this plan takes input of shape \(2, 4, 8, 9\), but got \(1, 4, 8, 9\)"),
+    ((X, W[:2], B), {}, ConvArgumentError, "this plan takes weight of shape"),
+    ((X, W), {}, ConvArgumentError, r"this plan takes bias of shape \(6,\), but got None"),
+    ((X, W, B[:2]), {}, ConvArgumentError, "this plan takes bias of shape"),
+    ((X.astype("f8"), W.astype("f8"), B.astype("f8")), {}, ConvArgumentError, "this plan takes float32 arrays, but input is float64"),
+    ((X, W.astype("f8"), B), {}, ConvArgumentError, "should be the same"),
+    ((X, W.tolist(), B), {}, TypeError, "weight must be a numpy.ndarray"),
+    ((X, W, B), {"out": zeros(2, 6, 6, 6)}, ConvArgumentError, "out must have shape"),
+    ((X, W, B), {"out": zeros(504)}, ConvArgumentError, "out must have shape"),
+    ((X, W, B), {"stream": "x"}, TypeError, "stream must be"),
+]
+
+
+@pytest.mark.parametrize(("arrays", "options", "exception", "text"), PLAN_CALLS, ids=range(len(PLAN_CALLS)))
+def test_a_plan_refuses_arrays_that_are_not_its_own(device, monkeypatch, arrays, options, exception, text):
+    plan = Plan(ConvProblem.forward(2, X.shape, W.shape, B.shape), device)
+    monkeypatch.setattr(type(plan.device), "run_on_host_arrays", lambda *_: pytest.fail("the device was reached"))
+    with pytest.raises(exception, match=text):
+        plan(*arrays, **options)
+
+
+def test_a_plan_without_bias_refuses_one(device):
+    with pytest.raises(ConvArgumentError, match=r"this plan takes bias of shape None, but got \(6,\)"):
+        Plan(ConvProblem.forward(2, X.shape, W.shape), device)(X, W, B)

@@ -1,0 +1,301 @@
+"""The six public functions against torch's: parameters, layouts, dtypes, and a search over everything at once."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from reference import TORCH_LAYOUTS, Case, check, dgrad, fprop
+
+import pycuda_conv as pc
+
+torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
+F = torch.nn.functional
+
+FUNCTIONS = [(t, n) for t in (False, True) for n in (1, 2, 3)]
+NAMES = {key: f"conv{'_transpose' if key[0] else ''}{key[1]}d" for key in FUNCTIONS}
+
+
+def call(case: Case, x, w, b, device, **options):
+    return getattr(pc, NAMES[case.transposed, case.ndim])(x, w, b, **case.options, device=device, **options)
+
+
+def small(transposed: bool, ndim: int, **options) -> Case:
+    """A problem of that rank: 4 channels to 6, odd sizes."""
+    size, filter_size = (5, 7, 6)[-ndim:], (2, 3, 2)[-ndim:]
+    groups = options.get("groups", 1)
+    weight = (4, 6 // groups) if transposed else (6, 4 // groups)
+    return Case(transposed, (2, 4, *size), (*weight, *filter_size), options)
+
+
+def as_kind(kind: str, *arrays):
+    return [a if a is None or kind == "numpy" else torch.from_numpy(a) for a in arrays]
+
+
+# ---- one parameter at a time
+
+PARAMETERS = [
+    {}, {"stride": 2}, {"padding": 1}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "groups": 2},
+    {"padding": "same"}, {"padding": "same", "dilation": 3}, {"padding": "valid"},
+]  # fmt: skip
+CALLS = [(t, n, options) for t, n in FUNCTIONS for options in PARAMETERS if not (t and isinstance(options.get("padding"), str))]
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize(("transposed", "ndim", "options"), CALLS, ids=[f"{NAMES[t, n]}-{options}" for t, n, options in CALLS])
+def test_parameters_mean_what_they_mean_in_torch(device, transposed, ndim, options, kind):
+    case = small(transposed, ndim, **options)
+    if options == {"padding": "same"} and not transposed:
+        assert 2 in case.weight_shape[2:]  # an even filter: the extra zero goes to the end
+    arrays = case.integers("float64")
+    got = call(case, *as_kind(kind, *arrays), device)
+    expected = getattr(F, NAMES[transposed, ndim])(*as_kind("torch", *arrays), **options)
+    assert type(got).__module__.partition(".")[0] == kind and str(got.dtype).endswith("float64")
+    assert torch.equal(torch.as_tensor(got), expected)
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_all_arguments_by_position_as_in_torch(device, transposed, ndim):
+    """bias, stride, padding, dilation, groups; but groups before dilation in the transposed ones."""
+    case = small(transposed, ndim, groups=2)
+    x, w, b = case.integers("float32")
+    rest = (3, 1, 2, 2, 1) if transposed else (3, 1, 1, 2)
+    got = getattr(pc, NAMES[transposed, ndim])(x, w, b, *rest, device=device)
+    assert np.array_equal(got, getattr(F, NAMES[transposed, ndim])(*as_kind("torch", x, w, b), *rest).numpy())
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_tuples_lists_and_numpy_integers_do_as_integers(device, transposed, ndim):
+    case = small(transposed, ndim)
+    x, w, b = case.integers("float32")
+    function = getattr(pc, NAMES[transposed, ndim])
+    expected = getattr(F, NAMES[transposed, ndim])(*as_kind("torch", x, w, b), stride=2, padding=1).numpy()
+    for wrap in (lambda v: v, lambda v: (v,) * ndim, lambda v: [v] * ndim, lambda v: (v,), np.int64, lambda v: (np.int32(v),) * ndim):
+        got = function(x, w, b, stride=wrap(2), padding=wrap(1), dilation=wrap(1), device=device)
+        assert np.array_equal(got, expected)
+
+
+UNEVEN = [
+    fprop((2, 3, 9), (4, 3, 3), padding=((2, 0),)),
+    fprop((2, 3, 5, 6), (4, 3, 3, 2), padding=((0, 2), (3, 1)), stride=(2, 1)),
+    fprop((2, 3, 4, 5, 6), (4, 3, 2, 3, 2), padding=((1, 0), (0, 2), (2, 1))),
+    dgrad((2, 3, 9), (3, 4, 4), padding=((2, 0),)),
+    dgrad((2, 3, 5, 6), (3, 4, 3, 2), padding=((0, 2), (1, 0)), stride=(2, 1)),
+    dgrad((2, 3, 4, 5, 6), (3, 4, 2, 3, 2), padding=((1, 0), (0, 2), (2, 1))),
+]
+
+
+@pytest.mark.parametrize("case", UNEVEN, ids=str)
+@pytest.mark.parametrize("as_list", [False, True])
+def test_padding_in_pairs(device, case, as_list):
+    arrays = case.integers("float32")
+    if as_list:
+        case = Case(case.transposed, case.input_shape, case.weight_shape, {**case.options, "padding": [list(p) for p in case.options["padding"]]})
+    check(case, call(case, *arrays, device), *arrays)
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_unbatched_and_without_bias(device, transposed, ndim, kind):
+    case = small(transposed, ndim)
+    x, w, _ = case.integers("float32")
+    got = call(case, *as_kind(kind, x[0].copy(), w, None), device)
+    assert np.array_equal(np.asarray(got), case.reference(x, w)[0])
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_empty_batch_gives_an_empty_result_of_the_right_shape(device, transposed, ndim, kind):
+    case = small(transposed, ndim)
+    x, w, b = case.integers("float32")
+    got = call(case, *as_kind(kind, x[:0], w, b), device)
+    assert tuple(got.shape) == (0, *case.problem().result_shape[1:])
+    assert type(got).__module__.partition(".")[0] == kind
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_without_input_channels_the_result_is_the_bias(device, ndim, bias):
+    x, w = np.zeros((2, 0, *(5,) * ndim), "f"), np.zeros((3, 0, *(2,) * ndim), "f")
+    b = np.array([1, 2, 3], "f") if bias else None
+    got = getattr(pc, f"conv{ndim}d")(x, w, b, device=device)
+    expected = np.broadcast_to(0 if b is None else b.reshape(-1, *(1,) * ndim), (2, 3, *(4,) * ndim))
+    assert np.array_equal(got, expected)
+
+
+def test_1x1_on_a_large_batch_of_single_pixels(device):
+    case = fprop((1000, 3, 1, 1), (2, 3, 1, 1))
+    arrays = case.integers("float32")
+    assert np.array_equal(call(case, *arrays, device), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32"])
+def test_precision_bounds_the_error(device, precision):
+    case = fprop((2, 33, 9, 8), (17, 33, 3, 3), padding=1)
+    arrays = case.normals("float32")
+    got, ref = call(case, *arrays, device, precision=precision), case.reference(*arrays)
+    magnitude = case.reference(*(np.abs(a) for a in arrays))
+    assert (np.abs(got - ref) <= (2.0**-9 if precision == "tf32" else 2.0**-20) * magnitude).all()
+
+
+# ---- where the arrays lie
+
+LAYOUTS = {
+    "fortran": np.asfortranarray,
+    "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "transposed": lambda a: np.ascontiguousarray(np.swapaxes(a, 0, -1)).swapaxes(0, -1),
+    "sliced": lambda a: np.pad(a, [(1, 2)] * a.ndim)[(slice(1, -2),) * a.ndim],
+    "one element off": lambda a: np.concatenate([a.ravel()[:1], a.ravel()])[1:].reshape(a.shape),
+    "one byte off": lambda a: np.frombuffer(b"\0" + a.tobytes(), a.dtype, offset=1).reshape(a.shape),
+    "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")),
+    "read-only": lambda a: np.frombuffer(a.tobytes(), a.dtype).reshape(a.shape),
+    "subclass": lambda a: a.view(type("Sub", (np.ndarray,), {})),
+}
+CASE = fprop((2, 4, 6, 5), (6, 4, 3, 2), padding=1)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2, slice(0, 3)], ids=["x", "w", "b", "all"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numpy_layouts(device, layout, which):
+    plain = CASE.integers("float32")
+    arrays = list(plain)
+    arrays[which] = LAYOUTS[layout](plain[which]) if isinstance(which, int) else [LAYOUTS[layout](a) for a in plain]
+    got = call(CASE, *arrays, device)
+    assert got.flags.c_contiguous and got.dtype == np.float32 and got.dtype.isnative
+    assert np.array_equal(got, CASE.reference(*plain))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
+def test_expanded_numpy_arrays_are_read_by_their_strides(device, which):
+    arrays = CASE.integers("float32")
+    arrays[which] = np.broadcast_to(arrays[which][:1], arrays[which].shape)
+    assert arrays[which].strides[0] == 0
+    assert np.array_equal(call(CASE, *arrays, device), CASE.reference(*arrays))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
+@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+def test_torch_layouts(device, layout, which):
+    tensors = [torch.from_numpy(a) for a in CASE.integers("float32")]
+    tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
+    expected = F.conv2d(*tensors, padding=1)
+    got = call(CASE, *tensors, device)
+    assert isinstance(got, torch.Tensor) and got.is_contiguous()
+    assert torch.equal(got, expected)
+
+
+def test_channels_last_with_one_channel_or_one_pixel(device):
+    """Strides are ambiguous there, and libraries get them wrong."""
+    for shape, weight in (((2, 1, 4, 5), (3, 1, 2, 2)), ((2, 4, 1, 1), (3, 4, 1, 1))):
+        x, w = (torch.randint(-8, 9, s).float().contiguous(memory_format=torch.channels_last) for s in (shape, weight))
+        assert torch.equal(pc.conv2d(x, w, device=device), F.conv2d(x, w))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_out_is_filled_and_returned(device, kind, transposed):
+    case = small(transposed, 2)
+    arrays = case.integers("float32")
+    (out,) = as_kind(kind, np.full(case.problem().result_shape, np.nan, "f"))
+    assert call(case, *as_kind(kind, *arrays), device, out=out) is out
+    assert np.array_equal(np.asarray(out), case.reference(*arrays))
+
+
+def test_out_beside_the_input_in_one_buffer(device):
+    """Neighbours do not overlap."""
+    x, w, b = CASE.integers("float32")
+    size = int(np.prod(CASE.problem().result_shape))
+    whole = np.concatenate([np.full(size, np.nan, "f"), x.ravel(), np.full(3, np.nan, "f")])
+    out, view = whole[:size].reshape(CASE.problem().result_shape), whole[size:-3].reshape(x.shape)
+    assert call(CASE, view, w, b, device, out=out) is out
+    assert np.array_equal(out, CASE.reference(x, w, b)) and np.array_equal(view, x)
+
+
+def test_results_do_not_share_memory(device):
+    arrays = CASE.integers("float32")
+    first = call(CASE, *arrays, device)
+    kept = first.copy()
+    second = call(CASE, *(-a for a in arrays), device)
+    assert not np.shares_memory(first, second)
+    assert np.array_equal(first, kept) and first.flags.writeable
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_transposed_is_the_adjoint(device, transposed, ndim, dtype):
+    """<conv(x), y> = <x, conv_transpose(y)>, exactly in integers."""
+    options = {"stride": 2, "padding": 1, "dilation": (2, 1, 1)[-ndim:], "groups": 2}
+    case = small(False, ndim, **options)
+    x, w, _ = case.integers("float64")
+    rng = np.random.default_rng(3)
+    y = rng.integers(-2, 3, case.problem().result_shape).astype(dtype)
+    x, w = np.sign(x).astype(dtype), np.sign(w).astype(dtype)  # sums below 2048 are exact in float16
+    forward = getattr(pc, f"conv{ndim}d")(x, w, **options, device=device)
+    lost = [n - m for n, m in zip(x.shape[2:], np.shape(getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, device=device))[2:], strict=True)]
+    back = getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, output_padding=tuple(lost), device=device)
+    assert back.shape == x.shape
+    assert np.vdot(forward.astype("f8"), y.astype("f8")) == np.vdot(x.astype("f8"), back.astype("f8"))
+
+
+def test_half_sums_are_kept_in_float32(device):
+    """4096 ones: a sum kept in halves stops at 2048; and 2048 + 1 - 2048 is 1, not 0."""
+    x, w = np.ones((1, 4096, 1, 1), "e"), np.ones((1, 4096, 1, 1), "e")
+    assert pc.conv2d(x, w, device=device) == 4096
+    assert pc.conv1d(np.array([[2048, 1, -2048]], "e"), np.ones((1, 1, 3), "e"), device=device) == 1
+
+
+def test_half_results_round_to_nearest_and_overflow_to_infinity(device):
+    x = np.array([[[2048, 1]], [[2048, 3]], [[65504, 15]], [[65504, 16]], [[2**-24, 2**-24]]], "e")
+    got = pc.conv1d(x, np.ones((1, 1, 2), "e"), device=device).ravel()
+    assert got.tolist() == [2048, 2052, 65504, np.inf, 2**-23]
+
+
+# ---- everything at once
+
+
+@st.composite
+def cases(draw, transposed: bool, ndim: int) -> Case:
+    def ints(low, high):
+        return tuple(draw(st.lists(st.integers(low, high), min_size=ndim, max_size=ndim)))
+
+    groups, c, k = draw(st.integers(1, 3)), draw(st.integers(1, 5)), draw(st.integers(1, 9))
+    filter_size, stride, dilation = ints(1, 4), ints(1, 3), ints(1, 3)
+    pairs = tuple((draw(st.integers(0, 4)), draw(st.integers(0, 4))) for _ in range(ndim))
+    extra = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)) if transposed else ()
+    lowest = []
+    for i, (f, d, s, (before, after)) in enumerate(zip(filter_size, dilation, stride, pairs, strict=True)):
+        reach = d * (f - 1) + 1
+        lowest.append(max(1, 1 + -(-(1 + before + after - extra[i] - reach) // s)) if transposed else max(1, reach - before - after))
+    size = tuple(low + draw(st.integers(0, (40, 9, 4)[ndim - 1])) for low in lowest)
+    batch = draw(st.sampled_from([(), (1,), (2,), (3,)]))
+    options = {"stride": stride, "padding": pairs, "dilation": dilation, "groups": groups}
+    if transposed:
+        options["output_padding"] = extra
+    weight = (k * groups, c, *filter_size)
+    return Case(transposed, (*batch, (k if transposed else c) * groups, *size), weight, options, draw(st.booleans()))
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_any_convolution_stays_within_the_bound(device, transposed, ndim):
+    @given(case=cases(transposed, ndim), dtype=st.sampled_from(["float16", "float32", "float64"]), seed=st.integers(0, 9))
+    @example(case=small(transposed, ndim, stride=2, groups=2), dtype="float32", seed=0)
+    def search(case, dtype, seed):
+        arrays = case.normals(dtype, seed)
+        got = call(case, *arrays, device)
+        assert got.shape == case.problem().result_shape and got.dtype == dtype
+        check(case, got, *arrays)
+
+    search()
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_any_same_padding_keeps_the_size_and_agrees_with_torch(device, ndim):
+    @settings(max_examples=10)
+    @given(st.lists(st.integers(1, 4), min_size=ndim, max_size=ndim), st.lists(st.integers(1, 3), min_size=ndim, max_size=ndim))
+    def search(filter_size, dilation):
+        case = fprop((2, 3, *(4, 5, 6)[-ndim:]), (2, 3, *filter_size), padding="same", dilation=tuple(dilation))
+        x, w, b = case.integers("float32")
+        got = call(case, x, w, b, device)
+        assert got.shape[2:] == x.shape[2:]
+        assert np.array_equal(got, getattr(F, f"conv{ndim}d")(*as_kind("torch", x, w, b), padding="same", dilation=dilation).numpy())
+
+    search()

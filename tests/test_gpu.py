@@ -1,0 +1,866 @@
+"""What only a GPU can show: array libraries and their streams, graphs, memory, contexts, processes, and very large arrays."""
+
+import ctypes
+import math
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from reference import TORCH_LAYOUTS, dgrad, fprop, python
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, DeviceMemoryError, Plan
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
+from pycuda_conv.runtime import get_device
+
+pytestmark = pytest.mark.gpu
+
+CASE = fprop((2, 4, 6, 5), (6, 4, 3, 2), padding=1)
+GEMM = Gemm(64, 64, 8, 4, 4, 1)
+SPLIT = Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)
+LONG = 400_000_000  # clock cycles that keep a stream busy: about a quarter of a second
+
+
+@pytest.fixture(scope="module")
+def torch():
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return module
+
+
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture(scope="module")
+def drv():
+    return pytest.importorskip("pycuda.driver")
+
+
+class Foreign:
+    """An array of nobody's, known by its interface only."""
+
+    def __init__(self, owner, **changes):
+        self.owner, self.changes = owner, changes
+
+    @property
+    def __cuda_array_interface__(self):
+        return {**self.owner.__cuda_array_interface__, **self.changes}
+
+
+def gpuarray(array):
+    from pycuda import gpuarray
+
+    with get_device("cuda"):
+        return gpuarray.to_gpu(array)
+
+
+def make(kind, array):
+    if array is None or kind == "numpy":
+        return array
+    if kind == "torch":
+        return pytest.importorskip("torch").from_numpy(array).cuda()
+    if kind == "cupy":
+        return pytest.importorskip("cupy").asarray(array)
+    return gpuarray(array) if kind == "gpuarray" else Foreign(gpuarray(array))
+
+
+def host(array):
+    if isinstance(array, Foreign):
+        array = array.owner
+    name = type(array).__module__.partition(".")[0]
+    if name == "torch":
+        return array.cpu().numpy()
+    if name in ("cupy", "pycuda"):
+        with get_device("cuda"):
+            return array.get()
+    return array
+
+
+KINDS = ["numpy", "torch", "cupy", "gpuarray", "foreign"]
+TYPES = {
+    "numpy": "numpy.ndarray", "torch": "torch.Tensor", "cupy": "cupy.ndarray", "gpuarray": "pycuda.gpuarray.GPUArray", "foreign": "pycuda.gpuarray.GPUArray"
+}  # fmt: skip
+
+
+def is_kind(array, kind):
+    return f"{type(array).__module__}.{type(array).__qualname__}".replace("cupy._core.core", "cupy") == TYPES[kind]
+
+
+# ---- kinds of array
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_result_is_of_the_input_s_kind_and_right(kind, dtype):
+    for case in (CASE, dgrad((2, 4, 3, 4), (4, 5, 3, 3), stride=2, padding=1, output_padding=1)):
+        arrays = case.integers(dtype)
+        function = pc.conv_transpose2d if case.transposed else pc.conv2d
+        got = function(*(make(kind, a) for a in arrays), **case.options)
+        assert is_kind(got, kind)
+        assert str(got.dtype).endswith(dtype) and tuple(got.shape) == case.problem().result_shape
+        assert np.array_equal(host(got), case.reference(*arrays).astype(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_is_filled_and_returned(kind):
+    arrays = CASE.integers("float32")
+    out = make(kind, np.full(CASE.problem().result_shape, np.nan, "f"))
+    assert pc.conv2d(*(make(kind, a) for a in arrays), padding=1, out=out) is out
+    assert np.array_equal(host(out), CASE.reference(*arrays))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "cupy", "gpuarray"])
+def test_an_empty_batch(kind):
+    x, w, b = CASE.integers("float32")
+    got = pc.conv2d(make(kind, x[:0]), make(kind, w), make(kind, b), padding=1)
+    assert is_kind(got, kind) and tuple(got.shape) == (0, *CASE.problem().result_shape[1:])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "cupy", "gpuarray"])
+def test_without_input_channels_the_result_is_the_bias(kind):
+    got = pc.conv1d(make(kind, np.zeros((2, 0, 5), "f")), make(kind, np.zeros((3, 0, 2), "f")), make(kind, np.array([1, 2, 3], "f")))
+    assert np.array_equal(host(got), np.broadcast_to(np.array([1, 2, 3], "f")[:, None], (2, 3, 4)))
+
+
+def test_every_rank_on_device_arrays(torch):
+    for ndim in (1, 2, 3):
+        x, w = torch.randint(-8, 9, (2, 3, *(6,) * ndim)).cuda().double(), torch.randint(-8, 9, (3, 4, *(3,) * ndim)).cuda().double()
+        for transposed in (False, True):
+            name, weight = f"conv{'_transpose' if transposed else ''}{ndim}d", w if transposed else w.transpose(0, 1)
+            got = getattr(pc, name)(x, weight, stride=2, padding=1)
+            assert torch.equal(got, getattr(torch.nn.functional, name)(x.cpu(), weight.cpu(), stride=2, padding=1).cuda())
+
+
+def test_mixed_kinds_are_refused():
+    arrays = {kind: [make(kind, a) for a in CASE.integers("float32")] for kind in KINDS}
+    for kind in KINDS:
+        for other in KINDS:
+            if kind != other:
+                for i in range(3):
+                    mixed = list(arrays[kind])
+                    mixed[i] = arrays[other][i]
+                    with pytest.raises(TypeError, match="pass arrays of one kind"):
+                        pc.conv2d(*mixed, padding=1)
+
+
+def test_tensors_on_different_devices_are_refused_in_torch_s_words(torch):
+    x, w, b = (torch.from_numpy(a) for a in CASE.integers("float32"))
+    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and weight type \(torch.FloatTensor\) should be the same"):
+        pc.conv2d(x.cuda(), w, b)
+    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.FloatTensor\) and weight type \(torch.cuda.FloatTensor\) should be the same"):
+        pc.conv2d(x, w.cuda(), b)
+    with pytest.raises(ConvArgumentError, match=r"Input type \(torch.cuda.FloatTensor\) and bias type \(torch.FloatTensor\) should be the same"):
+        pc.conv2d(x.cuda(), w.cuda(), b)
+    with pytest.raises(ConvArgumentError, match="out must lie on cuda:0"):
+        pc.conv2d(x.cuda(), w.cuda(), b.cuda(), padding=1, out=torch.zeros(CASE.problem().result_shape))
+    with pytest.raises((ConvArgumentError, pc.BackendError), match="(?i)opencl"):
+        pc.conv2d(x.cuda(), w.cuda(), device="opencl")
+    assert pc.conv2d(x.cuda(), w.cuda(), device=torch.device("cuda", 0)).is_cuda
+
+
+def test_a_gradient_that_would_be_lost_is_refused(torch):
+    x, w, b = (torch.from_numpy(a).cuda() for a in CASE.integers("float32"))
+    w.requires_grad_()
+    with pytest.raises(NotImplementedError, match="no_grad"):
+        pc.conv2d(x, w, b)
+    with torch.no_grad():
+        assert not pc.conv2d(x, w, b).requires_grad
+    assert not pc.conv2d(x, w.detach(), b).requires_grad
+
+
+def test_results_come_from_torch_s_allocator(torch):
+    x, w = torch.zeros(1, 1, 1024, 1024, device="cuda"), torch.zeros(64, 1, 1, 1, device="cuda")
+    before = torch.cuda.memory_allocated()
+    y = pc.conv2d(x, w)
+    assert torch.cuda.memory_allocated() - before == y.numel() * 4
+    del y
+    assert torch.cuda.memory_allocated() == before
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["x", "w", "b"])
+@pytest.mark.parametrize("layout", TORCH_LAYOUTS)
+def test_torch_layouts(torch, layout, which):
+    tensors = [torch.from_numpy(a).cuda() for a in CASE.integers("float32")]
+    tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
+    expected = torch.nn.functional.conv2d(*(t.cpu() for t in tensors), padding=1)
+    got = pc.conv2d(*tensors, padding=1)
+    assert got.is_contiguous() and torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("offset", range(1, 9))
+def test_misaligned_tensors(torch, offset, dtype):
+    arrays = CASE.integers(dtype)
+    tensors = []
+    for a in arrays:
+        whole = torch.full((a.size + offset,), float("nan"), dtype=getattr(torch, dtype), device="cuda")
+        whole[offset:] = torch.from_numpy(a.ravel())
+        tensors.append(whole[offset:].view(a.shape))
+    assert np.array_equal(pc.conv2d(*tensors, padding=1).cpu().numpy(), CASE.reference(*arrays).astype(dtype))
+
+
+def strided(array):
+    """The same elements, every second of a wider array in the last axis."""
+    return np.repeat(array, 2, axis=-1)
+
+
+@pytest.mark.parametrize("kind", ["cupy", "gpuarray", "foreign"])
+def test_strided_views(kind):
+    arrays = CASE.integers("float32")
+    for which in range(3):
+        given = [make(kind, a) for a in arrays]
+        wide = make("gpuarray" if kind == "foreign" else kind, strided(arrays[which]))
+        view = wide[..., ::2] if kind == "cupy" else wide[(slice(None),) * (wide.ndim - 1) + (slice(None, None, 2),)]
+        given[which] = Foreign(view) if kind == "foreign" else view
+        assert np.array_equal(host(pc.conv2d(*given, padding=1)), CASE.reference(*arrays))
+
+
+@pytest.mark.parametrize("kind", ["cupy", "gpuarray"])
+def test_transposed_and_offset_views(kind):
+    x, w, b = CASE.integers("float32")
+    turned = make(kind, np.ascontiguousarray(x.transpose(0, 1, 3, 2))).transpose((0, 1, 3, 2))
+    shifted = make(kind, np.concatenate([w[:1], w]))[1:]
+    assert np.array_equal(host(pc.conv2d(turned, shifted, make(kind, b), padding=1)), CASE.reference(x, w, b))
+
+
+def test_five_axes_with_strides_of_every_size():
+    case = fprop((2, 3, 4, 5, 6), (4, 3, 2, 2, 2))
+    x, w, b = case.integers("float16")
+    turned = gpuarray(np.ascontiguousarray(x.transpose(4, 2, 0, 3, 1)))
+    strides = tuple(turned.strides[i] for i in (2, 4, 1, 3, 0))
+    view = Foreign(turned, shape=x.shape, strides=strides)
+    assert np.array_equal(host(pc.conv3d(view, Foreign(gpuarray(w)), Foreign(gpuarray(b)))), case.reference(x, w, b))
+
+
+def test_interfaces_that_cannot_be_read_as_they_say():
+    x, w, _ = (gpuarray(a) for a in CASE.integers("float32"))
+    pointer = x.__cuda_array_interface__["data"][0]
+    for changes, exception, text in (
+        ({"strides": (-480, 120, 20, 4)}, ConvArgumentError, "negative strides"),
+        ({"strides": (480, 120, 18, 4)}, ConvArgumentError, "not multiples of the item size"),
+        ({"typestr": ">f4"}, (TypeError, ConvArgumentError), "byte order|endian|>f4"),
+        ({"typestr": "<i4"}, TypeError, "but got int32"),
+        ({"typestr": "<V2"}, TypeError, "takes float16, float32 or float64"),  # as torch exports bfloat16
+        ({"mask": x}, (TypeError, ConvArgumentError), "mask"),
+    ):
+        with pytest.raises(exception, match=text):
+            pc.conv2d(Foreign(x, **changes), Foreign(w, **{k: v for k, v in changes.items() if k == "typestr"}))
+    out = gpuarray(np.zeros(CASE.problem().result_shape, "f"))
+    read_only = Foreign(out, data=(out.__cuda_array_interface__["data"][0], True))
+    with pytest.raises(ConvArgumentError, match="out is read-only"):
+        pc.conv2d(Foreign(x), Foreign(w), padding=1, out=read_only)
+    assert pc.conv2d(Foreign(x, data=(pointer, True)), Foreign(w)).shape == (2, 6, 4, 4)
+
+
+# ---- out
+
+
+def test_out_that_cannot_hold_the_result(torch):
+    x, w, b = (torch.from_numpy(a).cuda() for a in CASE.integers("float32"))
+    shape = CASE.problem().result_shape
+    good = torch.zeros(shape, device="cuda")
+    wide = torch.zeros(good.numel() + 1, device="cuda")
+    for out, text in (
+        (good[:1], "out must have shape"),
+        (good.double(), "out must have dtype float32"),
+        (good.half(), "out must have dtype float32"),
+        (good.to(memory_format=torch.channels_last), "out must be C-contiguous"),
+        (torch.zeros(1, device="cuda").expand(shape), "out must be C-contiguous"),
+        (wide[1:].view(shape), "multiple of 16 bytes"),
+        (torch._neg_view(good.clone()), "negative|C-contiguous"),
+    ):
+        before = out.clone()
+        with pytest.raises(ConvArgumentError, match=text):
+            pc.conv2d(x, w, b, padding=1, out=out)
+        assert torch.equal(out, before)
+
+
+@pytest.mark.parametrize("kind", ["torch", "cupy", "gpuarray"])
+@pytest.mark.parametrize("name", ["input", "weight", "bias"])
+def test_out_that_overlaps_an_argument(name, kind):
+    arrays = {"input": np.zeros((1, 4, 4, 4), "f"), "weight": np.zeros((8, 4, 1, 1), "f"), "bias": np.zeros(8, "f")}
+    size, result = arrays[name].size, 8 * 16
+    given = {n: make(kind, a) for n, a in arrays.items()}
+    for offset in (0, size - 4, 4 - result):  # by 16 bytes at least: out must be aligned
+        whole = make(kind, np.zeros(size + 2 * result, "f"))
+        out = whole[result + offset : 2 * result + offset].reshape(1, 8, 4, 4)
+        given[name] = whole[result : result + size].reshape(*arrays[name].shape)
+        with pytest.raises(ConvArgumentError, match=f"out overlaps {name} in memory"):
+            pc.conv2d(**given, out=out)
+    out, given[name] = whole[:result].reshape(1, 8, 4, 4), whole[result : result + size].reshape(*arrays[name].shape)
+    assert pc.conv2d(**given, out=out) is out  # neighbours do not overlap
+
+
+# ---- streams
+
+WAYS = {  # how the kernels of a call are launched: alone, after a copy, several side by side, with a second stage and workspace
+    "one kernel": (CASE, None, False),
+    "a strided input": (CASE, None, True),
+    "phases": (dgrad((2, 10, 5, 6), (10, 9, 3, 2), padding=(1, 0), stride=2), GEMM, False),
+    "a split sum": (fprop((2, 40, 6, 5), (6, 40, 3, 2)), SPLIT, False),
+    "phases, split, strided": (dgrad((2, 40, 5, 6), (40, 9, 3, 2), padding=(1, 0), stride=2), SPLIT, True),
+}
+
+
+class Way:
+    """A plan, its arguments and what it must give."""
+
+    def __init__(self, name, kind):
+        case, config, self.strided = WAYS[name]
+        self.plan = Plan(case.problem(), "cuda", config=config)
+        self.kind, self.case = kind, case
+        self.sets = [case.integers("float32", seed) for seed in range(3)]
+        self.w, self.b = (make(kind, a) for a in self.sets[0][1:])
+        self.wide = make(kind, np.full_like(strided(self.sets[0][0]), np.nan))
+        self.x = self.wide[..., ::2] if self.strided else make(kind, np.full_like(self.sets[0][0], np.nan))
+        self.sources = [make(kind, s[0]) for s in self.sets]
+        self.expected = [case.reference(s[0], *self.sets[0][1:]) for s in self.sets]
+        self()  # compiled
+
+    def __call__(self, **options):
+        return self.plan(self.x, self.w, self.b, **options)
+
+
+@pytest.mark.parametrize("side", [True, False], ids=["side stream", "default stream"])
+@pytest.mark.parametrize("way", WAYS)
+def test_work_on_torch_s_current_stream_is_ordered(torch, way, side):
+    """The input is produced late, the output used and the input overwritten at once; nothing waits but the stream."""
+    way = Way(way, "torch")
+    stream = torch.cuda.Stream() if side else torch.cuda.default_stream()
+    for busy in (1, LONG // 4):  # the first round loads whatever is loaded at first use
+        torch.cuda.synchronize()
+        results = []
+        with torch.cuda.stream(stream):
+            for source in way.sources:
+                torch.cuda._sleep(busy)
+                way.x.copy_(source)
+                y = way()
+                results.append(y + 0)
+                y.fill_(float("nan"))
+                way.x.fill_(float("nan"))
+            assert busy == 1 or not stream.query(), "a call waited for the stream"
+        stream.synchronize()
+        for got, expected in zip(results, way.expected, strict=True):
+            assert np.array_equal(got.cpu().numpy(), expected)
+
+
+@pytest.mark.parametrize("form", ["torch", "handle", "pycuda", "pycuda handle", "cupy"])
+@pytest.mark.parametrize("kind", ["torch", "foreign"])
+@pytest.mark.parametrize("way", WAYS)
+def test_an_explicit_stream_orders_everything_that_the_call_does(torch, drv, way, kind, form):
+    """Copies and workspaces too: the array library's current stream is busy and must not matter."""
+    way = Way(way, "torch")
+    stream = torch.cuda.Stream()
+    with get_device("cuda"):
+        own = drv.Stream(1)  # not blocking
+    if form.startswith("pycuda"):
+        stream = torch.cuda.get_stream_from_external(own.handle)
+    given = {"torch": stream, "handle": stream.cuda_stream, "pycuda": own, "pycuda handle": own.handle}.get(form)
+    if form == "cupy":
+        given = pytest.importorskip("cupy").cuda.ExternalStream(stream.cuda_stream)
+    out = torch.full(way.plan.result_shape, float("nan"), device="cuda")
+    wrap = Foreign if kind == "foreign" else lambda tensor: tensor
+    arrays = [wrap(t) for t in (way.x, way.w, way.b)]
+    target = wrap(out)
+    for source, expected in zip(way.sources, way.expected, strict=True):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG // 4)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(LONG // 40)
+            way.x.copy_(source)
+        assert way.plan(*arrays, out=target, stream=given) is target
+        with torch.cuda.stream(stream):
+            way.x.fill_(float("nan"))
+            got = out.cpu().numpy()  # waits for this stream alone
+        assert np.array_equal(got, expected)
+    torch.cuda.synchronize()
+
+
+def test_threads_with_a_stream_each(torch):
+    """Mixed shapes and ways, each thread on a stream of its own."""
+    plans = [Way(name, "torch") for name in WAYS]
+    torch.cuda.synchronize()
+
+    def work(i):
+        way, stream = plans[i % len(plans)], torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            x = torch.empty_like(way.wide)[..., ::2] if way.strided else torch.empty_like(way.x)
+            for j in range(8):
+                torch.cuda._sleep(100_000)
+                x.copy_(way.sources[j % 3])
+                y = way.plan(x, way.w, way.b)
+                x.fill_(float("nan"))
+                if not np.array_equal(y.cpu().numpy(), way.expected[j % 3]):
+                    return f"thread {i}, round {j}, {way.plan}"
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [r for r in pool.map(work, range(40)) if r] == []
+
+
+SPIN = r'extern "C" __global__ void spin(long long n) { const long long start = clock64(); while (clock64() - start < n); }'
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_work_on_a_cupy_side_stream_is_ordered(cupy, way):
+    way = Way(way, "cupy")
+    spin = cupy.RawKernel(SPIN, "spin")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for busy in (1, LONG // 4):
+        cupy.cuda.Device().synchronize()
+        results = []
+        with stream:
+            for source in way.sources:
+                spin((1,), (1,), (np.int64(busy),))
+                way.x[...] = source
+                y = way()
+                results.append(y + 0)
+                way.x[...] = np.nan
+            assert busy == 1 or not stream.done, "a call waited for the stream"
+        stream.synchronize()
+        for got, expected in zip(results, way.expected, strict=True):
+            assert np.array_equal(got.get(), expected)
+
+
+def test_gpuarrays_on_a_pycuda_stream(drv):
+    case = fprop((2, 4, 60, 50), (6, 4, 3, 2), padding=1)
+    arrays = [case.integers("float32", seed) for seed in range(4)]
+    w, b = (gpuarray(a) for a in arrays[0][1:])
+    plan = Plan(case.problem(), "cuda")
+    with plan.device:
+        stream = drv.Stream()
+        pinned = [drv.pagelocked_empty(case.input_shape, "f") for _ in arrays]
+        results = [drv.pagelocked_empty(plan.result_shape, "f") for _ in arrays]
+        x, out = gpuarray(np.full(case.input_shape, np.nan, "f")), gpuarray(np.full(plan.result_shape, np.nan, "f"))
+        for p, (values, *_) in zip(pinned, arrays, strict=True):
+            p[...] = values
+        for p, r in zip(pinned, results, strict=True):
+            drv.memcpy_htod_async(x.gpudata, p, stream)
+            plan(x, w, b, out=out, stream=stream)
+            drv.memcpy_dtoh_async(r, out.gpudata, stream)
+        stream.synchronize()
+    for r, (values, *_) in zip(results, arrays, strict=True):
+        assert np.array_equal(r, case.reference(values, *arrays[0][1:]))
+
+
+@pytest.mark.parametrize("kind", ["torch", "gpuarray"])
+def test_memory_that_a_stream_still_uses_is_not_handed_out_again(torch, kind):
+    """The workspace of a call that runs on one stream, while a call on another asks for the same size."""
+    case = fprop((8, 64, 200, 200), (64, 64, 3, 3))  # milliseconds: the two overlap
+    plan = Plan(case.problem(), "cuda", config=Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=4))
+    given = [[make(kind, a) for a in case.integers("float32", seed)] for seed in range(2)]
+    alone = [host(plan(*arrays)) for arrays in given]
+    outs = [make(kind, np.full(plan.result_shape, np.nan, "f")) for _ in given]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for _ in range(5):
+        torch.cuda.synchronize()
+        for stream, arrays, out in zip(streams, given, outs, strict=True):
+            plan(*arrays, out=out, stream=stream)
+        torch.cuda.synchronize()
+        for expected, out in zip(alone, outs, strict=True):
+            assert np.array_equal(host(out), expected)
+
+
+def test_the_stream_in_an_array_s_interface_is_followed(torch):
+    way = Way("a strided input", "torch")
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        way.x.copy_(way.sources[1])
+    told = {"stream": stream.cuda_stream, "version": 3}
+    got = way.plan(Foreign(way.x, **told), Foreign(way.w, **told), Foreign(way.b, **told))
+    stream.synchronize()
+    assert np.array_equal(host(got), way.expected[1])
+
+
+def test_host_arrays_with_a_stream(torch, drv):
+    arrays = CASE.integers("float32")
+    with get_device("cuda"):
+        own = drv.Stream()
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream().cuda_stream, own, own.handle, 0, torch.cuda.default_stream()):
+        assert np.array_equal(pc.conv2d(*arrays, padding=1, stream=stream), CASE.reference(*arrays))
+
+
+# ---- graphs
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_capture_into_a_torch_graph(torch, way):
+    way = Way(way, "torch")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        way()  # the streams of this thread exist before the capture
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = way()
+    for source, expected in zip(way.sources, way.expected, strict=True):
+        way.x.copy_(source)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert np.array_equal(y.cpu().numpy(), expected)
+
+
+def test_capture_into_a_cupy_graph(cupy):
+    way = Way("one kernel", "cupy")
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        y = way()
+        stream.synchronize()
+        stream.begin_capture()
+        way(out=y)
+        graph = stream.end_capture()
+        for source, expected in zip(way.sources, way.expected, strict=True):
+            way.x[...] = source
+            y[...] = np.nan
+            graph.launch(stream)
+            stream.synchronize()
+            assert np.array_equal(y.get(), expected)
+
+
+# ---- memory
+
+
+def free_bytes():
+    device = get_device("cuda")
+    with device:
+        return device._drv.mem_get_info()[0]
+
+
+@pytest.fixture
+def hog():
+    """All but a gigabyte of the GPU's memory, taken."""
+    device = get_device("cuda")
+    device.release()
+    if "torch" in sys.modules:
+        sys.modules["torch"].cuda.empty_cache()
+    with device:
+        block = device._drv.mem_alloc(free_bytes() - 2**30)
+    yield
+    with device:
+        block.free()
+    device.release()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "gpuarray", "foreign", "torch", "cupy"])
+def test_out_of_memory_says_how_much_and_the_next_call_works(hog, kind):
+    """A result of 4 GiB where 1 GiB is left."""
+    x, w = make(kind, np.zeros((1, 1, 2048, 2048), "f")), make(kind, np.zeros((256, 1, 1, 1), "f"))
+    own = kind in ("numpy", "gpuarray", "foreign")  # the others come from their library's allocator
+    with pytest.raises(DeviceMemoryError if own else (MemoryError, RuntimeError)) as raised:
+        pc.conv2d(x, w)
+    if own:
+        assert re.search(r"cuda:0 is out of memory: 4,294,967,296 bytes were asked for, [\d,]+ of [\d,]+ are free", str(raised.value))
+        assert isinstance(raised.value, MemoryError)
+    arrays = CASE.integers("float32")
+    assert np.array_equal(host(pc.conv2d(*(make(kind, a) for a in arrays), padding=1)), CASE.reference(*arrays))
+
+
+def test_release_gives_the_pool_s_memory_back():
+    device = get_device("cuda")
+    x, w = np.ones((1, 1, 1024, 1024), "f"), np.ones((256, 1, 1, 1), "f")
+    pc.conv2d(x, w)
+    device.release()
+    before = free_bytes()
+    pc.conv2d(x, w)
+    device.release()
+    assert abs(free_bytes() - before) < 2**26
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_calls_take_no_more_memory_than_ten(kind):
+    arrays = [make(kind, a) for a in fprop((2, 4, 64, 64), (6, 4, 3, 2), padding=1).integers("float32")]
+    for _ in range(10):
+        pc.conv2d(*arrays, padding=1)
+    before = free_bytes()
+    for _ in range(1000):
+        pc.conv2d(*arrays, padding=1)
+    assert before - free_bytes() < 2**26
+
+
+def test_short_lived_threads_leave_nothing_behind(torch):
+    """Streams and events of a thread that ended."""
+    arrays = [torch.from_numpy(a).cuda() for a in CASE.integers("float32")]
+
+    def work(_):
+        with torch.cuda.stream(streams[0]):
+            pc.conv2d(*arrays, padding=1)
+
+    streams = [torch.cuda.Stream()]
+    for _ in range(20):
+        ThreadPoolExecutor(1).submit(work, 0).result()
+    before = free_bytes()
+    for _ in range(300):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(work, 0).result()
+    assert before - free_bytes() < 2**27
+
+
+# ---- contexts and threads
+
+
+def current_context():
+    current = ctypes.c_void_p()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(current)) == 0
+    return current.value
+
+
+@pytest.mark.parametrize("kind", ["numpy", "gpuarray", "foreign"])
+def test_a_call_leaves_no_context_on_the_thread(kind):
+    arrays = [make(kind, a) for a in CASE.integers("float32")]
+
+    def work():
+        seen = [current_context()]
+        y = pc.conv2d(*arrays, padding=1)
+        seen.append(current_context())
+        for bad in ({"stride": 0}, {"out": arrays[0]}, {"stream": "x"}):
+            with pytest.raises((ConvArgumentError, TypeError)):
+                pc.conv2d(*arrays, padding=1, **bad)
+            seen.append(current_context())
+        return seen, y
+
+    with ThreadPoolExecutor(1) as pool:
+        seen, y = pool.submit(work).result()
+    assert set(seen) == {None}
+    assert np.array_equal(host(y), CASE.reference(*CASE.integers("float32")))
+
+
+def test_many_threads_on_one_gpu():
+    jobs = [fprop((1 + i % 3, 1 + i % 5, 7, 6), (1 + i % 4, 1 + i % 5, 3, 2), padding=i % 2) for i in range(60)]
+
+    def work(job):
+        i, case = job
+        kind = ["numpy", "gpuarray", "foreign"][i % 3]
+        arrays = case.integers("float32", i)
+        return np.array_equal(host(pc.conv2d(*(make(kind, a) for a in arrays), **case.options)), case.reference(*arrays))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, enumerate(jobs)))
+
+
+# ---- more than one GPU
+
+
+@pytest.fixture
+def second(drv):
+    get_device("cuda")  # starts the driver
+    if drv.Device.count() < 2:
+        pytest.skip("this machine has one GPU")
+    return "cuda:1"
+
+
+def test_arrays_are_convolved_on_the_gpu_where_they_lie(torch, second):
+    tensors = [torch.from_numpy(a).to(second) for a in CASE.integers("float32")]
+    ref = CASE.reference(*CASE.integers("float32"))
+    got = pc.conv2d(*tensors, padding=1)
+    assert got.device == torch.device(second) and np.array_equal(got.cpu().numpy(), ref)
+    assert np.array_equal(pc.conv2d(*CASE.integers("float32"), padding=1, device=second), ref)
+    with pytest.raises(ConvArgumentError, match="should be the same on cuda:1 and cuda:0"):
+        pc.conv2d(tensors[0], tensors[1].to("cuda:0"), padding=1)
+    with pytest.raises(ConvArgumentError, match="device='cuda:0' was asked for"):
+        pc.conv2d(*tensors, padding=1, device="cuda:0")
+    side = torch.cuda.Stream(second)
+    with torch.cuda.stream(side):
+        assert np.array_equal(pc.conv2d(*tensors, padding=1).cpu().numpy(), ref)
+    foreign = [Foreign(t) for t in tensors]
+    assert np.array_equal(torch.as_tensor(pc.conv2d(*foreign, padding=1), device=second).cpu().numpy(), ref)
+
+
+# ---- processes
+
+USE = "x, w = np.ones((1, 1, 4, 4), 'f'), np.ones((1, 1, 3, 3), 'f')\nassert (pc.conv2d(x, w) == 9).all()\n"
+USE_TORCH = "t = torch.ones(1, 1, 4, 4, device='cuda')\nassert (pc.conv2d(t, t[:, :, :3, :3]) == 9).all()\n"
+USE_GPUARRAY = (
+    "from pycuda import gpuarray\nfrom pycuda_conv.runtime import get_device\nwith get_device('cuda'):\n    g, h = gpuarray.to_gpu(x), gpuarray.to_gpu(w)\n"
+    "r = pc.conv2d(g, h)\nwith get_device('cuda'):\n    assert (r.get() == 9).all()\n"
+)
+THREADS = "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool: assert all((y == 9).all() for y in pool.map(lambda _: pc.conv2d({}), range(20)))\n"
+IMPORT = "import numpy as np, pycuda_conv as pc\n"
+PROGRAMS = {
+    "numpy": IMPORT + USE,
+    "GPUArray, alive at the end": IMPORT + USE + USE_GPUARRAY,
+    "torch first": "import torch; torch.zeros(1, device='cuda')\n" + IMPORT + USE_TORCH + USE,
+    "torch second": IMPORT + USE + "import torch\n" + USE_TORCH + USE,
+    "torch imported, used second": "import torch\n" + IMPORT + USE + USE_TORCH,
+    "torch and GPUArray": "import torch\n" + IMPORT + USE + USE_GPUARRAY + USE_TORCH,
+    "threads, numpy": IMPORT + "x, w = np.ones((1, 1, 4, 4), 'f'), np.ones((1, 1, 3, 3), 'f')\n" + THREADS.format("x, w"),
+    "threads, torch": "import torch\n" + IMPORT + USE_TORCH + THREADS.format("t, t[:, :, :3, :3]"),
+    "pycuda.autoprimaryctx": "import pycuda.autoprimaryctx\n" + IMPORT + USE + USE_GPUARRAY,
+    "pycuda.autoinit beside numpy": "import pycuda.autoinit\n" + IMPORT + USE,
+    "an error at the end": IMPORT + USE + "try: pc.conv2d(x, w, stride=0)\nexcept ValueError: pass\n",
+    "side stream": "import torch\n" + IMPORT + USE + "with torch.cuda.stream(torch.cuda.Stream()):\n    t = torch.ones(1, 1, 4, 4, device='cuda')\n"
+    "    assert (pc.conv2d(t, t[:, :, :3, :3]) == 9).all()\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_programs_end_cleanly(python_env, program):
+    if "torch" in PROGRAMS[program]:
+        pytest.importorskip("torch")
+    assert python(PROGRAMS[program] + "print('right')", python_env, PYTHONWARNINGS="ignore") == "right\n"
+
+
+def test_arrays_of_a_context_that_is_not_the_primary_one_are_refused_or_right(python_env):
+    """import pycuda.autoinit makes such a context; its memory can't be reached from ours."""
+    code = "import pycuda.autoinit\n" + IMPORT + (
+        "from pycuda import gpuarray\nx, w = gpuarray.to_gpu(np.ones((1, 1, 4, 4), 'f')), gpuarray.to_gpu(np.ones((1, 1, 3, 3), 'f'))\n"
+        "try: print((pc.conv2d(x, w).get() == 9).all())\n"
+        "except (pc.ConvArgumentError, pc.BackendError) as error: print('primary context' in str(error) or 'autoprimaryctx' in str(error))\n"
+    )
+    assert python(code, python_env, PYTHONWARNINGS="ignore") == "True\n"
+
+
+def test_a_forked_child_is_told_why_it_cannot(python_env):
+    code = IMPORT + USE + """
+import os, sys
+sys.stdout.flush()
+child = os.fork()
+if child == 0:
+    for call in (lambda: pc.conv2d(x, w), lambda: pc.conv2d(x, w, device="cuda:0"), lambda: pc.conv2d(x[:, :, 1:], w)):
+        try: call()
+        except pc.BackendError as error: print("fork" in str(error) and "spawn" in str(error))
+    sys.stdout.flush()
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+assert (pc.conv2d(x, w) == 9).all()
+"""
+    assert python(code, python_env, PYTHONWARNINGS="ignore") == "True\nTrue\nTrue\n0\n"
+
+
+def test_a_child_forked_before_the_first_call_works(python_env):
+    code = IMPORT + f"import os, sys\nif os.fork():\n    print(os.wait()[1])\nelse:\n    exec({USE!r})\n    os._exit(0)\n" + USE
+    assert python(code, python_env, PYTHONWARNINGS="ignore") == "0\n"
+
+
+def test_kernels_come_from_the_cache_the_second_time(python_env, tmp_path):
+    code = IMPORT + USE + "import pycuda_conv.runtime.cache as c; print(len(list(c.cache_dir().rglob('*.cubin'))))"
+    env = {"PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+    assert python(code, python_env, **env) == "1\n"
+    (entry,) = tmp_path.rglob("*.cubin")
+    stamp = entry.stat().st_mtime_ns
+    assert python(code, python_env, **env) == "1\n" and entry.stat().st_mtime_ns == stamp
+    blocked = "import pycuda.compiler\ndef no(*_, **__): raise AssertionError('compiled again')\npycuda.compiler.compile = no\n"
+    assert python(blocked + code, python_env, **env) == "1\n"
+
+
+# ---- the same bits
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_thousand_runs_give_the_same_bits(torch, way):
+    case, config, _ = WAYS[way]
+    plan = Plan(case.problem(), "cuda", config=config)
+    arrays = [torch.from_numpy(a).cuda() for a in case.normals("float32")]
+    first = plan(*arrays).clone()
+    assert all(torch.equal(plan(*arrays), first) for _ in range(1000))
+
+
+def test_a_device_with_compiled_kernels_needs_no_nvcc_for_a_known_problem(monkeypatch):
+    pc.conv2d(*CASE.integers("float32"), padding=1)
+    monkeypatch.setattr(type(get_device("cuda")), "compile", lambda *_: pytest.fail("compiled again"))
+    Plan(CASE.problem(), "cuda")
+
+
+# ---- more than 2^31 elements; last, since an access outside an array would end the context for the tests after it
+
+BIG = [  # (case, config): float16 arrays of 4 to 13 GB
+    # input of 3.2e9 elements, the third image wholly past 2^31
+    (fprop((3, 16, 8200, 8192), (1, 16, 3, 3), bias=False), Batched(128, 1, 16)),
+    (fprop((3, 16, 8200, 8192), (2, 16, 3, 3), padding=1), Batched(128, 2, 4)),
+    (fprop((3, 16, 8200, 8192), (1, 16, 3, 3), bias=False), GEMM),
+    (fprop((3, 16, 8200, 8192), (2, 16, 1, 1), bias=False), max(direct.GEMM_RATES, key=direct.GEMM_RATES.get)),  # 16-byte loads
+    # output alone
+    (fprop((3, 1, 8200, 8192), (16, 1, 3, 3), padding=1), Single()),
+    (fprop((3, 1, 8200, 8192), (16, 1, 3, 3), padding=1), Tile(8, 64, 2)),
+    (fprop((3, 1, 8200, 8192), (16, 1, 3, 3), padding=1), Batched(128, 8, 1)),
+    (fprop((3, 2, 8200, 8192), (16, 2, 1, 1)), GEMM),
+    # both, depthwise
+    (fprop((3, 16, 8200, 8192), (16, 1, 3, 3), padding=1, groups=16), Single()),
+    (fprop((3, 16, 8200, 8192), (16, 1, 3, 3), padding=1, groups=16), Tile(14, 64, 7)),
+    (fprop((3, 16, 8200, 8192), (16, 1, 3, 3), padding=1, groups=16), Batched(128, 1, 1)),
+    # transposed: the operand, the result
+    (dgrad((3, 16, 8200, 8192), (16, 1, 3, 3), padding=1), Dgrad(128, 8, 1)),
+    (dgrad((3, 16, 8200, 8192), (16, 1, 3, 3), padding=1), GEMM),
+    (dgrad((3, 2, 4100, 4096), (2, 16, 2, 2), stride=2), Dgrad(128, 2, 8)),
+    (dgrad((3, 2, 4100, 4096), (2, 16, 2, 2), stride=2), GEMM),
+    # split: the parts alone, then the result too
+    (fprop((3, 2, 8200, 8192), (6, 2, 1, 1)), Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)),
+    (fprop((3, 1, 8200, 8192), (16, 1, 1, 1)), Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)),
+]  # fmt: skip
+
+
+def rows_near(case, plan):
+    """(image, first row) of the result at both ends and wherever a linear index of an array is a multiple of 2^31."""
+    n, size = case.input_shape[0], plan.result_shape[2]
+    found = {(0, 0), (0, size - 8), (n // 2, size // 2), (n - 1, 0), (n - 1, size - 8)}
+    for shape in (case.input_shape, plan.result_shape):
+        image = math.prod(shape[1:])
+        for multiple in range(1, n * image // 2**31 + 1):
+            position = multiple * 2**31
+            row = position % image % math.prod(shape[2:]) // shape[3] * size // shape[2]
+            found.add((position // image, min(max(row // 2 * 2 - 4, 0), size - 8)))
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("case", "config"), BIG, ids=[f"{type(c).__name__}{getattr(c, 'SPLIT_K', '')}-{case}" for case, c in BIG])
+def test_more_than_two_to_the_31_elements(torch, case, config):
+    problem = case.problem("float16")
+    assert max(problem.largest_array, getattr(config, "SPLIT_K", 1) * math.prod(problem.result_shape)) > 2**31
+    get_device("cuda").release()
+    torch.cuda.empty_cache()
+    F = torch.nn.functional
+    x = torch.empty(case.input_shape, dtype=torch.float16, device="cuda")
+    for image in x:  # small integers, by images: sums of at most 9 * 16 * 4 are exact in float16
+        image.random_(0, 5).sub_(2)
+    w = torch.randint(-2, 3, case.weight_shape, device="cuda").half()
+    b = torch.randint(-2, 3, (case.channels,), device="cuda").half() if case.bias else None
+    plan = Plan(problem, "cuda", config=config)
+    out = torch.full(plan.result_shape, float("nan"), dtype=torch.float16, device="cuda")
+    plan(x, w, b, out=out)
+    assert not any(torch.isnan(image).any() for image in out)
+    pad, stride, groups = (case.options.get(name, default) for name, default in (("padding", 0), ("stride", 1), ("groups", 1)))
+    reach = case.weight_shape[2] - 1
+    w, b = w.double().cpu(), None if b is None else b.double().cpu()
+    for n, row in rows_near(case, plan):
+        got = out[n : n + 1, :, row : row + 8].double().cpu()
+        # the rows of x on which these rows of the result depend: from `first` on
+        if case.transposed:
+            first = max(row + pad - reach, 0) if stride == 1 else row // stride
+            part = x[n : n + 1, :, first : (row + 7 + pad) // stride + 1].double().cpu()
+            start = row + pad - first * stride
+            expected = F.conv_transpose2d(part, w, b, stride=stride, padding=(0, pad))[:, :, start : start + 8]
+        else:
+            first, end = row - pad, row - pad + 8 + reach
+            part = x[n : n + 1, :, max(first, 0) : end].double().cpu()
+            part = F.pad(part, (pad, pad, max(-first, 0), max(end - x.shape[2], 0)))
+            expected = F.conv2d(part, w, b, groups=groups)
+        assert torch.equal(got, expected), f"{plan}: image {n}, rows from {row}"
+    del x, out, plan
+    torch.cuda.empty_cache()
+
+
+def test_a_strided_array_of_more_than_two_to_the_31_elements_is_copied_right(torch):
+    """copy_strided.cu, by way of the array interface."""
+    x = torch.empty(2, 8200, 8192, 17, dtype=torch.float16, device="cuda")
+    for image in x:
+        image.random_(0, 5).sub_(2)
+    view = x.permute(0, 3, 1, 2)[:, :16]
+    w = torch.randint(-2, 3, (1, 16, 1, 1), device="cuda").half()
+    y = torch.as_tensor(pc.conv2d(Foreign(view), Foreign(w)), device="cuda")
+    for n in range(2):
+        for rows in (slice(0, 8), slice(-8, None), slice(4096, 4104)):
+            assert torch.equal(y[n, 0, rows].float(), torch.einsum("hwc,c->hw", x[n, rows, :, :16].float(), w.float().ravel()))
+    del x, y, view
+    get_device("cuda").release()
+    torch.cuda.empty_cache()

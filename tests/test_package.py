@@ -1,0 +1,360 @@
+"""The package as a whole: what importing it does, threads, caches, environment variables, and its kernel files by hand."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from reference import fprop, python, reference
+
+import pycuda_conv as pc
+from pycuda_conv import Plan
+from pycuda_conv.engines import direct
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.runtime import base, cache
+
+ROOT = Path(pc.__file__).resolve().parent.parent
+KERNELS = sorted(base.KERNEL_DIR.glob("*.cu"))
+
+
+# ---- importing
+
+BLOCK = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pycuda", "torch", "pyopencl", "cupy"):
+            raise ImportError(f"{name} is not there")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def test_importing_needs_no_gpu_library_and_imports_none(python_env):
+    python(BLOCK + "import pycuda_conv, pycuda_conv.arrays, pycuda_conv.runtime.cuda, pycuda_conv.runtime.opencl", python_env)
+    code = "import sys, pycuda_conv; print(sorted({m.partition('.')[0] for m in sys.modules} & {'pycuda', 'torch', 'pyopencl', 'cupy', 'cuda'}))"
+    assert python(code, python_env) == "[]\n"
+
+
+def test_every_module_imports_without_gpu_libraries(python_env):
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (ROOT / "pycuda_conv").rglob("*.py") if p.stem not in ("__main__", "nn")]
+    code = BLOCK + f"import importlib\nfor name in {modules!r}: importlib.import_module(name.removesuffix('.__init__'))"
+    python(code, python_env)
+
+
+def test_a_call_without_any_backend_says_what_is_missing(python_env):
+    code = BLOCK + (
+        "import numpy as np, pycuda_conv as pc\n"
+        "try: pc.conv1d(np.ones((1, 1, 3), 'f'), np.ones((1, 1, 2), 'f'))\n"
+        "except pc.BackendError as error: print(error)"
+    )
+    text = python(code, python_env)
+    assert "pip install" in text and "PyOpenCL" in text
+
+
+def test_a_problem_needs_no_backend(python_env):
+    assert python(BLOCK + "import pycuda_conv as pc; print(pc.ConvProblem.forward(1, (1, 1, 3), (1, 1, 2)).result_shape)", python_env) == "(1, 1, 2)\n"
+
+
+def test_public_names_and_version():
+    for name in pc.__all__:
+        assert getattr(pc, name).__doc__
+    assert pc.__all__ == sorted(pc.__all__) and pc.__version__
+    assert issubclass(pc.ConvArgumentError, ValueError) and issubclass(pc.ConvArgumentError, RuntimeError)
+    assert issubclass(pc.DeviceMemoryError, MemoryError) and issubclass(pc.BackendError, RuntimeError)
+    assert (ROOT / "pycuda_conv" / "py.typed").exists()
+
+
+def test_docstring_examples(device, monkeypatch):
+    import doctest
+
+    for module in (pc.ops, pc.plan, pc.problem, pc.arrays):
+        assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize("first", ["torch", "pycuda_conv"])
+def test_both_import_orders_with_torch(python_env, device, first):
+    pytest.importorskip("torch")
+    second = {"torch": "pycuda_conv", "pycuda_conv": "torch"}[first]
+    code = f"""
+import {first}
+if {first!r} == "pycuda_conv":
+    import numpy as np
+    pycuda_conv.conv1d(np.ones((1, 1, 3), 'f'), np.ones((1, 1, 2), 'f'), device={device!r})
+import {second}
+x, w = torch.randn(2, 3, 8, 7), torch.randn(4, 3, 3, 2)
+y = pycuda_conv.conv2d(x, w, padding=1, device={device!r})
+assert torch.allclose(y, torch.nn.functional.conv2d(x, w, padding=1), atol=1e-5)
+print("right")
+"""
+    assert python(code, python_env) == "right\n"
+
+
+def test_no_subscriber_hears_anything_by_default(python_env, device):
+    code = f"import numpy as np, pycuda_conv as pc; pc.conv1d(np.ones((1, 1, 3), 'f'), np.ones((1, 1, 2), 'f'), device={device!r})"
+    assert python(code, python_env) == ""
+
+
+# ---- plans and threads
+
+
+def test_the_second_call_makes_no_new_plan(device, monkeypatch):
+    x, w = np.ones((1, 2, 7, 6), "f"), np.ones((3, 2, 2, 2), "f")
+    pc.conv2d(x, w, padding=1, device=device)
+    before = cached_plan.cache_info()
+    monkeypatch.setattr(Plan, "__init__", lambda *_, **__: pytest.fail("a second plan for the same problem"))
+    for padding in (1, (1, 1), [1, 1], (1,), ((1, 1), (1, 1)), np.int64(1)):  # one problem, however it is written
+        pc.conv2d(x, w, padding=padding, stride=(1, 1), device=device)
+        pc.conv2d(x + 1, w, None, (1,), padding, device=device)
+    assert cached_plan.cache_info().misses == before.misses
+
+
+def test_a_plan_is_reusable_and_explains_itself(device):
+    case = fprop((2, 3, 6, 7), (5, 3, 3, 2), padding=1)
+    plan = Plan(case.problem(), device)
+    for seed in range(3):
+        arrays = case.integers("float32", seed)
+        out = np.empty(plan.result_shape, "f")
+        assert plan(*arrays, out=out) is out
+        assert np.array_equal(out, case.reference(*arrays))
+    text = plan.explain()
+    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.stages for step in stage) and device in text
+    assert str(case.problem()) in repr(plan)
+
+
+def test_many_threads_with_many_shapes(device):
+    """Each call gets its own answer, also while another compiles."""
+    rng = np.random.default_rng(0)
+    jobs = []
+    for i in range(48):
+        c, k, size = 1 + i % 3, 1 + i % 4, 5 + i % 2
+        jobs.append((rng.integers(-8, 9, (2, c, size, 6)).astype("f"), rng.integers(-8, 9, (k, c, 3, 2)).astype("f"), {"padding": i % 2}))
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda job: pc.conv2d(*job[:2], **job[2], device=device), jobs))
+    for (x, w, options), got in zip(jobs, results, strict=True):
+        assert np.array_equal(got, reference(False, 2, x, w, **options))
+
+
+def test_first_calls_from_several_threads_make_one_device(python_env, device):
+    code = f"""
+import threading, numpy as np
+from pycuda_conv.runtime import get_device
+barrier, found = threading.Barrier(8), []
+def work():
+    barrier.wait()
+    found.append(get_device({device!r}))
+threads = [threading.Thread(target=work) for _ in range(8)]
+for t in threads: t.start()
+for t in threads: t.join()
+print(len(found), len(set(map(id, found + [get_device({device!r})]))))
+"""
+    assert python(code, python_env) == "8 1\n"
+
+
+def test_a_thread_that_fails_leaves_the_others_alone(device):
+    x, w = np.ones((1, 1, 4), "f"), np.ones((1, 1, 2), "f")
+
+    def work(i):
+        if i % 2:
+            with pytest.raises(pc.ConvArgumentError):
+                pc.conv1d(x, w, out=np.empty((1, 1, 9), "f"), device=device)
+            return None
+        return pc.conv1d(x, w, device=device).tolist()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [r for r in pool.map(work, range(40)) if r] == [[[[2, 2, 2]]]] * 20
+
+
+# ---- environment variables
+
+
+def test_backend_variable(python_env):
+    show = "from pycuda_conv.runtime import default_backend\ntry: print(default_backend())\nexcept Exception as e: print(type(e).__name__, e)"
+    assert python(show, python_env, PYCUDA_CONV_BACKEND="opencl") == "opencl\n"
+    assert python(show, python_env, PYCUDA_CONV_BACKEND="cuda") == "cuda\n"
+    text = python(show, python_env, PYCUDA_CONV_BACKEND="metal")
+    assert text.startswith("BackendError") and "'metal'" in text and "opencl" in text
+
+
+def test_cache_folder_variable(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path / "here"))
+    assert cache.cache_dir() == tmp_path / "here"
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", "")
+    assert cache.cache_dir().name == "pycuda_conv"
+
+
+# ---- the cache of compiled kernels
+
+
+@pytest.fixture
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def _files(folder):
+    return [p for p in folder.rglob("*") if p.is_file()]
+
+
+def test_an_entry_is_built_once(cache_folder):
+    built = []
+
+    def build():
+        built.append(1)
+        return b"binary"
+
+    assert cache.cached(("a", "b"), ".x", build) == cache.cached(("a", "b"), ".x", build) == b"binary"
+    assert len(built) == 1 and [p.suffix for p in _files(cache_folder)] == [".x"]
+    assert cache.cached(("ab", ""), ".x", lambda: b"other") == b"other"  # parts are told apart, not run together
+    assert cache.cached(("a", "b"), ".y", lambda: b"third") == b"third"
+
+
+def test_an_empty_entry_is_a_miss(cache_folder):
+    cache.cached(("a",), ".x", lambda: b"good")
+    (path,) = _files(cache_folder)
+    path.write_bytes(b"")
+    assert cache.cached(("a",), ".x", lambda: b"again") == b"again"
+    assert path.read_bytes() == b"again"
+
+
+def test_an_entry_that_cannot_be_read_is_a_miss(cache_folder):
+    cache.cached(("a",), ".x", lambda: b"good")
+    (path,) = _files(cache_folder)
+    path.unlink()
+    path.mkdir()
+    assert cache.cached(("a",), ".x", lambda: b"again") == b"again"
+    assert not list(path.parent.glob(".building*"))
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_only(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert cache.cached(("a",), ".x", lambda: b"good") == b"good"
+
+
+def test_a_read_only_folder_costs_the_cache_only(monkeypatch, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root writes anywhere")
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    assert cache.cached(("a",), ".x", lambda: b"good") == b"good"
+
+
+def test_a_failed_build_leaves_nothing_behind(cache_folder):
+    def build():
+        raise RuntimeError("nvcc said no")
+
+    with pytest.raises(RuntimeError, match="nvcc said no"):
+        cache.cached(("a",), ".x", build)
+    assert not _files(cache_folder)
+
+
+def test_processes_that_build_the_same_entry_see_all_of_it_or_none(python_env, cache_folder):
+    code = """
+import sys
+from pycuda_conv.runtime.cache import cached
+data = bytes(range(256)) * 40000  # 10 MB: writing takes a while
+for i in range(20):
+    assert cached((str(i % 4),), ".x", lambda: data) == data
+"""
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE) for _ in range(4)]
+    for process in processes:
+        assert process.communicate(timeout=120)[1] == b"" and process.returncode == 0
+    assert len(_files(cache_folder)) == 4
+
+
+def test_threads_that_build_the_same_entry(cache_folder):
+    barrier = threading.Barrier(8)
+
+    def work(_):
+        barrier.wait()
+        return cache.cached(("same",), ".x", lambda: b"0" * 100000)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(work, range(8))) == {b"0" * 100000}
+    assert len(_files(cache_folder)) == 1
+
+
+# ---- the README
+
+
+def test_every_path_that_the_readme_names_exists():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md beside the package")
+    text = readme.read_text()
+    links = [t for t in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not t.startswith(("http:", "https:", "mailto:"))]
+    folders = r"(?:cu|tests|scripts|pycuda_conv|docs|benchmarks|\.ci)"
+    paths = re.findall(rf"(?<![\w./-])({folders}/[\w./-]*\w)", text)
+    missing = [p for p in {*links, *paths} if not (ROOT / p).exists()]
+    assert not missing
+
+
+def test_the_readme_s_python_examples_parse():
+    readme = ROOT / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md beside the package")
+    for block in re.findall(r"```python\n(.*?)```", readme.read_text(), re.S):
+        ast.parse(block)
+
+
+# ---- the kernel files by hand
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+VARIANTS = [("sm_90", 16), ("sm_90", 32), ("sm_90", 64), ("sm_80", 32), ("sm_100", 32)]
+
+
+def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
+    command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-o", os.devnull, *options, str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
+def test_a_kernel_file_opens_with_its_plan(file):
+    lines = file.read_text().splitlines()
+    header = lines[: next(i for i, line in enumerate(lines) if not line.startswith("//"))]
+    assert lines[0].startswith(f"// {file.name}") and len(header) >= 5
+    assert max(map(len, lines)) <= 165
+    for word in ("Mapping", "Memory"):
+        assert any(word in line for line in header), f"{file.name} does not say its {word.lower()}"
+
+
+@needs_nvcc
+@pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
+def test_a_kernel_file_compiles_by_hand_and_does_not_spill(file):
+    """With the values it gives itself, for every dtype, and for the oldest and newest GPUs that this nvcc knows."""
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda v: nvcc(file, v[0], f"-DDTYPE={v[1]}"), VARIANTS))
+    for (arch, dtype), result in zip(VARIANTS, done, strict=True):
+        assert result.returncode == 0, f"{arch}, DTYPE={dtype}:\n{result.stderr}"
+        assert "warning" not in result.stderr, f"{arch}, DTYPE={dtype}:\n{result.stderr}"
+        if dtype < 64:  # the doubles of direct_gemm may
+            assert "0 bytes spill stores, 0 bytes spill loads" in result.stderr, f"{arch}, DTYPE={dtype}:\n{result.stderr}"
+
+
+@needs_nvcc
+def test_the_planner_s_matrix_products_do_not_spill(tmp_path):
+    """MIN_BLOCKS bounds the registers: what the planner chooses from must fit without memory traffic."""
+    problem = fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1, bias=False).problem()
+
+    def compiled(config):
+        file = tmp_path / f"{abs(hash(config))}.cu"
+        file.write_text(direct.stages(problem, config)[0][0][0].source())
+        return nvcc(file, "sm_90", "-I", str(base.KERNEL_DIR))
+
+    configs = list(direct.GEMM_RATES)
+    with ThreadPoolExecutor(2) as pool:
+        for config, result in zip(configs, pool.map(compiled, configs), strict=True):
+            assert result.returncode == 0 and "0 bytes spill stores, 0 bytes spill loads" in result.stderr, f"{config}:\n{result.stderr}"
+
+
+def test_the_kernels_lie_where_the_package_looks():
+    assert {p.stem for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile"}
