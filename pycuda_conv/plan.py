@@ -52,8 +52,9 @@ class Plan:
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
         self.operand_bytes = tuple(math.prod(shape) * problem.itemsize for shape in shapes)
-        #: what the arrays of earlier calls looked like, so that their checks need not be made again
-        self.accepted: set[Hashable] = set()
+        #: what the arrays of the last call looked like, by their kind, so that their checks need not be made again
+        self.accepted: dict[Hashable, Hashable] = {}
+        self.accepted_out: dict[Hashable, Hashable] = {}
 
     def launch(self, buffers: Sequence[Any], stream: Any = None) -> None:
         """Launch the kernels on (input, weight, bias, result, workspace): addresses, or OpenCL buffers.

@@ -273,7 +273,7 @@ class CudaDevice(Device):
             self.pool = importlib.import_module("pycuda.tools").DeviceMemoryPool()
         #: memory from the pool that is still in use
         self.blocks: weakref.WeakSet[Any] = weakref.WeakSet()
-        atexit.register(self.release)
+        atexit.register(self._release)
 
     def __enter__(self) -> CudaDevice:
         self.push()
@@ -406,7 +406,7 @@ class CudaDevice(Device):
 
             self.launch_on(work, stream)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         """Give the pool's memory back, arrays' included. Runs at exit: PyCUDA aborts if it has to do so later; never raises."""
         with suppress(Exception):  # the driver may be gone by now
             for block in list(self.blocks):
