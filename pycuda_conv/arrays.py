@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pycuda_conv import host
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import DTYPE_BYTES
 from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
@@ -88,9 +89,8 @@ class HostKind(ArrayKind):
     def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
         named = (("input", input), ("weight", weight), ("bias", bias))
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
-        if out is None:
-            target = np.empty(plan.result_shape, plan.problem.dtype)
-        else:
+        target = None
+        if out is not None:
             target = self.to_numpy(out)
             _check_out_shape(target.shape, target.dtype.name, plan)
             if not target.dtype.isnative:
@@ -102,14 +102,10 @@ class HostKind(ArrayKind):
             for (name, _), array in zip(named, given, strict=True):
                 if array is not None and np.may_share_memory(target, array):
                     raise ConvArgumentError(_OVERLAP.format(name))
-        ready = [None if a is None else np.ascontiguousarray(a, dtype=plan.problem.dtype) for a in given]
-        if not plan.empty:
-            plan.device.run_on_host_arrays(plan.launch, ready, target, plan.workspace_bytes, self.stream_handle(stream))
-        return self.from_numpy(target) if out is None else out
-
-    @staticmethod
-    def stream_handle(stream: Any) -> Any:
-        return None if stream is None else stream_of(stream)
+        x, w, b = given
+        assert x is not None and w is not None
+        result = host.convolve(plan, x, w, b, target, None if stream is None else stream_of(stream))
+        return self.from_numpy(result) if out is None else out
 
     @staticmethod
     def _checked(name: str, array: np.ndarray) -> np.ndarray:
@@ -184,7 +180,8 @@ class DeviceKind(ArrayKind):
         assert ordinal is not None
         own = cuda_device(ordinal)
         if device is not None and get_device(device) is not own:
-            raise ConvArgumentError(f"device={device!r} was asked for, but the input lies on {own.name}; move the arrays there first")
+            asked = get_device(device).name
+            raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
 
     def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:

@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
     bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png")
+    bench.add_argument("--readme", type=Path, metavar="FILE", help="write the results as Markdown between the file's lines that mark them")
     return top
 
 
@@ -75,6 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = bench.Settings(
         only=arguments.only, precision=arguments.precision, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
         seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
+        readme=arguments.readme,
     )
     return bench.list_problems(settings) if arguments.list else bench.run(settings)
 

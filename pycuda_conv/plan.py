@@ -43,7 +43,7 @@ class Plan:
     def __init__(self, problem: ConvProblem, device: Any = None, *, config: direct.Config | None = None) -> None:
         self.problem = problem
         self.device = get_device(device)
-        self.config = config or direct.choose(problem, self.device.multiprocessors)
+        self.config = config or direct.choose(problem, self.device.multiprocessors, self.device.backend)
         self.stages, self.workspace_bytes = direct.stages(problem, self.config)
         self.empty = 0 in problem.result_shape
         self._launchers = [] if self.empty else [self.device.stage_launcher(stage) for stage in self.stages]

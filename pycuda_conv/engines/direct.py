@@ -321,15 +321,15 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
 # ---- the choice
 
 
-def choose(problem: ConvProblem, multiprocessors: int) -> Config:
+def choose(problem: ConvProblem, multiprocessors: int, backend: str = "cuda") -> Config:
     """The configuration to use on a device of so many multiprocessors."""
-    for config in _preferred(problem, multiprocessors):
+    for config in _preferred(problem, multiprocessors, backend):
         if legal(problem, config) is None:
             return config
     raise AssertionError(f"no kernel runs {problem}")  # Gemm runs everything
 
 
-def _preferred(problem: ConvProblem, multiprocessors: int) -> Iterator[Config]:
+def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iterator[Config]:
     """Configurations from the best downwards; the last is legal for every problem."""
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     if problem.direction == "fprop" and problem.C == problem.groups:
@@ -338,7 +338,8 @@ def _preferred(problem: ConvProblem, multiprocessors: int) -> Iterator[Config]:
             yield from sorted(TILES, key=lambda config: _tile_loads(problem, config))
         yield Single()
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
-    if problem.macs >= 40e6 and written >= 16:
+    # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
+    if backend == "cuda" and problem.macs >= 40e6 and written >= 16:
         yield from sorted(gemm_configs(problem), key=lambda config: gemm_time(problem, config, multiprocessors))
     for block in (8, 4, 2, 1):
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,12 @@ class Step:
         lines.append('#include "portable.cuh"')
         lines += [f"#define {name} {value}" for name, value in self.defines.items() if name not in first]
         lines.append(f'#line 1 "cu/{self.kernel}.cu"')
-        return "\n".join(lines) + "\n" + (KERNEL_DIR / f"{self.kernel}.cu").read_text()
+        return "\n".join(lines) + "\n" + _text(self.kernel)
+
+
+@cache
+def _text(kernel: str) -> str:
+    return (KERNEL_DIR / f"{kernel}.cu").read_text()
 
 
 class Device(AbstractContextManager["Device"]):
@@ -79,8 +85,11 @@ class Device(AbstractContextManager["Device"]):
 
         return launch
 
-    @abstractmethod
     def run_on_host_arrays(
         self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
     ) -> None:
-        """Move `inputs` (C-contiguous) to the device, call `launch` with buffers (inputs, result, workspace), fill `out`."""
+        """Call `launch` with buffers (inputs, result, workspace), the inputs being C-contiguous; fill `out`.
+
+        For devices that share the host's memory; for others :mod:`pycuda_conv.host` moves the arrays.
+        """
+        raise NotImplementedError

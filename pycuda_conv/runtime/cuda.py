@@ -28,6 +28,7 @@ import numpy as np
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step
 from pycuda_conv.runtime.cache import cached, file_identity
+from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
 log = logging.getLogger("pycuda_conv")
 
@@ -98,11 +99,19 @@ def _libcuda() -> Any:
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
     library.cuEventRecord.argtypes = [pointer, pointer]
     library.cuStreamWaitEvent.argtypes = [pointer, pointer, ctypes.c_uint]
+    library.cuMemHostAlloc.argtypes = [ctypes.POINTER(pointer), ctypes.c_size_t, ctypes.c_uint]
+    library.cuMemFreeHost.argtypes = [pointer]
     library.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
     library.cuStreamIsCapturing.argtypes = [pointer, ctypes.POINTER(ctypes.c_int)]
     library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] + [pointer] * 5
     library.cuStreamUpdateCaptureDependencies.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_uint]
     return library
+
+
+@cache
+def _pinned() -> PinnedPool:
+    """The process's pool of page-locked memory."""
+    return PinnedPool(_libcuda(), default_limit())
 
 
 def _check(code: int, what: str) -> None:
@@ -146,6 +155,8 @@ class _Streams:
         stream, non_blocking = driver().Stream, 1  # no implicit order with the default stream
         self.main = stream(non_blocking)
         self.sides = [stream(non_blocking) for _ in range(3)]
+        self.up, self.down = stream(non_blocking), stream(non_blocking)
+        self.small: tuple[np.ndarray, Any] | None = None
         self._cu = _libcuda()
         self._event = ctypes.c_void_p()
         _check(self._cu.cuEventCreate(ctypes.byref(self._event), 2), "cuEventCreate")  # 2: no timing
@@ -382,29 +393,79 @@ class CudaDevice(Device):
                 f"{self.name} is out of memory: {nbytes:,} bytes were asked for, {free:,} of {total:,} are free"
             ) from error
 
-    def run_on_host_arrays(
-        self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
-    ) -> None:
-        drv = self._drv
-        with self:
-            buffers: list[Any] = [0 if a is None or not a.nbytes else self.allocate(a.nbytes) for a in inputs]
-            buffers += [self.allocate(out.nbytes), self.allocate(workspace) if workspace else 0]
+    # ---- copies between the host and the device
 
-            if stream:
-                self.order(None, stream)  # the pool's memory may still be in use by the default stream
+    def pinned_or_ordinary(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised page-locked array, or an ordinary one when no more may be locked."""
+        array = _pinned().empty(shape, dtype)
+        return np.empty(shape, dtype) if array is None else array
 
-            def work(on: Any) -> None:
-                for array, buffer in zip(inputs, buffers, strict=False):
-                    if array is not None and array.nbytes:
-                        drv.memcpy_htod_async(buffer, array, on)
-                launch([int(buffer) for buffer in buffers], on)
-                drv.memcpy_dtoh_async(out, buffers[len(inputs)], on)
-                if on is None:
-                    drv.Context.synchronize()
-                else:
-                    on.synchronize()
+    def is_pinned(self, array: np.ndarray) -> bool:
+        """Whether the memory of `array` is page-locked, by whomever."""
+        kind = ctypes.c_uint()
+        pointer = array.__array_interface__["data"][0]
+        return _libcuda().cuPointerGetAttribute(ctypes.byref(kind), 2, pointer) == 0 and kind.value == 1  # MEMORY_TYPE is HOST
 
-            self.launch_on(work, stream)
+    def copy_in(self, target: Any, whole: np.ndarray, part: np.ndarray, stream: Any) -> None:
+        """Copy `part`, a band of the C-contiguous `whole` along its third axis, to the device, packed."""
+        if part.flags.c_contiguous:
+            self._drv.memcpy_htod_async(target, part, stream)
+        else:
+            copy = self._band(whole, part)
+            copy.set_src_host(whole)
+            copy.set_dst_device(int(target))
+            copy.dst_pitch = copy.width_in_bytes
+            copy(stream)
+
+    def copy_out(self, whole: np.ndarray, part: np.ndarray, source: Any, stream: Any) -> None:
+        """The way back: from the device, packed, into `part` of `whole`."""
+        if part.flags.c_contiguous:
+            self._drv.memcpy_dtoh_async(part, source, stream)
+        else:
+            copy = self._band(whole, part)
+            copy.set_src_device(int(source))
+            copy.src_pitch = copy.width_in_bytes
+            copy.set_dst_host(whole)
+            copy.dst_x_in_bytes, copy.dst_y, copy.dst_pitch = copy.src_x_in_bytes, copy.src_y, copy.dst_pitch
+            copy.src_x_in_bytes = copy.src_y = 0
+            copy(stream)
+
+    def _band(self, whole: np.ndarray, part: np.ndarray) -> Any:
+        """A 2-d copy with the place of `part` in `whole`: its rows are the planes (n, c), of which it takes a band each."""
+        plane = whole.strides[1]
+        offset = part.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+        copy = self._drv.Memcpy2D()
+        copy.src_pitch = copy.dst_pitch = plane
+        copy.src_y, copy.src_x_in_bytes = divmod(offset, plane)
+        copy.height = part.shape[0] * part.shape[1]
+        copy.width_in_bytes = part.nbytes // copy.height
+        return copy
+
+    def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, Any]:
+        """A page-locked and a device buffer of this thread's, made once, and a stream for them."""
+        streams = self._streams()
+        if streams.small is None:
+            streams.small = self.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), self._drv.mem_alloc(nbytes)
+        host, device = streams.small
+        return host, int(device), streams.main
+
+    def pipeline_streams(self) -> tuple[Any, Any, Any]:
+        """This thread's streams for copies in, kernels, and copies out."""
+        streams = self._streams()
+        return streams.up, streams.main, streams.down
+
+    def event(self) -> Any:
+        """An event that takes no time."""
+        return self._drv.Event(2)
+
+    def recorded(self, stream: Any) -> Any:
+        """An event that has come when what `stream` holds now is done."""
+        return self.event().record(stream)
+
+    def wait_for(self, stream: Any) -> None:
+        """Let the pipeline's streams wait for what `stream` holds now."""
+        for own in self.pipeline_streams():
+            self.order(stream, own)
 
     def _release(self) -> None:
         """Give the pool's memory back, arrays' included. Runs at exit: PyCUDA aborts if it has to do so later; never raises."""

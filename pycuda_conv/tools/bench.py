@@ -8,6 +8,7 @@ import importlib
 import math
 import re
 import secrets
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +27,9 @@ from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torc
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
     Row,
+    around_results,
     header_lines,
+    markdown,
     median,
     microseconds,
     number,
@@ -34,6 +37,7 @@ from pycuda_conv.tools.report import (
     spread,
     summary,
     summary_lines,
+    write_between,
     write_csv,
     write_json,
 )
@@ -47,6 +51,8 @@ REFERENCE_IMAGES = 4  # but over no fewer
 SLICE_BYTES = 2**31  # of float64 arrays at a time
 PORTABLE_FLOPS = 0.5e9  # the largest problem that is measured on PoCL unless --only asks for more
 HOST_PROBLEM = ConvProblem.forward(2, (4, 16, 32, 32), (32, 16, 3, 3), padding=1)
+COPY_FLOATS = 2**28  # 1 GiB, many times any cache
+COPY_WARM_UP, COPY_ROUNDS = 50, 30  # after idling, the GPU's clocks are low at first
 LOOP_PROBLEMS = (
     ConvProblem.forward(2, (2, 4, 5, 5), (8, 4, 3, 3), padding=1), ConvProblem.forward(2, (32, 16, 7, 7), (1, 16, 3, 3), padding=1),
     HOST_PROBLEM,
@@ -66,11 +72,20 @@ class Settings:
     json: Path | None = None
     csv: Path | None = None
     plots: Path | None = None
+    readme: Path | None = None
 
     @property
     def effort(self) -> Effort:
         """How long to measure a row."""
         return Effort(rounds=3, seconds=0.06) if self.quick else Effort()
+
+    @property
+    def command(self) -> str:
+        """What to type to measure the same again, on other random data."""
+        words = [word for name in ("only", "device") if (value := getattr(self, name)) is not None for word in (f"--{name}", str(value))]
+        words += ["--precision", self.precision] if self.precision != "fp32" else []
+        words += [flag for flag, given in (("--quick", self.quick), ("--host-calls", self.host_calls)) if given]
+        return shlex.join(["pycuda-conv", "bench", *words]) if words else "make bench"
 
 
 def label(problem: ConvProblem) -> str:
@@ -276,18 +291,20 @@ def measure_host_calls(torch: Any, device: Device) -> list[dict[str, Any]]:
         ("plan(x, w)", lambda: plan(x, w)),
         ("plan(x, w, out=out)", lambda: plan(x, w, out=out)),
     ]
-    return [{"call": name, "us": host_times(way, torch.cuda.synchronize) * 1e6} for name, way in ways]
+    return [{"problem": label(HOST_PROBLEM), "call": name, "us": host_times(way, torch.cuda.synchronize) * 1e6} for name, way in ways]
 
 
 # ---- the machine
 
 
 def copy_bandwidth(torch: Any, place: str) -> float:
-    """Bytes a second that a copy inside the GPU's memory moves, counting those read and those written."""
-    source = torch.empty(2**28, device=place)
-    target = torch.empty_like(source)
-    times, _ = gpu_times(torch, (lambda i: target.copy_(source),), 1, Effort(rounds=10, seconds=0.02))
-    return float(2 * source.numel() * source.element_size() / median(times[0]))
+    """Bytes a second that a copy inside the GPU's memory moves at its best, counting those read and those written."""
+    source = torch.randn(COPY_FLOATS, device=place)
+    target = torch.randn(COPY_FLOATS, device=place)
+    for _ in range(COPY_WARM_UP):
+        target.copy_(source)
+    times, _ = gpu_times(torch, (lambda i: target.copy_(source),), 1, Effort(rounds=COPY_ROUNDS))
+    return float(2 * source.numel() * source.element_size() / min(times[0]))  # a ceiling: the best round, not the middle one
 
 
 def fp32_peak(capability: tuple[int, int], multiprocessors: int, clock_hz: float) -> float:
@@ -356,9 +373,7 @@ def run(settings: Settings) -> int:
     torch = require("torch")
     if settings.plots is not None:
         require("matplotlib")
-    for path in (settings.json, settings.csv):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise ToolError(f"{path} can't be written: {path.resolve().parent} is no folder")
+    _check_paths(settings)
     chosen = [] if settings.host_calls else problems(settings, device.backend)
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     out = console()
@@ -368,7 +383,7 @@ def run(settings: Settings) -> int:
     if device.backend == "cuda":
         torch.cuda.set_device(device.name)
     with torch.no_grad(), _cudnn_benchmark(torch, True), torch_precision(settings.precision) as words:
-        machine = describe(torch, device, settings.precision, words, seed)
+        machine = describe(torch, device, settings.precision, words, seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)
         if chosen:
@@ -393,7 +408,7 @@ def run(settings: Settings) -> int:
         "machine": machine | {"seconds": time.perf_counter() - began}, "rows": [row.record() for row in rows], "summary": means,
         "loop": loops, "host_calls": calls,
     }
-    _write(settings, report, rows, machine)
+    _write(settings, report, rows)
     wrong = [r.problem for r in rows if r.verdict == "WRONG"] + [r["problem"] for r in loops if r["verdict"] == "WRONG"]
     for problem in wrong:
         out.print(f"WRONG: {problem}", markup=False, style="bold red")
@@ -410,7 +425,21 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
     return table("A Python loop of single-channel convolutions against one call", columns, cells, left=("problem", "verdict"))
 
 
-def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row], machine: dict[str, Any]) -> None:
+def _check_paths(settings: Settings) -> None:
+    """Refuse what can't be written before anything is measured for it."""
+    for path in (settings.json, settings.csv):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ToolError(f"{path} can't be written: {path.resolve().parent} is no folder")
+        if path is not None and path.is_dir():
+            raise ToolError(f"{path} can't be written: it is a folder")
+    if settings.plots is not None and settings.plots.exists() and not settings.plots.is_dir():
+        raise ToolError(f"{settings.plots} must be a folder: ratios.png and roofline.png are written there")
+    if settings.readme is not None:
+        around_results(settings.readme)
+
+
+def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> None:
+    machine = report["machine"]
     try:
         if settings.json is not None:
             write_json(settings.json, report)
@@ -422,5 +451,7 @@ def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row], mach
             settings.plots.mkdir(parents=True, exist_ok=True)
             ratio_bars(rows, machine, settings.plots / "ratios.png")
             roofline(rows, machine, settings.plots / "roofline.png")
+        if settings.readme is not None:
+            write_between(settings.readme, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
     except OSError as error:
         raise ToolError(f"can't write the report: {error}") from error

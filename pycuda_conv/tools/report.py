@@ -1,15 +1,21 @@
-"""What the benchmark says: its rows, their means, tables, JSON and CSV. Needs no GPU and no torch."""
+"""What the benchmark says: its rows, their means, tables, JSON, CSV and Markdown. Needs no GPU and no torch."""
 
 from __future__ import annotations
 
 import csv
 import math
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from pycuda_conv.tools.terminal import json_text, table
+from pycuda_conv.tools.terminal import ToolError, json_text, table
+
+#: The lines between which the README's results stand.
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 @dataclass(frozen=True)
@@ -180,6 +186,87 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
 def header_lines(machine: dict[str, Any]) -> list[str]:
     """What was measured where, as lines of text."""
     return [f"{name:14} {value}" for name, value in machine.items() if value is not None and not isinstance(value, dict)]
+
+
+# ---- Markdown
+
+
+def _markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first `left` columns are words and whose others are numbers."""
+    sides = ["---"] * left + ["---:"] * (len(columns) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, sides, *rows))
+
+
+def _untimed(verdict: str, value: str) -> str:
+    """What stands where a time would: a wrong row says so."""
+    return value if verdict == "ok" else f"**{verdict}**"
+
+
+def markdown(
+    machine: dict[str, Any], rows: Sequence[Row], means: dict[str, Any], loops: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]
+) -> str:
+    """The results for the README. `machine` is the header of the report; what was not measured is left out."""
+    where = str(machine.get("GPU") or machine.get("CPU")).split(",")[0] + (f", driver {machine['driver']}" if machine.get("driver") else "")
+    parts = [
+        f"{where}; torch {machine['torch']}; {machine['precision']}; {machine['date'][:10]}. "
+        f"`{machine['command']}` repeats the measurement: {machine['method']}."
+    ]
+    if rows:
+        parts.append("\n".join(f"- {line}" for line in summary_lines(means)))
+        parts.append("Times in microseconds; ratio = torch's time / ours, above 1 ours is faster; errors are norm-wise, against float64.")
+        columns = ("problem", "kernel", "ours us", "TFLOP/s", "torch us", "ratio", "error", "torch's error")
+        lines = []
+        for row in rows:
+            problem, kernel, ours, speed, torch, _, ratio, error, torch_error, *_ = cells(row)
+            lines.append((problem, kernel, _untimed(row.verdict, ours), speed, torch, ratio, error, torch_error))
+        parts.append(_markdown_table(columns, 2, lines))
+    if loops:
+        parts.append("A Python loop over images and channels, one single-channel convolution each, against one call:")
+        columns = ("problem", "calls", "loop us", "one call us", "ratio")
+        parts.append(_markdown_table(columns, 1, [
+            (
+                r["problem"], str(r["calls"]), microseconds(r["loop_us"]), _untimed(r["verdict"], microseconds(r["single_us"])),
+                number(r["ratio"], ".0f"),
+            )
+            for r in loops
+        ]))
+    if calls:
+        parts.append(f"What one call costs on the host, for {calls[0]['problem']} in torch tensors:")
+        parts.append(_markdown_table(("call", "us"), 1, [(f"`{c['call']}`", f"{c['us']:.1f}") for c in calls]))
+    return "\n\n".join(parts)
+
+
+def around_results(path: Path) -> tuple[str, str]:
+    """What stands before and after the results in a file, the lines that mark them included.
+
+    Raises
+    ------
+    ToolError
+        The file can't be read, or does not have both lines once and in order.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ToolError(f"{path} can't be read: {error}") from error
+    bare = [line.rstrip() for line in lines]
+    if bare.count(BEGIN) != 1 or bare.count(END) != 1 or bare.index(BEGIN) > bare.index(END):
+        raise ToolError(f"{path} needs the line {BEGIN} once and after it the line {END} once; the results go between them")
+    return "".join(lines[: bare.index(BEGIN) + 1]), "".join(lines[bare.index(END) :])
+
+
+def write_between(path: Path, text: str) -> None:
+    """Replace what stands between the lines ``BEGIN`` and ``END``; a reader sees the old file or the new one, whole."""
+    before, after = around_results(path)
+    real = path.resolve()  # behind a link, the file is replaced and not the link
+    handle, temporary = tempfile.mkstemp(dir=real.parent, prefix=".results-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(f"{before}{text.strip()}\n{after}")
+        shutil.copymode(real, temporary)
+        os.replace(temporary, real)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 # ---- files
