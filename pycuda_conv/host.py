@@ -12,15 +12,16 @@ may be larger than its memory.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,24 +37,22 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 12 << 20
 #: Chunks on the device at a time: one coming in, one being convolved, one going out.
 ON_DEVICE = 3
-#: Chunks that the threads fill ahead of the one that is copied in.
-AHEAD = 4
 #: Smaller arrays are cut into eighths, but no finer than this: each chunk costs some 50 us of the host's time.
 LEAST_CHUNK_BYTES = 4 << 20
-#: Arrays that are smaller than this together are copied in one go, without streams or threads.
+#: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
-#: What one thread copies at a time.
-PART_BYTES = 4 << 20
-
-
-#: Threads that copy between ordinary and page-locked memory.
-THREADS = min(16, os.cpu_count() or 1)
+#: What one thread copies at a time; less where there is less to share.
+PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
+#: Below this the launching thread copies parts itself while it waits.
+HELPED_BYTES = 32 << 20
+#: Threads that copy between ordinary and page-locked memory, in each direction of a call.
+THREADS = min(8, os.cpu_count() or 1)
 
 
 @cache
 def workers() -> ThreadPoolExecutor:
-    """Those threads; they let go of the interpreter's lock while they copy."""
-    return ThreadPoolExecutor(THREADS, thread_name_prefix="pycuda_conv")
+    """Those threads, kept for the next call. As many as are asked for: calls that waited for each other's might do so forever."""
+    return ThreadPoolExecutor(1 << 20, thread_name_prefix="pycuda_conv")
 
 
 # ---- cutting a problem up
@@ -162,176 +161,222 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     return [_Chunk(piece, plans[piece.problem]) for piece in mine]
 
 
-class _Ring:
-    """Page-locked buffers between the caller's ordinary arrays and the device, used in turn."""
+@dataclass(frozen=True)
+class _Part:
+    """A part of a host array that is packed on the device: where it goes, or comes from, there."""
 
-    def __init__(self, device: CudaDevice, nbytes: int, count: int) -> None:
-        self._buffers = [device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)) for _ in range(count)]
-        #: for each buffer, what must have ended before it is used again
-        self._until: list[Callable[[], Any] | None] = [None] * count
-        self._next = 0
-        self.count = count
-
-    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> tuple[int, np.ndarray]:
-        """The next buffer, once it is free, as an array; and its number."""
-        index = self._next
-        self._next = (index + 1) % self.count
-        until, self._until[index] = self._until[index], None
-        if until is not None:
-            until()
-        return index, self._buffers[index][: math.prod(shape) * dtype.itemsize].view(dtype.newbyteorder("=")).reshape(shape)
-
-    def busy(self, index: int, until: Callable[[], Any]) -> None:
-        """Keep buffer `index` until the function returns."""
-        self._until[index] = until
-
-    def wait(self) -> None:
-        """Wait for all buffers."""
-        for until in self._until:
-            if until is not None:
-                until()
+    address: int
+    view: np.ndarray
 
 
-def _copy(target: np.ndarray, source: np.ndarray) -> list[Future[None]]:
-    """Copy by several threads, each a part; a small copy is made at once."""
-    parts = min(THREADS, max(1, target.nbytes // PART_BYTES))
-    axis = next((i for i, n in enumerate(target.shape) if n >= parts), int(np.argmax(target.shape)))
-    n = target.shape[axis]
-    parts = min(parts, n)
-    if target.nbytes <= PART_BYTES // 8:
-        _copy_part(target, source)
-        return []
-    cuts = [n * i // parts for i in range(parts + 1)]
-    places = [(*(slice(None),) * axis, slice(a, b)) for a, b in pairwise(cuts)]
-    return [workers().submit(_copy_part, target[place], source[place]) for place in places]
+def _parts(array: np.ndarray, address: int, part_bytes: int) -> list[_Part]:
+    """`array` cut along its first axis that can be, so that each part is packed on the device as well."""
+    axis = next((i for i, n in enumerate(array.shape) if n > 1), 0)
+    n = array.shape[axis] if array.ndim else 1
+    count = min(n, max(1, array.nbytes // part_bytes))
+    cuts = [n * i // count for i in range(count + 1)]
+    lead = (slice(None),) * axis
+    found = []
+    for first, last in pairwise(cuts):
+        place = (*lead, slice(first, last))
+        found.append(_Part(address + array.nbytes // n * first, array[place]))
+    return found
 
 
-def _copy_part(target: np.ndarray, source: np.ndarray) -> None:
-    """Copy without the interpreter's lock; numpy puts strides and byte order right on the way."""
-    if source.flags.c_contiguous and target.flags.c_contiguous and source.dtype == target.dtype:
-        # memmove writes large blocks past the caches, which numpy's loops don't
-        ctypes.memmove(target.ctypes.data, source.ctypes.data, target.nbytes)
-    else:
-        np.copyto(target, source)
+class _Threads:
+    """Threads that copy parts between ordinary memory and a ring of page-locked buffers; closing it waits for them.
 
+    They meet the thread that launches in queues only, since what Python does between two copies holds all of them up.
+    """
 
-def _results(futures: Sequence[Future[None]]) -> None:
-    for future in futures:
-        future.result()
-
-
-class Filter:
-    """A filter and a bias on their way to a device, and then there."""
-
-    def __init__(self, device: CudaDevice, weight: np.ndarray, bias: np.ndarray | None) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
         self._device = device
-        self._arrays = [self._staged(array) for array in (weight, bias) if array is not None and array.nbytes]
-        blocks = iter(int(block) for block, _, _ in self._arrays)
-        self.addresses = tuple(next(blocks) if array is not None and array.nbytes else 0 for array in (weight, bias))
+        self._nbytes = nbytes = max(part.view.nbytes for part in parts)
+        #: buffers, each with the event after which it may be used again
+        self._free: SimpleQueue[tuple[np.ndarray, Any]] = SimpleQueue()
+        for _ in range(min(threads + 5, len(parts))):
+            self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), None))
+        self._running = [workers().submit(self._run) for _ in range(threads)]
 
-    def _staged(self, array: np.ndarray) -> tuple[Any, np.ndarray, list[Future[None]]]:
-        staged = self._device.pinned_or_ordinary(array.shape, array.dtype.newbyteorder("="))
-        return self._device.allocate(array.nbytes), staged, _copy(staged, array)
+    def _run(self) -> None:
+        with self._device:
+            self.work()
 
-    def send(self, stream: Any) -> None:
-        """Let `stream` copy them in; they and their page-locked copies must live until it has."""
-        for block, staged, copies in self._arrays:
-            _results(copies)
-            self._device.copy_in(block, staged, staged, stream)
+    def work(self) -> None:
+        """What each thread does."""
+        raise NotImplementedError
+
+    def buffer(self, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A free buffer, and its beginning as an array like `view` in the device's byte order."""
+        buffer, until = self._free.get()
+        if until is not None:
+            until.synchronize()
+        return buffer, buffer[: view.nbytes].view(view.dtype.newbyteorder("=")).reshape(view.shape)
+
+    def free(self, buffer: np.ndarray, until: Any = None) -> None:
+        """Let `buffer` be used again, after an event if there is one."""
+        self._free.put((buffer, until))
+
+    def close(self) -> None:
+        """Wait for the threads; an error of theirs is raised here."""
+        for future in self._running:
+            future.result()
+
+
+class _Feeder(_Threads):
+    """Fills buffers with `parts` in their order, ahead of the copies to the device."""
+
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part]) -> None:
+        total = sum(part.view.nbytes for part in parts)
+        #: whether the launching thread copies as well: where there is little, waking the others takes as long
+        self._helped = total < HELPED_BYTES
+        self._parts = deque(parts)
+        self._numbers = iter(range(len(parts)))
+        self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray]] = SimpleQueue()
+        self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._taken = 0
+        self._lock = threading.Lock()
+        self._closed = False
+        super().__init__(device, parts, min(THREADS, len(parts), total // PART_BYTES))
+
+    def work(self) -> None:
+        while self._fill_one():
+            pass
+
+    def _fill_one(self) -> bool:
+        """Copy one part; False if there is none left."""
+        with self._lock:  # the first part without a buffer gets the next one, or the others might hold them all
+            if self._closed or not self._parts:
+                return False
+            part, number = self._parts.popleft(), next(self._numbers)
+            buffer, staged = self.buffer(part.view)
+        np.copyto(staged, part.view)  # which puts strides and byte order right on the way
+        self._filled.put((number, buffer, staged))
+        return True
+
+    def take(self) -> tuple[np.ndarray, np.ndarray]:
+        """The next part in order, once it is filled: its buffer, to be given back, and the part."""
+        while self._taken not in self._early:
+            if self._helped and self._filled.empty():
+                self._fill_one()
+            number, buffer, staged = self._filled.get()
+            self._early[number] = buffer, staged
+        self._taken += 1
+        return self._early.pop(self._taken - 1)
+
+    def close(self) -> None:
+        self._closed = True  # after an exception nobody takes the rest, nor gives buffers back
+        for _ in self._running:
+            self.free(np.empty(self._nbytes, np.uint8))
+        super().close()
+
+
+class _Lander(_Threads):
+    """Empties buffers into ordinary memory, each when the copy from the device has come."""
+
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part]) -> None:
+        self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
+        total = sum(part.view.nbytes for part in parts)
+        super().__init__(device, parts, max(1, min(THREADS, len(parts), total // PART_BYTES)))
+
+    def work(self) -> None:
+        while (item := self._landed.get()) is not None:
+            buffer, landed, place, arrived = item
+            arrived.synchronize()
+            np.copyto(place, landed)
+            self.free(buffer)
+
+    def put(self, buffer: np.ndarray, landed: np.ndarray, place: np.ndarray, arrived: Any) -> None:
+        """Let a thread copy `landed`, which is in `buffer`, to `place` after the event."""
+        self._landed.put((buffer, landed, place, arrived))
+
+    def close(self) -> None:
+        for _ in self._running:
+            self._landed.put(None)
+        super().close()
 
 
 class _Pipeline:
     """One call's work on one device, whose context must be current."""
 
-    def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, y: np.ndarray) -> None:
+    def __init__(
+        self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, y: np.ndarray
+    ) -> None:
         self._device, self._chunks, self._x, self._y = device, chunks, x, y
         self._up, self._compute, self._down = device.pipeline_streams()
         for stream in (self._up, self._compute):
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
-        depth = min(ON_DEVICE, len(chunks))
+        self._depth = min(ON_DEVICE, len(chunks))
         in_bytes, out_bytes = max(max(chunk.in_bytes for chunk in chunks), 1), max(chunk.out_bytes for chunk in chunks)
         workspace = max(chunk.plan.workspace_bytes for chunk in chunks)
-        self._inputs = [device.allocate(in_bytes) for _ in range(depth)]
-        self._outputs = [device.allocate(out_bytes) for _ in range(depth)]
+        self._inputs = [device.allocate(in_bytes) for _ in range(self._depth)]
+        self._outputs = [device.allocate(out_bytes) for _ in range(self._depth)]
         self._workspace = device.allocate(workspace) if workspace else None
-        self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(depth)] for _ in range(3))
+        self._filters = [None if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (weight, bias)]
+        self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(self._depth)] for _ in range(3))
+        # what goes up: the filter, then the chunks, in parts where it has to be staged
+        total = weight.nbytes + sum(chunk.in_bytes for chunk in chunks)
+        part_bytes = min(PART_BYTES, max(total // 12, LEAST_PART_BYTES))
+        addresses = [0 if block is None else int(block) for block in self._filters]
+        self._going_up = [
+            [part for a, at in zip((weight, bias), addresses, strict=True) if a is not None and at for part in _parts(a, at, part_bytes)]
+        ]
         straight = x.flags.c_contiguous and x.dtype.isnative and device.is_pinned(x)
-        buffers = min(AHEAD, len(chunks)) + 2
-        self._staging = None if straight else _Ring(device, in_bytes, buffers)
-        self._filling: deque[tuple[int, np.ndarray, list[Future[None]]]] = deque()
-        self._unfilled = deque(chunks)
-        self._landing = None if device.is_pinned(y) else _Ring(device, out_bytes, buffers)
-        self._landed: deque[tuple[int, np.ndarray, np.ndarray, Any]] = deque()
+        for i, chunk in enumerate(chunks):
+            staged = not straight and chunk.in_bytes > 0
+            self._going_up.append(_parts(chunk.of(x), int(self._inputs[i % self._depth]), part_bytes) if staged else [])
+        self._going_down = [
+            [] if device.is_pinned(y) else _parts(chunk.into(y), int(self._outputs[i % self._depth]), part_bytes)
+            for i, chunk in enumerate(chunks)
+        ]
 
-    def run(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
+    def run(self) -> None:
         """Convolve all chunks; returns when the results are in place."""
-        depth = len(self._inputs)
+        up = [part for parts in self._going_up for part in parts]
+        down = [part for parts in self._going_down for part in parts]
+        feeder = _Feeder(self._device, up) if up else None
+        lander = _Lander(self._device, down) if down else None
+        weight, bias = (0 if block is None else int(block) for block in self._filters)
+        workspace = 0 if self._workspace is None else int(self._workspace)
         try:
-            filters = Filter(self._device, weight, bias)
-            self._fill()
-            filters.send(self._up)
-            workspace = 0 if self._workspace is None else int(self._workspace)
+            self._send(feeder, self._going_up[0])
             for i, chunk in enumerate(self._chunks):
-                slot = i % depth
-                if i >= depth:
+                slot = i % self._depth
+                if i >= self._depth:
                     self._up.wait_for_event(self._computed[slot])
-                self._feed(chunk, self._inputs[slot])
+                if self._going_up[i + 1]:
+                    self._send(feeder, self._going_up[i + 1])
+                elif chunk.in_bytes:
+                    self._device.copy_in(self._inputs[slot], self._x, chunk.of(self._x), self._up)
                 self._uploaded[slot].record(self._up)
                 self._compute.wait_for_event(self._uploaded[slot])
-                if i >= depth:
+                if i >= self._depth:
                     self._compute.wait_for_event(self._downloaded[slot])
-                buffers = (int(self._inputs[slot]), *filters.addresses, int(self._outputs[slot]), workspace)
-                chunk.plan.launch(buffers, self._compute)
+                chunk.plan.launch((int(self._inputs[slot]), weight, bias, int(self._outputs[slot]), workspace), self._compute)
                 self._computed[slot].record(self._compute)
                 self._down.wait_for_event(self._computed[slot])
-                self._emit(chunk, self._outputs[slot])
+                if lander is None:
+                    self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
+                for part in self._going_down[i]:
+                    assert lander is not None
+                    buffer, landed = lander.buffer(part.view)
+                    self._device.copy_out(landed, landed, part.address, self._down)
+                    lander.put(buffer, landed, part.view, self._device.recorded(self._down))
                 self._downloaded[slot].record(self._down)
-            while self._landed:
-                self._put_in_place()
         finally:  # an exception too must not leave a copy running into memory that is given back
             for stream in (self._up, self._compute, self._down):
                 stream.synchronize()
-            for _, _, copies in self._filling:
-                wait(copies)
-            if self._landing is not None:
-                self._landing.wait()
+            for threads in (feeder, lander):
+                if threads is not None:
+                    threads.close()
 
-    def _feed(self, chunk: _Chunk, target: Any) -> None:
-        """Let the upward stream copy what `chunk` reads to the device."""
-        if self._staging is None:
-            self._device.copy_in(target, self._x, chunk.of(self._x), self._up)
-            return
-        index, staged, copies = self._filling.popleft()
-        _results(copies)
-        self._device.copy_in(target, staged, staged, self._up)
-        self._staging.busy(index, self._device.recorded(self._up).synchronize)
-        self._fill()
-
-    def _fill(self) -> None:
-        """Keep the threads busy on the chunks that come next."""
-        while self._staging is not None and self._unfilled and len(self._filling) < AHEAD:
-            chunk = self._unfilled.popleft()
-            index, staged = self._staging.take(chunk.in_shape, self._x.dtype)
-            self._filling.append((index, staged, _copy(staged, chunk.of(self._x))))
-
-    def _emit(self, chunk: _Chunk, source: Any) -> None:
-        """Let the downward stream copy what `chunk` wrote to the host."""
-        if self._landing is None:
-            self._device.copy_out(self._y, chunk.into(self._y), source, self._down)
-            return
-        index, landed = self._landing.take(chunk.out_shape, self._y.dtype)
-        self._device.copy_out(landed, landed, source, self._down)
-        self._landed.append((index, landed, chunk.into(self._y), self._device.recorded(self._down)))
-        if len(self._landed) > 2:
-            self._put_in_place()
-
-    def _put_in_place(self) -> None:
-        """Start the threads on the oldest chunk that landed."""
-        index, landed, place, arrived = self._landed.popleft()
-        arrived.synchronize()
-        copies = _copy(place, landed)
-        assert self._landing is not None
-        self._landing.busy(index, lambda: _results(copies))
+    def _send(self, feeder: _Feeder | None, parts: Sequence[_Part]) -> None:
+        """Let the upward stream copy `parts` to the device."""
+        for part in parts:
+            assert feeder is not None
+            buffer, staged = feeder.take()
+            self._device.copy_in(part.address, staged, staged, self._up)
+            feeder.free(buffer, self._device.recorded(self._up))
 
 
 # ---- the call
@@ -376,13 +421,14 @@ def convolve(
                 one.wait_for(stream)
             chunks = _chunks(plan, chunk_bytes, one, share, len(gpus))
             if chunks:
-                _Pipeline(one, chunks, batch_x, batch_y).run(weight, bias)
+                _Pipeline(one, chunks, batch_x, weight, bias, batch_y).run()
 
     if len(gpus) == 1:
         work(0)
     else:
         with ThreadPoolExecutor(len(gpus)) as pool:
-            _results([pool.submit(work, share) for share in range(len(gpus))])
+            for future in [pool.submit(work, share) for share in range(len(gpus))]:
+                future.result()
     return y
 
 

@@ -82,9 +82,10 @@ class Settings:
     @property
     def command(self) -> str:
         """What to type to measure the same again, on other random data."""
-        words = [word for name in ("only", "device") if (value := getattr(self, name)) is not None for word in (f"--{name}", str(value))]
-        words += ["--precision", self.precision] if self.precision != "fp32" else []
-        words += [flag for flag, given in (("--quick", self.quick), ("--host-calls", self.host_calls)) if given]
+        words = [] if self.only is None else ["--only", self.only]
+        words += [] if self.device is None else ["--device", str(self.device)]
+        words += [] if self.precision == "fp32" else ["--precision", self.precision]
+        words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls
         return shlex.join(["pycuda-conv", "bench", *words]) if words else "make bench"
 
 
@@ -298,13 +299,17 @@ def measure_host_calls(torch: Any, device: Device) -> list[dict[str, Any]]:
 
 
 def copy_bandwidth(torch: Any, place: str) -> float:
-    """Bytes a second that a copy inside the GPU's memory moves at its best, counting those read and those written."""
+    """Bytes a second that a copy inside the GPU's memory moves at its best, counting those read and those written.
+
+    The driver's copy or a kernel that moves as much, whichever is faster.
+    """
     source = torch.randn(COPY_FLOATS, device=place)
     target = torch.randn(COPY_FLOATS, device=place)
     for _ in range(COPY_WARM_UP):
         target.copy_(source)
-    times, _ = gpu_times(torch, (lambda i: target.copy_(source),), 1, Effort(rounds=COPY_ROUNDS))
-    return float(2 * source.numel() * source.element_size() / min(times[0]))  # a ceiling: the best round, not the middle one
+    ways = (lambda i: target.copy_(source), lambda i: torch.neg(source, out=target))
+    times, _ = gpu_times(torch, ways, 1, Effort(rounds=COPY_ROUNDS))
+    return float(2 * source.numel() * source.element_size() / min(map(min, times)))  # a ceiling: the best round, not the middle one
 
 
 def fp32_peak(capability: tuple[int, int], multiprocessors: int, clock_hz: float) -> float:

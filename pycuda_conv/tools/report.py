@@ -197,9 +197,9 @@ def _markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[s
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, sides, *rows))
 
 
-def _untimed(verdict: str, value: str) -> str:
-    """What stands where a time would: a wrong row says so."""
-    return value if verdict == "ok" else f"**{verdict}**"
+def _time(text: str, verdict: str) -> str:
+    """A time, or in its place why there is none."""
+    return text if verdict == "ok" else f"**{verdict}**"
 
 
 def markdown(
@@ -214,18 +214,18 @@ def markdown(
     if rows:
         parts.append("\n".join(f"- {line}" for line in summary_lines(means)))
         parts.append("Times in microseconds; ratio = torch's time / ours, above 1 ours is faster; errors are norm-wise, against float64.")
-        columns = ("problem", "kernel", "ours us", "TFLOP/s", "torch us", "ratio", "error", "torch's error")
+        columns = ["problem", "kernel", "ours us", "TFLOP/s", "torch us", "ratio", "error", "torch's error"]
         lines = []
         for row in rows:
             problem, kernel, ours, speed, torch, _, ratio, error, torch_error, *_ = cells(row)
-            lines.append((problem, kernel, _untimed(row.verdict, ours), speed, torch, ratio, error, torch_error))
+            lines.append((problem, kernel, _time(ours, row.verdict), speed, torch, ratio, error, torch_error))
         parts.append(_markdown_table(columns, 2, lines))
     if loops:
         parts.append("A Python loop over images and channels, one single-channel convolution each, against one call:")
-        columns = ("problem", "calls", "loop us", "one call us", "ratio")
+        columns = ["problem", "calls", "loop us", "one call us", "ratio"]
         parts.append(_markdown_table(columns, 1, [
             (
-                r["problem"], str(r["calls"]), microseconds(r["loop_us"]), _untimed(r["verdict"], microseconds(r["single_us"])),
+                r["problem"], str(r["calls"]), microseconds(r["loop_us"]), _time(microseconds(r["single_us"]), r["verdict"]),
                 number(r["ratio"], ".0f"),
             )
             for r in loops
