@@ -11,8 +11,18 @@ what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that i
 from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.ops import conv1d, conv2d, conv3d, conv_transpose1d, conv_transpose2d, conv_transpose3d
-from pycuda_conv.plan import Plan
+from pycuda_conv.ops import (
+    conv1d,
+    conv1d_many,
+    conv2d,
+    conv2d_many,
+    conv3d,
+    conv3d_many,
+    conv_transpose1d,
+    conv_transpose2d,
+    conv_transpose3d,
+)
+from pycuda_conv.plan import BoundPlan, Plan
 from pycuda_conv.problem import ConvProblem
 
 try:
@@ -21,6 +31,6 @@ except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "BackendError", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d",
+    "BackendError", "BoundPlan", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv1d_many", "conv2d",
+    "conv2d_many", "conv3d", "conv3d_many", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,10 @@ class ArrayKind:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
 
+    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+        """A function of (input, out, stream) that runs `plan` with this filter, which stays where the kernels read it."""
+        return lambda input, out, stream: self.convolve(plan, input, weight, bias, out, stream)
+
 
 def _check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> None:
     if tuple(out_shape) != plan.result_shape:
@@ -86,7 +90,10 @@ class HostKind(ArrayKind):
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device)
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+    def convolve(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
+        kept: host.Filter | None = None,
+    ) -> Any:
         named = (("input", input), ("weight", weight), ("bias", bias))
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
         target = None
@@ -104,8 +111,16 @@ class HostKind(ArrayKind):
                     raise ConvArgumentError(_OVERLAP.format(name))
         x, w, b = given
         assert x is not None and w is not None
-        result = host.convolve(plan, x, w, b, target, None if stream is None else stream_of(stream))
+        result = host.convolve(plan, x, kept or host.Filter(w, b), target, None if stream is None else stream_of(stream), devices)
         return self.from_numpy(result) if out is None else out
+
+    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+        weight, bias = (None if a is None else self._checked("weight", self.to_numpy(a)).copy() for a in (weight, bias))
+        filters = host.Filter(weight, bias)
+        if plan.device.backend == "cuda":
+            filters.keep(plan.device)  # type: ignore[arg-type]
+        w, b = (None if a is None else self.from_numpy(a) for a in (weight, bias))
+        return lambda input, out, stream: self.convolve(plan, input, w, b, out, stream, kept=filters)
 
     @staticmethod
     def _checked(name: str, array: np.ndarray) -> np.ndarray:
@@ -414,7 +429,10 @@ class TorchKind(DeviceKind, HostKind):
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device) if signature[2] == -1 else DeviceKind.device(self, signature, device)
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+    def convolve(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
+        kept: host.Filter | None = None,
+    ) -> Any:
         torch = self.torch
         if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
             raise NotImplementedError(
@@ -422,7 +440,10 @@ class TorchKind(DeviceKind, HostKind):
             )
         if input.is_cuda:
             return DeviceKind.convolve(self, plan, input, weight, bias, out, stream)
-        return HostKind.convolve(self, plan, input, weight, bias, out, stream)
+        return HostKind.convolve(self, plan, input, weight, bias, out, stream, devices, kept)
+
+    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+        return ArrayKind.bind(self, plan, weight, bias) if weight.is_cuda else HostKind.bind(self, plan, weight, bias)
 
     # host tensors
 
@@ -551,7 +572,7 @@ def stream_of(stream: Any) -> Any:
     raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {stream!r}")
 
 
-def _check_fit(plan: Plan, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None) -> None:
+def check_fit(plan: Plan, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None) -> None:
     check_same_type(kind, input, weight, bias)
     problem = plan.problem
     expected = (("input", input, problem.input_shape), ("weight", weight, problem.weight_shape), ("bias", bias, problem.bias_shape))
@@ -570,6 +591,6 @@ def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: 
     kind = same_kind(input, weight, bias, out)
     signatures = (kind.signature(input), kind.signature(weight), None if bias is None else kind.signature(bias))
     if signatures != plan.accepted.get(kind):
-        _check_fit(plan, kind, *signatures)
+        check_fit(plan, kind, *signatures)
         plan.accepted[kind] = signatures
     return kind.convolve(plan, input, weight, bias, out, stream)

@@ -161,6 +161,35 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     return [_Chunk(piece, plans[piece.problem]) for piece in mine]
 
 
+class Filter:
+    """A filter and a bias; on their way with every call, or kept on devices from one call to the next."""
+
+    def __init__(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
+        self.weight, self.bias = weight, bias
+        self._kept: dict[Any, list[Any]] = {}
+
+    def keep(self, device: CudaDevice) -> None:
+        """Copy them to `device`, where they stay for as long as this object does."""
+        with device:
+            blocks = [None if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (self.weight, self.bias)]
+            stream, _, _ = device.pipeline_streams()
+            device.order(None, stream)  # the pool's memory may still be in use by the default stream
+            for block, array in zip(blocks, (self.weight, self.bias), strict=True):
+                if block is not None and array is not None:
+                    native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
+                    device.copy_in(block, native, native, stream)
+            stream.synchronize()
+        self._kept[device] = blocks
+
+    def on(self, device: CudaDevice) -> tuple[int, int] | None:
+        """Where they are kept on `device`, if they are."""
+        blocks = self._kept.get(device)
+        if blocks is None:
+            return None
+        weight, bias = (0 if block is None else int(block) for block in blocks)
+        return weight, bias
+
+
 @dataclass(frozen=True)
 class _Part:
     """A part of a host array that is packed on the device: where it goes, or comes from, there."""
@@ -230,8 +259,7 @@ class _Feeder(_Threads):
         total = sum(part.view.nbytes for part in parts)
         #: whether the launching thread copies as well: where there is little, waking the others takes as long
         self._helped = total < HELPED_BYTES
-        self._parts = deque(parts)
-        self._numbers = iter(range(len(parts)))
+        self._parts = deque(enumerate(parts))
         self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray]] = SimpleQueue()
         self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._taken = 0
@@ -240,25 +268,34 @@ class _Feeder(_Threads):
         super().__init__(device, parts, min(THREADS, len(parts), total // PART_BYTES))
 
     def work(self) -> None:
-        while self._fill_one():
-            pass
+        while True:
+            with self._lock:  # the first part without a buffer gets the next one, or the others might hold them all
+                if self._closed or not self._parts:
+                    return
+                number, part = self._parts.popleft()
+                buffer, staged = self.buffer(part.view)
+            np.copyto(staged, part.view)  # which puts strides and byte order right on the way
+            self._filled.put((number, buffer, staged))
 
-    def _fill_one(self) -> bool:
-        """Copy one part; False if there is none left."""
-        with self._lock:  # the first part without a buffer gets the next one, or the others might hold them all
-            if self._closed or not self._parts:
-                return False
-            part, number = self._parts.popleft(), next(self._numbers)
+    def _help(self) -> None:
+        """Copy a part in the thread that launches, unless it would have to wait: only it gives buffers back."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._parts or self._free.empty():
+                return
+            number, part = self._parts.popleft()
             buffer, staged = self.buffer(part.view)
-        np.copyto(staged, part.view)  # which puts strides and byte order right on the way
+        finally:
+            self._lock.release()
+        np.copyto(staged, part.view)
         self._filled.put((number, buffer, staged))
-        return True
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """The next part in order, once it is filled: its buffer, to be given back, and the part."""
         while self._taken not in self._early:
             if self._helped and self._filled.empty():
-                self._fill_one()
+                self._help()
             number, buffer, staged = self._filled.get()
             self._early[number] = buffer, staged
         self._taken += 1
@@ -299,28 +336,27 @@ class _Lander(_Threads):
 class _Pipeline:
     """One call's work on one device, whose context must be current."""
 
-    def __init__(
-        self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, y: np.ndarray
-    ) -> None:
+    def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, filters: Filter, y: np.ndarray) -> None:
         self._device, self._chunks, self._x, self._y = device, chunks, x, y
         self._up, self._compute, self._down = device.pipeline_streams()
         for stream in (self._up, self._compute):
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
         self._depth = min(ON_DEVICE, len(chunks))
-        in_bytes, out_bytes = max(max(chunk.in_bytes for chunk in chunks), 1), max(chunk.out_bytes for chunk in chunks)
-        workspace = max(chunk.plan.workspace_bytes for chunk in chunks)
-        self._inputs = [device.allocate(in_bytes) for _ in range(self._depth)]
-        self._outputs = [device.allocate(out_bytes) for _ in range(self._depth)]
-        self._workspace = device.allocate(workspace) if workspace else None
-        self._filters = [None if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (weight, bias)]
-        self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(self._depth)] for _ in range(3))
+        largest = max(max(chunk.in_bytes for chunk in chunks), 1)
+        self._inputs = [device.allocate(largest) for _ in range(self._depth)]
+        largest = max(chunk.out_bytes for chunk in chunks)
+        self._outputs = [device.allocate(largest) for _ in range(self._depth)]
         # what goes up: the filter, then the chunks, in parts where it has to be staged
-        total = weight.nbytes + sum(chunk.in_bytes for chunk in chunks)
+        total = filters.weight.nbytes + sum(chunk.in_bytes for chunk in chunks)
         part_bytes = min(PART_BYTES, max(total // 12, LEAST_PART_BYTES))
-        addresses = [0 if block is None else int(block) for block in self._filters]
-        self._going_up = [
-            [part for a, at in zip((weight, bias), addresses, strict=True) if a is not None and at for part in _parts(a, at, part_bytes)]
-        ]
+        self._going_up: list[list[_Part]] = [[]]
+        kept = filters.on(device)
+        if kept is None:
+            arrays = [a for a in (filters.weight, filters.bias) if a is not None]
+            self._blocks = [device.allocate(max(a.nbytes, 1)) for a in arrays]
+            kept = int(self._blocks[0]), int(self._blocks[-1])
+            self._going_up[0] = [part for a, at in zip(arrays, kept, strict=False) if a.nbytes for part in _parts(a, at, part_bytes)]
+        self._weight, self._bias = kept
         straight = x.flags.c_contiguous and x.dtype.isnative and device.is_pinned(x)
         for i, chunk in enumerate(chunks):
             staged = not straight and chunk.in_bytes > 0
@@ -336,25 +372,27 @@ class _Pipeline:
         down = [part for parts in self._going_down for part in parts]
         feeder = _Feeder(self._device, up) if up else None
         lander = _Lander(self._device, down) if down else None
-        weight, bias = (0 if block is None else int(block) for block in self._filters)
-        workspace = 0 if self._workspace is None else int(self._workspace)
         try:
+            workspace = max(chunk.plan.workspace_bytes for chunk in self._chunks)
+            block = self._device.allocate(workspace) if workspace else 0
+            uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
             self._send(feeder, self._going_up[0])
             for i, chunk in enumerate(self._chunks):
                 slot = i % self._depth
                 if i >= self._depth:
-                    self._up.wait_for_event(self._computed[slot])
+                    self._up.wait_for_event(computed[slot])
                 if self._going_up[i + 1]:
                     self._send(feeder, self._going_up[i + 1])
                 elif chunk.in_bytes:
                     self._device.copy_in(self._inputs[slot], self._x, chunk.of(self._x), self._up)
-                self._uploaded[slot].record(self._up)
-                self._compute.wait_for_event(self._uploaded[slot])
+                uploaded[slot].record(self._up)
+                self._compute.wait_for_event(uploaded[slot])
                 if i >= self._depth:
-                    self._compute.wait_for_event(self._downloaded[slot])
-                chunk.plan.launch((int(self._inputs[slot]), weight, bias, int(self._outputs[slot]), workspace), self._compute)
-                self._computed[slot].record(self._compute)
-                self._down.wait_for_event(self._computed[slot])
+                    self._compute.wait_for_event(downloaded[slot])
+                buffers = (int(self._inputs[slot]), self._weight, self._bias, int(self._outputs[slot]), int(block))
+                chunk.plan.launch(buffers, self._compute)
+                computed[slot].record(self._compute)
+                self._down.wait_for_event(computed[slot])
                 if lander is None:
                     self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
                 for part in self._going_down[i]:
@@ -362,7 +400,7 @@ class _Pipeline:
                     buffer, landed = lander.buffer(part.view)
                     self._device.copy_out(landed, landed, part.address, self._down)
                     lander.put(buffer, landed, part.view, self._device.recorded(self._down))
-                self._downloaded[slot].record(self._down)
+                downloaded[slot].record(self._down)
         finally:  # an exception too must not leave a copy running into memory that is given back
             for stream in (self._up, self._compute, self._down):
                 stream.synchronize()
@@ -383,15 +421,15 @@ class _Pipeline:
 
 
 def convolve(
-    plan: Plan, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, stream: Any = None,
-    devices: Sequence[CudaDevice] = (),
+    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any = None, devices: Sequence[CudaDevice] = ()
 ) -> np.ndarray:
     """Run `plan` on host arrays that fit it.
 
     Parameters
     ----------
-    x, weight, bias : numpy arrays
-        Of the plan's shapes and dtype; any strides that are not negative, either byte order.
+    x : numpy array
+        Of the plan's shape and dtype, as the filter's arrays; any strides that are not negative, either byte order.
+    filters : Filter
     out : numpy array, optional
         C-contiguous; by default a page-locked array from the pool, or an ordinary one when the pool is at its limit.
     stream : optional
@@ -403,12 +441,13 @@ def convolve(
     if device.backend != "cuda":
         y = np.empty(plan.result_shape, problem.dtype) if out is None else out
         if not plan.empty:
-            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.dtype) for a in (x, weight, bias)]
+            arrays = (x, filters.weight, filters.bias)
+            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.dtype) for a in arrays]
             device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
     if plan.empty or (not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES):
-        return _convolve_small(gpu, plan, x, weight, bias, out, stream)
+        return _convolve_small(gpu, plan, x, filters, out, stream)
     with gpu:
         y = gpu.pinned_or_ordinary(plan.result_shape, np.dtype(problem.dtype)) if out is None else out
     batch_x, batch_y = (x, y) if problem.batched else (x[None], y[None])
@@ -421,7 +460,7 @@ def convolve(
                 one.wait_for(stream)
             chunks = _chunks(plan, chunk_bytes, one, share, len(gpus))
             if chunks:
-                _Pipeline(one, chunks, batch_x, weight, bias, batch_y).run()
+                _Pipeline(one, chunks, batch_x, filters, batch_y).run()
 
     if len(gpus) == 1:
         work(0)
@@ -432,9 +471,7 @@ def convolve(
     return y
 
 
-def _convolve_small(
-    gpu: Any, plan: Plan, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None, out: np.ndarray | None, stream: Any
-) -> np.ndarray:
+def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any) -> np.ndarray:
     """One copy in, the kernels, one copy out: for arrays whose time is all in the calls."""
     dtype = np.dtype(plan.problem.dtype)
     with gpu:
@@ -444,12 +481,14 @@ def _convolve_small(
         host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
         if stream is not None:
             gpu.order(stream, own)
+        kept = filters.on(gpu)
         places, used = [], 0
-        for array in (x, weight, bias):
+        for array in (x,) if kept else (x, filters.weight, filters.bias):
             places.append(device + used if array is not None else 0)
             if array is not None:
                 np.copyto(np.ndarray(array.shape, dtype, host, used), array)
                 used += -(-array.nbytes // 256) * 256
+        places += kept or ()
         workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
         if workspace is not None:
             gpu.order(None, own)  # the pool's memory may still be in use by the default stream

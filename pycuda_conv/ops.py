@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
-from pycuda_conv.arrays import ArrayKind, Signature, check_same_type, same_kind
+from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import PRECISIONS, ConvProblem, integer
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import device_count, get_device
 
 
 @lru_cache(maxsize=1024)
@@ -36,7 +40,7 @@ def _key(name: str, value: Any) -> Any:
 
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
-    groups: Any, out: Any, precision: Any, device: Any, stream: Any,
+    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any,
 ) -> Any:
     kind = same_kind(input, weight, bias, out)
     if stride.__class__ is not int:
@@ -51,19 +55,68 @@ def _convolve(
         groups = _key("groups", groups)
     if precision.__class__ is not str:
         raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    if device is not None:
+    gpus: tuple[Any, ...] = ()
+    if devices is not None:
+        gpus = _gpus(devices, device)
+        device = gpus[0]
+    elif device is not None:
         device = get_device(device)
     sign = kind.signature
     plan = _plan(
         transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
         groups, precision, device,
     )
+    if gpus:
+        if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
+            raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
+        return kind.convolve(plan, input, weight, bias, out, stream, gpus)
     return kind.convolve(plan, input, weight, bias, out, stream)
+
+
+def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
+    """The GPUs that `devices` names, each once."""
+    if device is not None:
+        raise ConvArgumentError(f"device and devices exclude each other, but got device={device!r} and devices={devices!r}")
+    if devices == "all":
+        devices = range(device_count())
+    elif isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {devices!r}")
+    gpus = tuple(get_device(one) for one in devices)
+    if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
+        raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={devices!r}")
+    return gpus
+
+
+def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args: Any, **options: Any) -> Iterator[Any]:
+    """`function` of each of `inputs`, in order, with up to `ahead` calls under way while the caller uses a result."""
+    ahead = integer("ahead", ahead)
+    if ahead < 1:
+        raise ConvArgumentError(f"ahead must be at least 1, but got ahead={ahead}")
+
+    def results() -> Iterator[Any]:
+        coming: deque[Future[Any]] = deque()
+        with ThreadPoolExecutor(ahead) as pool:
+            try:
+                for one in inputs:
+                    if isinstance(kind_of("an input", one), NumpyKind):
+                        coming.append(pool.submit(function, one, *args, **options))
+                    else:  # launches don't wait, and streams and torch's modes are those of the caller's thread
+                        coming.append(Future())
+                        coming[-1].set_result(function(one, *args, **options))
+                    if len(coming) > ahead:
+                        yield coming.popleft().result()
+                while coming:
+                    yield coming.popleft().result()
+            finally:
+                for future in coming:
+                    future.cancel()
+
+    return results()
 
 
 def conv2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
 
@@ -92,6 +145,8 @@ def conv2d(
     device : None, int or str
         Where host arrays are convolved: a GPU (0, ``"cuda:1"``), ``"opencl"`` (or ``"cpu"``), by default the first GPU
         and without one OpenCL. Device arrays are convolved where they lie.
+    devices : "all" or list of int, optional
+        GPUs that share the work on host arrays, instead of `device`; the numbers are those of one GPU, bit for bit.
     stream : optional
         A stream of PyCUDA, torch or CuPy, or its handle as an int; by default the array library's current stream.
 
@@ -118,12 +173,12 @@ def conv2d(
     >>> pc.conv2d(image, sharpen, padding=1).shape
     (1, 1, 512, 512)
     """
-    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
 
 
 def conv1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """1-d convolution: :func:`conv2d` with one spatial axis.
 
@@ -132,7 +187,7 @@ def conv1d(
     input : array of shape (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, stream
+    bias, stride, dilation, groups, out, precision, device, devices, stream
         As for :func:`conv2d`.
 
     Returns
@@ -144,12 +199,12 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
 
 
 def conv3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """3-d convolution: :func:`conv2d` with three spatial axes.
 
@@ -158,7 +213,7 @@ def conv3d(
     input : array of shape (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, stream
+    bias, stride, dilation, groups, out, precision, device, devices, stream
         As for :func:`conv2d`.
 
     Returns
@@ -170,12 +225,12 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, stream)
+    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
 
 
 def conv_transpose2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
 
@@ -193,7 +248,7 @@ def conv_transpose2d(
         Rows and columns taken off the result.
     output_padding : int or (int, int)
         Rows and columns added at the result's bottom and right, less than the stride or the dilation.
-    stride, dilation, groups, out, precision, device, stream
+    stride, dilation, groups, out, precision, device, devices, stream
         As for :func:`conv2d`.
 
     Returns
@@ -206,12 +261,14 @@ def conv_transpose2d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)
+    return _convolve(
+        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+    )
 
 
 def conv_transpose1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
 
@@ -220,7 +277,7 @@ def conv_transpose1d(
     input : array of shape (N, K, Q) or (K, Q)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
-    bias, stride, output_padding, groups, dilation, out, precision, device, stream
+    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -232,12 +289,14 @@ def conv_transpose1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)
+    return _convolve(
+        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+    )
 
 
 def conv_transpose3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None,
+    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
 ) -> Any:
     """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
 
@@ -246,7 +305,7 @@ def conv_transpose3d(
     input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
-    bias, stride, output_padding, groups, dilation, out, precision, device, stream
+    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -258,4 +317,46 @@ def conv_transpose3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, stream)
+    return _convolve(
+        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+    )
+
+
+def conv1d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+    """:func:`conv1d` of a stream of inputs: see :func:`conv2d_many`."""
+    return _many(conv1d, inputs, ahead, weight, bias, *args, **options)
+
+
+def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+    """:func:`conv2d` of a stream of inputs, as a data loader gives them: a generator in, a generator out.
+
+    While the caller uses one result the next inputs are being convolved: numpy arrays each in a thread of its own, arrays
+    on a GPU by launches that don't wait. At most `ahead` + 1 inputs are taken before their results are.
+
+    Parameters
+    ----------
+    inputs : iterable of arrays
+        Batches; they may differ in shape.
+    weight, bias, stride, padding, dilation, groups, precision, device, devices
+        As for :func:`conv2d`.
+    ahead : int
+        How many calls may be under way, at least 1.
+
+    Yields
+    ------
+    array
+        The results, in the order of the inputs. An exception of the iterable or of a call ends the stream.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> w = np.ones((1, 1, 3, 3), "f")
+    >>> [y.shape for y in pc.conv2d_many((np.ones((n, 1, 8, 8), "f") for n in (1, 2)), w)]
+    [(1, 1, 6, 6), (2, 1, 6, 6)]
+    """
+    return _many(conv2d, inputs, ahead, weight, bias, *args, **options)
+
+
+def conv3d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+    """:func:`conv3d` of a stream of inputs: see :func:`conv2d_many`."""
+    return _many(conv3d, inputs, ahead, weight, bias, *args, **options)

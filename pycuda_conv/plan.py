@@ -70,6 +70,10 @@ class Plan:
 
         return call_plan(self, input, weight, bias, out, stream)
 
+    def bind(self, weight: Any, bias: Any = None) -> BoundPlan:
+        """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
+        return BoundPlan(self, weight, bias)
+
     def explain(self) -> str:
         """What will be launched, in words."""
         lines = [f"{self.problem} on {self.device.name}: {self.problem.flops / 1e9:.3g} GFLOP, {self.problem.bytes / 1e6:.3g} MB at least"]
@@ -79,6 +83,48 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
+
+
+class BoundPlan:
+    """A plan and its filter. Made by :meth:`Plan.bind`.
+
+    A filter in host memory is copied to the device once, when this is made: what the caller does to the arrays later makes
+    no difference. A filter on the device is kept, not copied.
+
+    Parameters
+    ----------
+    plan : Plan
+    weight, bias : arrays of the plan's shapes
+        Of the kind that the inputs will be.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> w = np.random.rand(24, 16, 3, 3).astype("f")
+    >>> layer = pc.Plan(pc.ConvProblem.forward(2, (8, 16, 32, 32), w.shape, padding=1)).bind(w)
+    >>> layer(np.random.rand(8, 16, 32, 32).astype("f")).shape
+    (8, 24, 32, 32)
+    """
+
+    def __init__(self, plan: Plan, weight: Any, bias: Any = None) -> None:
+        from pycuda_conv.arrays import check_fit, same_kind
+
+        self.plan = plan
+        self._kind = same_kind(weight, weight, bias, None)
+        self._weight = self._kind.signature(weight)
+        self._bias = None if bias is None else self._kind.signature(bias)
+        check_fit(plan, self._kind, (plan.problem.input_shape, *self._weight[1:]), self._weight, self._bias)
+        self._run = self._kind.bind(plan, weight, bias)
+
+    def __call__(self, input: Any, *, out: Any = None, stream: Any = None) -> Any:
+        """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
+        from pycuda_conv.arrays import check_fit, same_kind
+
+        kind = same_kind(input, input, None, out)
+        if kind is not self._kind:
+            raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
+        check_fit(self.plan, kind, kind.signature(input), self._weight, self._bias)
+        return self._run(input, out, stream)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

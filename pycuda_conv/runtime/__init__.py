@@ -12,7 +12,7 @@ from pycuda_conv.runtime.base import Device, Step
 if TYPE_CHECKING:
     from pycuda_conv.runtime.cuda import CudaDevice
 
-__all__ = ["Device", "Step", "cuda_device", "default_backend", "device_of_pointer", "get_device"]
+__all__ = ["Device", "Step", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device"]
 
 BACKENDS = ("cuda", "opencl")
 
@@ -22,6 +22,13 @@ def cuda_device(ordinal: int) -> CudaDevice:
     from pycuda_conv.runtime.cuda import cuda_device
 
     return cuda_device(ordinal)
+
+
+def device_count() -> int:
+    """How many GPUs the CUDA driver sees; a ``BackendError`` where it can't be asked."""
+    from pycuda_conv.runtime.cuda import driver
+
+    return int(driver().Device.count())
 
 
 def device_of_pointer(pointer: int) -> int:
