@@ -115,7 +115,8 @@ class HostKind(ArrayKind):
         return self.from_numpy(result) if out is None else out
 
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
-        weight, bias = (None if a is None else self._checked("weight", self.to_numpy(a)).copy() for a in (weight, bias))
+        named = (("weight", weight), ("bias", bias))
+        weight, bias = (None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named)
         filters = host.Filter(weight, bias)
         if plan.device.backend == "cuda":
             filters.keep(plan.device)  # type: ignore[arg-type]

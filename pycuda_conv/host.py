@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -38,15 +39,15 @@ CHUNK_BYTES = 12 << 20
 #: Chunks on the device at a time: one coming in, one being convolved, one going out.
 ON_DEVICE = 3
 #: Smaller arrays are cut into eighths, but no finer than this: each chunk costs some 50 us of the host's time.
-LEAST_CHUNK_BYTES = 4 << 20
+LEAST_CHUNK_BYTES = 8 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
 #: What one thread copies at a time; less where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
-#: Below this the launching thread copies parts itself while it waits.
-HELPED_BYTES = 32 << 20
+#: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
+HELPED_BYTES = 128 << 20
 #: Threads that copy between ordinary and page-locked memory, in each direction of a call.
-THREADS = min(8, os.cpu_count() or 1)
+THREADS = min(6, os.cpu_count() or 1)
 
 
 @cache
@@ -222,14 +223,25 @@ class _Threads:
         self._device = device
         self._nbytes = nbytes = max(part.view.nbytes for part in parts)
         #: buffers, each with the event after which it may be used again
-        self._free: SimpleQueue[tuple[np.ndarray, Any]] = SimpleQueue()
+        self._free: SimpleQueue[tuple[np.ndarray | None, Any]] = SimpleQueue()
+        self._error: BaseException | None = None
         for _ in range(min(threads + 5, len(parts))):
             self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), None))
         self._running = [workers().submit(self._run) for _ in range(threads)]
 
     def _run(self) -> None:
-        with self._device:
-            self.work()
+        try:
+            with self._device:
+                self.work()
+        except BaseException as error:
+            self._error = error
+            for _ in range(THREADS + 1):  # wake whoever waits for a buffer
+                self._free.put((None, None))
+            self.failed()
+            raise
+
+    def failed(self) -> None:
+        """Wake the launching thread after an error."""
 
     def work(self) -> None:
         """What each thread does."""
@@ -238,6 +250,8 @@ class _Threads:
     def buffer(self, view: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """A free buffer, and its beginning as an array like `view` in the device's byte order."""
         buffer, until = self._free.get()
+        if buffer is None:
+            raise RuntimeError("copying to or from page-locked memory failed") from self._error
         if until is not None:
             until.synchronize()
         return buffer, buffer[: view.nbytes].view(view.dtype.newbyteorder("=")).reshape(view.shape)
@@ -257,49 +271,51 @@ class _Feeder(_Threads):
 
     def __init__(self, device: CudaDevice, parts: Sequence[_Part]) -> None:
         total = sum(part.view.nbytes for part in parts)
-        #: whether the launching thread copies as well: where there is little, waking the others takes as long
+        #: whether the launching thread copies as well
         self._helped = total < HELPED_BYTES
         self._parts = deque(enumerate(parts))
-        self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray]] = SimpleQueue()
+        self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray] | None] = SimpleQueue()
         self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._taken = 0
         self._lock = threading.Lock()
         self._closed = False
-        super().__init__(device, parts, min(THREADS, len(parts), total // PART_BYTES))
+        super().__init__(device, parts, min(THREADS // 2 if self._helped else THREADS, total // PART_BYTES))
 
     def work(self) -> None:
-        while True:
-            with self._lock:  # the first part without a buffer gets the next one, or the others might hold them all
-                if self._closed or not self._parts:
-                    return
-                number, part = self._parts.popleft()
-                buffer, staged = self.buffer(part.view)
-            np.copyto(staged, part.view)  # which puts strides and byte order right on the way
-            self._filled.put((number, buffer, staged))
+        while self._fill():
+            pass
 
-    def _help(self) -> None:
-        """Copy a part in the thread that launches, unless it would have to wait: only it gives buffers back."""
-        if not self._lock.acquire(blocking=False):
-            return
+    def _fill(self, wait: bool = True) -> bool:
+        """Stage one part; False if there is none left or, unless it may wait, no buffer."""
+        # the first part without a buffer gets the next one, or the others might hold them all
+        if not self._lock.acquire(blocking=wait):
+            return False
         try:
-            if not self._parts or self._free.empty():
-                return
+            if self._closed or not self._parts or (not wait and self._free.empty()):
+                return False
             number, part = self._parts.popleft()
             buffer, staged = self.buffer(part.view)
         finally:
             self._lock.release()
-        np.copyto(staged, part.view)
+        np.copyto(staged, part.view)  # which puts strides and byte order right on the way
         self._filled.put((number, buffer, staged))
+        return True
 
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """The next part in order, once it is filled: its buffer, to be given back, and the part."""
         while self._taken not in self._early:
             if self._helped and self._filled.empty():
-                self._help()
-            number, buffer, staged = self._filled.get()
+                self._fill(wait=False)  # the launching thread must not wait: only it gives buffers back
+            item = self._filled.get()
+            if item is None:
+                raise RuntimeError("copying to page-locked memory failed") from self._error
+            number, buffer, staged = item
             self._early[number] = buffer, staged
         self._taken += 1
         return self._early.pop(self._taken - 1)
+
+    def failed(self) -> None:
+        self._filled.put(None)
 
     def close(self) -> None:
         self._closed = True  # after an exception nobody takes the rest, nor gives buffers back
@@ -370,43 +386,45 @@ class _Pipeline:
         """Convolve all chunks; returns when the results are in place."""
         up = [part for parts in self._going_up for part in parts]
         down = [part for parts in self._going_down for part in parts]
-        feeder = _Feeder(self._device, up) if up else None
-        lander = _Lander(self._device, down) if down else None
-        try:
-            workspace = max(chunk.plan.workspace_bytes for chunk in self._chunks)
-            block = self._device.allocate(workspace) if workspace else 0
-            uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
-            self._send(feeder, self._going_up[0])
-            for i, chunk in enumerate(self._chunks):
-                slot = i % self._depth
-                if i >= self._depth:
-                    self._up.wait_for_event(computed[slot])
-                if self._going_up[i + 1]:
-                    self._send(feeder, self._going_up[i + 1])
-                elif chunk.in_bytes:
-                    self._device.copy_in(self._inputs[slot], self._x, chunk.of(self._x), self._up)
-                uploaded[slot].record(self._up)
-                self._compute.wait_for_event(uploaded[slot])
-                if i >= self._depth:
-                    self._compute.wait_for_event(downloaded[slot])
-                buffers = (int(self._inputs[slot]), self._weight, self._bias, int(self._outputs[slot]), int(block))
-                chunk.plan.launch(buffers, self._compute)
-                computed[slot].record(self._compute)
-                self._down.wait_for_event(computed[slot])
-                if lander is None:
-                    self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
-                for part in self._going_down[i]:
-                    assert lander is not None
-                    buffer, landed = lander.buffer(part.view)
-                    self._device.copy_out(landed, landed, part.address, self._down)
-                    lander.put(buffer, landed, part.view, self._device.recorded(self._down))
-                downloaded[slot].record(self._down)
-        finally:  # an exception too must not leave a copy running into memory that is given back
+        # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
+        with ExitStack() as stack:
+            feeder = stack.enter_context(closing(_Feeder(self._device, up))) if up else None
+            lander = stack.enter_context(closing(_Lander(self._device, down))) if down else None
             for stream in (self._up, self._compute, self._down):
-                stream.synchronize()
-            for threads in (feeder, lander):
-                if threads is not None:
-                    threads.close()
+                stack.callback(stream.synchronize)
+            self._launch(feeder, lander)
+
+    def _launch(self, feeder: _Feeder | None, lander: _Lander | None) -> None:
+        """Queue all copies and kernels."""
+        workspace = max(chunk.plan.workspace_bytes for chunk in self._chunks)
+        block = self._device.allocate(workspace) if workspace else 0
+        uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
+        self._send(feeder, self._going_up[0])
+        for i, chunk in enumerate(self._chunks):
+            slot = i % self._depth
+            if i >= self._depth:
+                self._up.wait_for_event(computed[slot])
+            if self._going_up[i + 1]:
+                self._send(feeder, self._going_up[i + 1])
+            elif chunk.in_bytes:
+                self._device.copy_in(self._inputs[slot], self._x, chunk.of(self._x), self._up)
+            uploaded[slot].record(self._up)
+            self._compute.wait_for_event(uploaded[slot])
+            if i >= self._depth:
+                self._compute.wait_for_event(downloaded[slot])
+            buffers = (int(self._inputs[slot]), self._weight, self._bias, int(self._outputs[slot]), int(block))
+            chunk.plan.launch(buffers, self._compute)
+            computed[slot].record(self._compute)
+            self._down.wait_for_event(computed[slot])
+            if lander is None:
+                self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
+            for part in self._going_down[i]:
+                assert lander is not None
+                buffer, landed = lander.buffer(part.view)
+                self._device.copy_out(landed, landed, part.address, self._down)
+                lander.put(buffer, landed, part.view, self._device.recorded(self._down))
+            downloaded[slot].record(self._down)
+        self._workspace = block  # until the streams have ended
 
     def _send(self, feeder: _Feeder | None, parts: Sequence[_Part]) -> None:
         """Let the upward stream copy `parts` to the device."""

@@ -114,6 +114,7 @@ class BoundPlan:
         self._weight = self._kind.signature(weight)
         self._bias = None if bias is None else self._kind.signature(bias)
         check_fit(plan, self._kind, (plan.problem.input_shape, *self._weight[1:]), self._weight, self._bias)
+        self._accepted: Any = None  # what the last input looked like
         self._run = self._kind.bind(plan, weight, bias)
 
     def __call__(self, input: Any, *, out: Any = None, stream: Any = None) -> Any:
@@ -123,7 +124,10 @@ class BoundPlan:
         kind = same_kind(input, input, None, out)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
-        check_fit(self.plan, kind, kind.signature(input), self._weight, self._bias)
+        signature = kind.signature(input)
+        if signature != self._accepted:
+            check_fit(self.plan, kind, signature, self._weight, self._bias)
+            self._accepted = signature
         return self._run(input, out, stream)
 
 
