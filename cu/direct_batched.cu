@@ -72,10 +72,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
     }
     local_barrier();
     if (inside) {
-      for (int c = 0; c < BLOCK_C && c0 + c < CG; ++c)
+      // two channels at once, so that a small problem, which has few warps to hide it, waits for memory less often
+#if R * S <= 9
+#pragma unroll 2
+#endif
+      for (int c = 0; c < BLOCK_C; ++c)
         for (int t = 0; t < T; ++t) {
           const int d = d0 + t * DIL_D;
-          if (d >= 0 && d < D) {
+          if (d >= 0 && d < D && (CG % BLOCK_C == 0 || c0 + c < CG)) {
 #if R * S <= 64
 #pragma unroll
 #endif

@@ -434,16 +434,22 @@ class TorchKind(DeviceKind, HostKind):
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
         kept: host.Filter | None = None,
     ) -> Any:
-        torch = self.torch
-        if torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)):
-            raise NotImplementedError(
-                "these functions have no gradients yet: call them inside torch.no_grad(), or pass input.detach() and weight.detach()"
-            )
+        if self.torch.is_grad_enabled():
+            self._refuse_gradients(input, weight, bias)
         if input.is_cuda:
             return DeviceKind.convolve(self, plan, input, weight, bias, out, stream)
         return HostKind.convolve(self, plan, input, weight, bias, out, stream, devices, kept)
 
+    @staticmethod
+    def _refuse_gradients(*tensors: Any) -> None:
+        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
+            raise NotImplementedError(
+                "these functions have no gradients yet: call them inside torch.no_grad(), or pass input.detach() and weight.detach()"
+            )
+
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+        if self.torch.is_grad_enabled():
+            self._refuse_gradients(weight, bias)
         return ArrayKind.bind(self, plan, weight, bias) if weight.is_cuda else HostKind.bind(self, plan, weight, bias)
 
     # host tensors

@@ -1,4 +1,4 @@
-"""The command ``pycuda-conv``: info, verify, bench. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
+"""The command ``pycuda-conv``: info, verify, bench, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
 
 from __future__ import annotations
 
@@ -30,11 +30,38 @@ def _seed(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
+    return int(text)
+
+
+def _sizes(text: str) -> Any:
+    """``"2"`` as 2 and ``"1,2"`` as (1, 2)."""
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be an integer or integers with commas between them, got {text!r}") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _padding(text: str) -> Any:
+    return text if text in ("same", "valid") else _sizes(text)
+
+
+def _devices(text: str) -> Any:
+    """``"all"``, or ``"0,1"`` as [0, 1]."""
+    numbers = text.split(",")
+    if text != "all" and not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"must be 'all' or numbers of GPUs with commas between them, got {text!r}")
+    return text if text == "all" else [int(number) for number in numbers]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Convolutions in Python, on CUDA or on OpenCL: what is here, is it right, is it fast.")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,run}")
 
     info = commands.add_parser("info", help="versions, GPUs with all their attributes, what the package would use and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -51,6 +78,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic of float32 on both sides")
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
+    bench.add_argument("--host", action="store_true", help="measure numpy in, numpy out against torch's way, and the bus")
+    bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: how it scales over these GPUs")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one")
     bench.add_argument("--list", action="store_true", help="print the problems and stop")
@@ -58,6 +87,31 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
     bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png")
     bench.add_argument("--readme", type=Path, metavar="FILE", help="write the results as Markdown between the file's lines that mark them")
+
+    run = commands.add_parser(
+        "run", help="convolve a .npy file, however large, or a picture",
+        description="Convolve a .npy file, however large, or a picture. Arrays are padded with zeros; a picture keeps its size, its border "
+        "repeated outwards, and its transparency.",
+    )
+    run.add_argument("input", type=Path, help="a .npy file of shape (N, C, ...) or (C, ...), or a picture")
+    run.add_argument("output", type=Path, help="what to write, of the same kind")
+    run.add_argument(
+        "--filter", required=True, metavar="FILE|NAME",
+        help="a .npy file of shape (K, C/groups, ...), for pictures (R, S) too; or, for pictures, sharpen, blur, edge, emboss, identity",
+    )
+    run.add_argument("--bias", type=Path, metavar="FILE", help="a .npy file of shape (K,)")
+    run.add_argument("--stride", type=_sizes, metavar="N|N,N", help="by default 1")
+    run.add_argument("--padding", type=_padding, metavar="N|same|valid|T,B,L,R", help="zeros around the input, by default none")
+    run.add_argument("--dilation", type=_sizes, metavar="N|N,N", help="by default 1")
+    run.add_argument("--groups", type=_count, metavar="N", help="by default 1")
+    run.add_argument("--transposed", action="store_true", help="the transposed convolution")
+    run.add_argument("--output-padding", type=_sizes, metavar="N|N,N", help="with --transposed")
+    run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic of float32")
+    where = run.add_mutually_exclusive_group()
+    where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the package's own choice")
+    where.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="share the work among these GPUs")
+    run.add_argument("--batch", type=_count, metavar="N", help="images that go through at a time; by default what makes 256 MiB")
+    run.add_argument("--force", action="store_true", help="replace the output if it exists")
     return top
 
 
@@ -71,13 +125,22 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import verify
 
         return verify.list_cases() if arguments.list else verify.run(arguments.cases, arguments.device, arguments.seed, arguments.json)
-    from pycuda_conv.tools import bench
+    if arguments.command == "run":
+        from pycuda_conv.tools import run
+
+        chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
+        return run.run(run.Settings(**chosen))
+    from pycuda_conv.tools import bench, hostbench
 
     settings = bench.Settings(
         only=arguments.only, precision=arguments.precision, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
         seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
         readme=arguments.readme,
     )
+    if arguments.host:
+        return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)
+    if arguments.devices is not None:
+        raise ToolError("--devices is for --host")
     return bench.list_problems(settings) if arguments.list else bench.run(settings)
 
 

@@ -16,14 +16,14 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -50,10 +50,44 @@ HELPED_BYTES = 128 << 20
 THREADS = min(6, os.cpu_count() or 1)
 
 
-@cache
-def workers() -> ThreadPoolExecutor:
-    """Those threads, kept for the next call. As many as are asked for: calls that waited for each other's might do so forever."""
-    return ThreadPoolExecutor(1 << 20, thread_name_prefix="pycuda_conv")
+class _Worker(threading.Thread):
+    """A thread that runs one job after the other. Idle ones are kept; there are as many as were ever busy at once.
+
+    It counts as idle before its job counts as done, so that a caller who makes the next call at once finds it.
+    """
+
+    _idle: ClassVar[list[_Worker]] = []
+
+    def __init__(self) -> None:
+        super().__init__(name="pycuda_conv", daemon=True)
+        self._jobs: SimpleQueue[tuple[Callable[[], None], Future[None]]] = SimpleQueue()
+        self.start()
+
+    @classmethod
+    def submit(cls, job: Callable[[], None]) -> Future[None]:
+        """Run `job` in a thread; the future is its end."""
+        try:
+            worker = cls._idle.pop()
+        except IndexError:
+            worker = cls()
+        done: Future[None] = Future()
+        worker._jobs.put((job, done))
+        return done
+
+    def run(self) -> None:
+        while True:
+            job, done = self._jobs.get()
+            error = None
+            try:
+                job()
+            except BaseException as caught:
+                error = caught
+            self._idle.append(self)
+            if error is None:
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+            del job, done, error  # nothing of a call is kept until the next one
 
 
 # ---- cutting a problem up
@@ -227,7 +261,10 @@ class _Threads:
         self._error: BaseException | None = None
         for _ in range(min(threads + 5, len(parts))):
             self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), None))
-        self._running = [workers().submit(self._run) for _ in range(threads)]
+        self._running: list[Future[None]] = []
+        with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads: then there are none
+            for _ in range(threads):
+                self._running.append(_Worker.submit(self._run))
 
     def _run(self) -> None:
         try:
@@ -304,7 +341,7 @@ class _Feeder(_Threads):
     def take(self) -> tuple[np.ndarray, np.ndarray]:
         """The next part in order, once it is filled: its buffer, to be given back, and the part."""
         while self._taken not in self._early:
-            if self._helped and self._filled.empty():
+            if (self._helped or not self._running) and self._filled.empty():
                 self._fill(wait=False)  # the launching thread must not wait: only it gives buffers back
             item = self._filled.get()
             if item is None:
@@ -342,6 +379,9 @@ class _Lander(_Threads):
     def put(self, buffer: np.ndarray, landed: np.ndarray, place: np.ndarray, arrived: Any) -> None:
         """Let a thread copy `landed`, which is in `buffer`, to `place` after the event."""
         self._landed.put((buffer, landed, place, arrived))
+        if not self._running:
+            self._landed.put(None)
+            self.work()
 
     def close(self) -> None:
         for _ in self._running:

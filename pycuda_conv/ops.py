@@ -69,6 +69,8 @@ def _convolve(
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
             raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
+        if stream is not None:
+            raise ConvArgumentError(f"stream belongs to one GPU, so it excludes devices, but got stream={stream!r} and devices={devices!r}")
         return kind.convolve(plan, input, weight, bias, out, stream, gpus)
     return kind.convolve(plan, input, weight, bias, out, stream)
 
@@ -89,6 +91,9 @@ def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
 
 def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args: Any, **options: Any) -> Iterator[Any]:
     """`function` of each of `inputs`, in order, with up to `ahead` calls under way while the caller uses a result."""
+    for name in ("out", "stream"):
+        if name in options:
+            raise TypeError(f"{name} is for one call; here several are under way at once")
     ahead = integer("ahead", ahead)
     if ahead < 1:
         raise ConvArgumentError(f"ahead must be at least 1, but got ahead={ahead}")

@@ -140,6 +140,15 @@ def device_of_pointer(pointer: int) -> int:
     return ordinal.value
 
 
+#: Bytes from one row to the next that a 2-d copy takes at the most.
+MOST_PITCH = 2**31 - 1
+
+
+def _planes(part: np.ndarray) -> list[np.ndarray]:
+    """The planes (n, c) of `part`."""
+    return [part[n, c] for n in range(part.shape[0]) for c in range(part.shape[1])]
+
+
 def _handle(stream: Any) -> int:
     """The driver's handle of a stream: None is the default one, 0; a PyCUDA stream has one; an int is one."""
     return int(getattr(stream, "handle", stream) or 0)
@@ -410,6 +419,9 @@ class CudaDevice(Device):
         """Copy `part`, a band of the C-contiguous `whole` along its third axis, to the device, packed."""
         if part.flags.c_contiguous:
             self._drv.memcpy_htod_async(target, part, stream)
+        elif whole.strides[1] > MOST_PITCH:
+            for i, plane in enumerate(_planes(part)):
+                self.copy_in(int(target) + i * plane.nbytes, plane, plane, stream)
         else:
             copy = self._band(whole, part)
             copy.set_src_host(whole)
@@ -421,6 +433,9 @@ class CudaDevice(Device):
         """The way back: from the device, packed, into `part` of `whole`."""
         if part.flags.c_contiguous:
             self._drv.memcpy_dtoh_async(part, source, stream)
+        elif whole.strides[1] > MOST_PITCH:
+            for i, plane in enumerate(_planes(part)):
+                self.copy_out(plane, plane, int(source) + i * plane.nbytes, stream)
         else:
             copy = self._band(whole, part)
             copy.set_src_device(int(source))

@@ -1,0 +1,448 @@
+"""Convolve files: arrays in .npy files, larger than memory if need be, and pictures.
+
+Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32, with
+the border repeated outwards, so that edges do not darken; values are rounded, and clipped to what the picture can hold.
+The output is written under a temporary name beside its own and renamed when it is whole.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import secrets
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import pycuda_conv
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, integers
+from pycuda_conv.runtime import device_count
+from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require
+
+#: The named filters, for pictures.
+FILTERS = {
+    "sharpen": np.array([[0, -1, 0], [-1, 5, -1], [0, -1, 0]]),
+    "blur": np.outer([1, 4, 6, 4, 1], [1, 4, 6, 4, 1]) / 256,  # Gauss's bell, by binomial coefficients
+    "edge": np.array([[-1, -1, -1], [-1, 8, -1], [-1, -1, -1]]),  # Laplace's operator; negative values are clipped
+    "emboss": np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]),
+    "identity": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
+}
+#: Bytes of input or output, whichever is larger, that go through at a time on each GPU unless --batch says how many images.
+SLICE_BYTES = 256 << 20
+PNG_START = b"\x89PNG\r\n\x1a\n"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The command's arguments; None where one was not given."""
+
+    filter: str
+    input: Path
+    output: Path
+    bias: Path | None = None
+    stride: Any = None
+    padding: Any = None
+    dilation: Any = None
+    groups: int | None = None
+    transposed: bool = False
+    output_padding: Any = None
+    precision: str = "fp32"
+    device: Any = None
+    devices: Any = None
+    batch: int | None = None
+    force: bool = False
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The keyword arguments that say how and where to compute."""
+        place = {"device": self.device} if self.devices is None else {"devices": self.devices}
+        return {"precision": self.precision, **place}
+
+
+def run(settings: Settings) -> int:
+    """Convolve one file into another."""
+    start = time.perf_counter()
+    with _stopped_by_signals():
+        if settings.input.suffix.lower() == ".npy":
+            what = _run_array(settings)
+        else:
+            what = _run_picture(settings)
+    print(f"{settings.output}: {what} in {time.perf_counter() - start:.1f} s")
+    return OK
+
+
+# ---- files
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the process as Ctrl-C does, by an exception, so that the temporary file is removed."""
+
+    def stop(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]  # nohup ignores one
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _read_array(path: Path) -> np.ndarray:
+    """The array in a .npy file, memory-mapped."""
+    try:
+        return np.lib.format.open_memmap(path, mode="r")
+    except OSError as error:
+        raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ToolError(f"{path} is no whole .npy file of numbers: {error}") from error
+
+
+def _check_output(settings: Settings) -> Path:
+    """The file to write, behind any links; refused where that would lose something."""
+    output = settings.output
+    try:
+        real = output.resolve()
+        if not real.parent.is_dir():
+            raise ToolError(f"{output} can't be written: {real.parent} is no folder")
+        if real.exists():
+            if not real.is_file():
+                raise ToolError(f"{output} can't be written: it is no ordinary file")
+            for source in (settings.input, settings.bias, Path(settings.filter)):
+                if source is not None and source.exists() and real.samefile(source):
+                    raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
+            if not settings.force:
+                raise ToolError(f"{output} exists already; --force replaces it")
+    except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError
+        raise ToolError(f"{output} can't be written: {error}") from error
+    return real
+
+
+@contextmanager
+def _writing(output: Path) -> Iterator[Path]:
+    """A temporary name in the folder of `output`, renamed to it when the block ends and removed when the block fails."""
+    temporary = output.with_name(f".pycuda_conv-{secrets.token_hex(6)}.part")
+    try:
+        yield temporary
+        if output.exists():
+            shutil.copymode(output, temporary)
+        os.replace(temporary, output)
+    except OSError as error:
+        raise ToolError(f"{output} can't be written: {error.strerror or error}") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What the library refuses, as the one line that the user sees."""
+    try:
+        yield
+    except (ConvArgumentError, TypeError) as error:
+        raise ToolError(str(error)) from error
+
+
+# ---- arrays
+
+
+def _run_array(settings: Settings) -> str:
+    if settings.output.suffix.lower() != ".npy":
+        raise ToolError(f"{settings.output} must end in .npy, as {settings.input} does")
+    if settings.output_padding is not None and not settings.transposed:
+        raise ToolError("--output-padding is for --transposed")
+    if settings.filter in FILTERS:
+        raise ToolError(f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)")
+    x = _read_array(settings.input)
+    weight = _filter_file(settings.filter)
+    bias = None if settings.bias is None else np.array(_read_array(settings.bias))
+    problem, options = _problem(settings, x, weight, bias)
+    output = _check_output(settings)
+    if settings.devices is None:
+        named_device(settings.device)  # a device that is not there is refused before anything is written
+    function = getattr(pycuda_conv, f"conv{'_transpose' * settings.transposed}{problem.ndim}d")
+    with _writing(output) as temporary:
+        y = _new_array(temporary, problem.result_shape, problem.dtype)
+        images_in, images_out = (x, y) if problem.batched else (x[None], y[None])
+        nbytes = x.nbytes + y.nbytes
+        with _refusals(), _bar(settings.input.name, nbytes) as advance:
+            for images in _slices(problem, settings):
+                part_in, part_out = images_in[images], images_out[images]
+                function(part_in, weight, bias, out=part_out, **options)
+                advance(part_in.nbytes + part_out.nbytes)
+        y.flush()
+        del y, images_out
+    return f"{problem}, {nbytes:,} bytes read and written"
+
+
+def _filter_file(name: str) -> np.ndarray:
+    """The filter in a .npy file, in memory."""
+    if not name.lower().endswith(".npy"):
+        near = difflib.get_close_matches(name, FILTERS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ToolError(f"--filter must be a .npy file or, for pictures, one of {', '.join(FILTERS)}, got {name!r}{hint}")
+    return np.array(_read_array(Path(name)))
+
+
+def _problem(
+    settings: Settings, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+) -> tuple[ConvProblem, dict[str, Any]]:
+    """What is asked, checked, and the keyword arguments of the function that computes it."""
+    paths = (settings.input, settings.filter, settings.bias)
+    for path, array in zip(paths, (x, weight, bias), strict=True):
+        if array is not None and array.dtype.name not in DTYPE_BYTES:
+            raise ToolError(f"{path} holds {array.dtype.name}; {', '.join(DTYPE_BYTES)} can be convolved")
+        if array is not None and array.dtype.name != x.dtype.name:
+            raise ToolError(f"{path} holds {array.dtype.name}, but {settings.input} {x.dtype.name}; all files must hold the same")
+    if weight.ndim not in (3, 4, 5):
+        raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
+    rank = weight.ndim - 2
+    options: dict[str, Any] = {
+        "stride": 1 if settings.stride is None else settings.stride, "padding": _pairs(settings.padding, rank),
+        "dilation": 1 if settings.dilation is None else settings.dilation, "groups": 1 if settings.groups is None else settings.groups,
+    }
+    if settings.transposed:
+        options["output_padding"] = 0 if settings.output_padding is None else settings.output_padding
+    make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
+    with _refusals():
+        shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
+        problem = make(rank, *shapes, **options, dtype=x.dtype.name, precision=settings.precision)
+    return problem, options | settings.where
+
+
+def _pairs(padding: Any, rank: int) -> Any:
+    """`padding` as the functions take it; twice as many values as axes are pairs (before, after)."""
+    if padding is None:
+        return 0
+    if isinstance(padding, tuple) and len(padding) == 2 * rank:
+        return tuple((padding[2 * i], padding[2 * i + 1]) for i in range(rank))
+    return padding
+
+
+def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
+    """A .npy file of that shape, mapped; its blocks are reserved, since a full disk met by a mapping kills the process."""
+    y = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
+    handle = os.open(path, os.O_RDWR)
+    try:
+        os.posix_fallocate(handle, 0, os.fstat(handle).st_size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # some file systems have no such thing
+            raise
+    finally:
+        os.close(handle)
+    return y
+
+
+def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
+    """The batch in slices of `--batch` images, or of SLICE_BYTES for each GPU; about equal ones, so that few plans serve."""
+    largest = max(int(np.prod(shape[problem.batched :])) for shape in (problem.input_shape, problem.result_shape)) * problem.itemsize
+    gpus = 1 if settings.devices is None else device_count() if settings.devices == "all" else len(settings.devices)
+    images = settings.batch or max(1, gpus * SLICE_BYTES // max(largest, 1))
+    count = -(-problem.N // images)
+    if settings.batch:
+        return [slice(first, min(first + images, problem.N)) for first in range(0, problem.N, images)]
+    return [slice(problem.N * i // count, problem.N * (i + 1) // count) for i in range(count)]
+
+
+@contextmanager
+def _bar(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
+    """A progress bar on stderr, if that is a terminal; gives the function that moves it on by so many bytes."""
+    if not sys.stderr.isatty():
+        yield lambda nbytes: None
+        return
+    progress = require("rich.progress")
+    columns = (
+        progress.TextColumn("{task.description}"), progress.BarColumn(), progress.DownloadColumn(), progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+    )
+    with progress.Progress(*columns, console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task(require("rich.markup").escape(name), total=nbytes)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+# ---- pictures
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Colours of shape (1 or 3, H, W) and transparency of shape (H, W), both uint8 or both uint16."""
+
+    colours: np.ndarray
+    alpha: np.ndarray | None
+    #: what Pillow's ``save`` is told besides: the colour profile, the camera's notes
+    info: dict[str, Any]
+
+    def __str__(self) -> str:
+        channels, height, width = self.colours.shape
+        kind = ("RGB" if channels == 3 else "greyscale") + (" with alpha" if self.alpha is not None else "")
+        return f"{width}x{height}, {8 * self.colours.itemsize}-bit {kind}"
+
+
+def _run_picture(settings: Settings) -> str:
+    pillow = require("PIL.Image")
+    known = pillow.registered_extensions()
+    if settings.input.suffix.lower() not in known:
+        raise ToolError(f"{settings.input} must end in .npy or be a picture that Pillow {pillow.__version__} reads, as .png, .jpg, .tif")
+    form = known.get(settings.output.suffix.lower())
+    if form not in pillow.SAVE:
+        raise ToolError(f"{settings.output} must be a picture that Pillow {pillow.__version__} writes, as .png, .jpg, .tif")
+    given = {
+        "--stride": settings.stride, "--padding": settings.padding, "--output-padding": settings.output_padding, "--batch": settings.batch,
+        "--transposed": settings.transposed or None,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ToolError(f"{name} is for .npy files; a picture keeps its size, and its border is repeated outwards")
+    picture = read_picture(settings.input)
+    weight = FILTERS[settings.filter] if settings.filter in FILTERS else _filter_file(settings.filter)
+    bias = None if settings.bias is None else np.array(_read_array(settings.bias))
+    output = _check_output(settings)
+    if settings.devices is None:
+        named_device(settings.device)
+    with _refusals():
+        result = filtered(picture, _as_float32(settings.filter, weight), _as_float32(settings.bias, bias), settings)
+    with _writing(output) as temporary:
+        write_picture(temporary, form, result, settings.output)
+    return str(result)
+
+
+def _as_float32(name: Any, array: np.ndarray | None) -> Any:
+    if array is None:
+        return None
+    if array.dtype.kind not in "fiu":
+        raise ToolError(f"{name} holds {array.dtype.name}; a picture is filtered with real numbers")
+    with np.errstate(over="ignore"):
+        converted = np.ascontiguousarray(array, np.float32)
+    if not np.isfinite(converted).all():
+        raise ToolError(f"{name} holds values that are not finite in float32")
+    return converted
+
+
+def filtered(picture: Picture, weight: np.ndarray, bias: np.ndarray | None, settings: Settings) -> Picture:
+    """`picture` convolved: each colour by a filter (R, S) or (1, 1, R, S), or all of them by (K, C/groups, R, S), K 1 or 3."""
+    if weight.ndim == 2:
+        weight = weight[None, None]
+    if weight.ndim != 4 or 0 in weight.shape:
+        raise ToolError(f"{settings.filter} must have shape (R, S), (1, 1, R, S) or (K, C, R, S) for a picture, but it is {weight.shape}")
+    alone = weight.shape[:2] == (1, 1) and settings.groups is None
+    if not alone and weight.shape[0] not in (1, 3):
+        raise ToolError(f"{settings.filter} gives {weight.shape[0]} channels; a picture has 1 or 3 colours")
+    dilation = integers("dilation", 1 if settings.dilation is None else settings.dilation, 2)
+    reach = [max(d, 0) * (n - 1) for d, n in zip(dilation, weight.shape[2:], strict=True)]
+    around = [(n // 2, n - n // 2) for n in reach]  # where it is uneven as "same" does
+    x = np.pad(picture.colours.astype(np.float32), ((0, 0), *around), mode="edge")
+    x = x[:, None] if alone else x[None]  # a filter for each colour alone: colours are images then
+    groups = 1 if settings.groups is None else settings.groups
+    y = pycuda_conv.conv2d(x, weight, bias, dilation=dilation, groups=groups, **settings.where)
+    y = y[:, 0] if alone else y[0]
+    dtype = picture.colours.dtype
+    colours = np.clip(np.rint(y), 0, np.iinfo(dtype).max).astype(dtype)
+    same = len(colours) == len(picture.colours)  # or else the profile is of other colours
+    info = {name: value for name, value in picture.info.items() if same or name != "icc_profile"}
+    return Picture(colours, picture.alpha, info)
+
+
+def read_picture(path: Path) -> Picture:
+    """The picture in a file that Pillow reads."""
+    pillow = require("PIL.Image")
+    largest, pillow.MAX_IMAGE_PIXELS = pillow.MAX_IMAGE_PIXELS, None  # the user named the file: it is no bomb
+    try:
+        with pillow.open(path) as image:
+            return _decoded(pillow, path, image)
+    except OSError as error:
+        raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
+    except (SyntaxError, ValueError, EOFError, struct.error, zlib.error) as error:  # what Pillow's readers raise for broken files
+        raise ToolError(f"{path} can't be read: {error}") from error
+    finally:
+        pillow.MAX_IMAGE_PIXELS = largest
+
+
+def _decoded(pillow: Any, path: Path, image: Any) -> Picture:
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photograph with a smaller one behind it
+        raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
+    raw = image.tile[0][3] if image.tile else ""
+    raw = raw if isinstance(raw, str) else str(raw[0]) if raw else ""
+    info = {name: image.info[name] for name in ("icc_profile", "exif") if image.info.get(name)}
+    if image.mode.startswith("I;16"):
+        return Picture(np.asarray(image).astype(np.uint16)[None], None, info)
+    if ";16" in raw:
+        pixels = _decoded_16_bit(pillow, path, image, raw)
+    elif image.mode in ("I", "F"):
+        raise ToolError(f"{path} has 32-bit values; pictures of 8 or 16 bits can be filtered, others as .npy files")
+    else:
+        clear = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info
+        mode = image.mode if image.mode in ("L", "LA", "RGB", "RGBA") else "L" if image.mode == "1" else "RGB"
+        mode = {"L": "LA", "RGB": "RGBA"}.get(mode, mode) if clear else mode
+        if mode.rstrip("A") != image.mode.rstrip("Aa"):
+            info.pop("icc_profile", None)
+        pixels = np.asarray(image.convert(mode))
+        pixels = pixels[..., None] if pixels.ndim == 2 else pixels
+    colours = np.ascontiguousarray(np.moveaxis(pixels[..., : 1 if pixels.shape[-1] < 3 else 3], -1, 0))
+    return Picture(colours, pixels[..., -1] if pixels.shape[-1] in (2, 4) else None, info)
+
+
+def _decoded_16_bit(pillow: Any, path: Path, image: Any, raw: str) -> np.ndarray:
+    """A PNG of 16-bit colours, of which Pillow keeps the high bytes only: decoded again with the bytes the other way round."""
+    if image.format != "PNG" or raw not in ("RGB;16B", "RGBA;16B"):
+        raise ToolError(f"{path} has 16-bit pixels ({raw}) that Pillow would cut to 8 bits; save it as a PNG in greyscale, RGB or RGBA")
+    high = np.asarray(image).astype(np.uint16)
+    with pillow.open(path) as again:
+        again.tile = [(*tile[:3], raw.replace(";16B", ";16L")) for tile in again.tile]
+        return high << 8 | np.asarray(again)
+
+
+def write_picture(path: Path, form: str, picture: Picture, shown: Path) -> None:
+    """Write `picture` to `path` in Pillow's format `form`; messages call the file `shown`."""
+    pixels = np.moveaxis(picture.colours, 0, -1)
+    if picture.alpha is not None:
+        pixels = np.concatenate([pixels, picture.alpha[..., None]], axis=-1)
+    if picture.colours.itemsize == 2 and pixels.shape[-1] > 1:
+        if form != "PNG":
+            raise ToolError(f"{shown} must be a .png: 16-bit colours are written to no other format")
+        path.write_bytes(_png_16_bit(pixels, picture.info.get("icc_profile")))
+        return
+    pixels = np.ascontiguousarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels)
+    more = {"quality": 95} if form in ("JPEG", "WEBP") else {}
+    try:
+        require("PIL.Image").fromarray(pixels).save(path, form, **picture.info, **more)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise ToolError(f"{shown} can't be written: {error}") from error  # as "cannot write mode RGBA as JPEG"
+    except (ValueError, KeyError, struct.error) as error:
+        raise ToolError(f"{shown} can't be written: {error}") from error
+
+
+def _png_16_bit(pixels: np.ndarray, profile: bytes | None) -> bytes:
+    """A PNG of 16-bit pixels (H, W, channels), which Pillow does not write; every row is stored less the one above it."""
+    height, width, channels = pixels.shape
+    rows = np.ascontiguousarray(pixels, ">u2").view(np.uint8).reshape(height, -1)
+    less = rows.copy()
+    less[1:] -= rows[:-1]
+    lines = np.concatenate([np.full((height, 1), 2, np.uint8), less], axis=1)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0))]
+    if profile:
+        chunks.append((b"iCCP", b"profile\0\0" + zlib.compress(profile)))
+    chunks += [(b"IDAT", zlib.compress(lines.tobytes())), (b"IEND", b"")]
+    return PNG_START + b"".join(_chunk(*chunk) for chunk in chunks)
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

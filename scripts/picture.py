@@ -1,0 +1,59 @@
+"""Draw the README's picture, before and after: python scripts/picture.py docs/sharpen.png"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZE, SCALE = (180, 130), 4  # drawn larger and scaled down, so that edges are smooth
+
+
+def draw() -> Image.Image:
+    """A landscape with a house and a word, as through a lens a little out of focus."""
+    picture = Image.new("RGB", (SIZE[0] * SCALE, SIZE[1] * SCALE))
+    pen = ImageDraw.Draw(picture)
+
+    def at(*points: float) -> list[float]:
+        return [p * SCALE for p in points]
+
+    for y in range(picture.height):
+        pen.line((0, y, picture.width, y), fill=(110 + y // 6, 160 + y // 8, 215))
+    pen.ellipse(at(138, 10, 164, 36), fill=(250, 214, 100))
+    for peak, left, right, colour in ((45, -30, 95, (112, 122, 142)), (80, 15, 150, (134, 144, 164)), (150, 85, 220, (104, 114, 134))):
+        top = 38 if peak == 80 else 52
+        pen.polygon(at(left, 105, peak, top, right, 105), fill=colour)
+        snow = ((-9, 9), (0, 0), (9, 9), (4, 7), (0, 12), (-4, 7))
+        pen.polygon(at(*[v for x, y in snow for v in (peak + x, top + y)]), fill=(240, 244, 248))
+    pen.rectangle(at(0, 96, 180, 130), fill=(96, 140, 84))
+    for x in range(2, 180, 6):
+        pen.line(at(x, 130, x + 3, 121), fill=(70, 112, 62), width=SCALE)
+    pen.rectangle(at(24, 82, 66, 112), fill=(214, 196, 170))
+    pen.polygon(at(19, 84, 45, 62, 71, 84), fill=(160, 70, 56))
+    for x in (29, 51):
+        pen.rectangle(at(x, 89, x + 10, 98), fill=(70, 84, 106))
+        pen.line(at(x + 5, 89, x + 5, 98), fill=(236, 230, 220), width=SCALE // 2)
+    pen.rectangle(at(41, 97, 49, 112), fill=(104, 74, 56))
+    pen.text(at(84, 101), "pycuda_conv", font=ImageFont.load_default(14 * SCALE), fill=(246, 246, 236))
+    return picture.resize(SIZE, Image.Resampling.LANCZOS).filter(ImageFilter.GaussianBlur(0.8))
+
+
+def main(target: Path) -> None:
+    """Sharpen it with the command, and put both beside each other, every pixel shown as four."""
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder, "before.png"), Path(folder, "after.png")
+        draw().save(before)
+        command = [sys.executable, "-m", "pycuda_conv", "run", "--filter", "sharpen", str(before), str(after)]
+        subprocess.run(command, cwd=ROOT, check=True)
+        gap = 10
+        both = Image.new("RGB", (4 * SIZE[0] + gap, 2 * SIZE[1]), "white")
+        for i, path in enumerate((before, after)):
+            with Image.open(path) as half:
+                both.paste(half.resize((2 * SIZE[0], 2 * SIZE[1]), Image.Resampling.NEAREST), (i * (2 * SIZE[0] + gap), 0))
+        both.save(target, optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,1410 @@
+"""numpy in, numpy out: pieces, page-locked memory, the threads that copy, and the pipeline on three streams.
+
+The pipeline's tests run on a GPU where there is one, and everywhere on a simulated one: its streams are threads that dawdle
+at random, its memory is NaN before it is written and after it is freed, its kernels are PoCL's. What is not ordered by an
+event, or is given back too early, comes out wrong there.
+"""
+
+import ctypes
+import gc
+import itertools
+import math
+import os
+import pickle
+import random
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from conftest import why_no_cuda, why_no_opencl
+from hypothesis import assume, example, given, settings
+from reference import Case, dgrad, fprop, python
+
+import pycuda_conv as pc
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, host, ops, runtime
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import Batched, Dgrad, Gemm
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.runtime import cuda, get_device, pinned
+from pycuda_conv.runtime.opencl import opencl_device
+from pycuda_conv.runtime.pinned import PinnedPool
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+SOAK = int(os.environ.get("PYCUDA_CONV_SOAK", "300"))
+
+
+def within(seconds, work, *args):
+    """What `work` gives; a test that hangs fails instead."""
+    done = []
+
+    def run():
+        try:
+            done.append((work(*args), None))
+        except BaseException as error:
+            done.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not done:
+        pytest.fail(f"still running after {seconds} s; busy: {busy()}")
+    result, error = done.pop()
+    if error is not None:
+        raise error
+    return result
+
+
+_given_up = set()  # threads that an earlier test found waiting for ever
+
+
+def busy():
+    """The pool's threads that are in the midst of a call's work, and where."""
+    names = {t.ident: t.name for t in threading.enumerate() if t.name.startswith("pycuda_conv") and t.name not in _given_up}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        while ident in names and frame is not None:
+            if frame.f_code.co_filename == host.__file__:
+                found.append(f"{names[ident]} in {frame.f_code.co_name}, line {frame.f_lineno}")
+                break
+            frame = frame.f_back
+    return found
+
+
+def settle(seconds=10):
+    """No thread of the pool is left waiting for something."""
+    end = time.monotonic() + seconds
+    while waiting := busy():
+        if time.monotonic() > end:
+            _given_up.update(where.partition(" in ")[0] for where in waiting)
+            pytest.fail(f"threads still wait: {waiting}")
+        time.sleep(0.002)
+
+
+# ---- pieces
+
+
+def gather(array, axis, start, count):
+    """Elements `start` to `start + count` of an axis; zeros outside the array."""
+    at = np.arange(start, start + count)
+    inside = ((at >= 0) & (at < array.shape[axis])).reshape(-1, *(1,) * (array.ndim - axis - 1))
+    return np.take(array, np.clip(at, 0, array.shape[axis] - 1), axis) * inside
+
+
+def compute(problem: ConvProblem, x, w):
+    """A batched problem without bias in float64, for padding of either sign."""
+    n = problem.ndim
+    stride, dilation, before = (values[-n:] for values in (problem.stride, problem.dilation, problem.padding_before))
+    reach = [d * (f - 1) for d, f in zip(dilation, problem.filter_size[-n:], strict=True)]
+    tensors = [torch.from_numpy(a) for a in (x.astype("f8"), w.astype("f8"))]
+    if problem.direction == "fprop":
+        padded = tensors[0].numpy()
+        for i, out in enumerate(problem.output_size[-n:]):
+            padded = gather(padded, i + 2, -before[i], (out - 1) * stride[i] + reach[i] + 1)
+        return getattr(torch.nn.functional, f"conv{n}d")(torch.from_numpy(padded), tensors[1], None, stride, 0, dilation, problem.groups).numpy()
+    full = getattr(torch.nn.functional, f"conv_transpose{n}d")(*tensors, None, stride, 0, 0, problem.groups, dilation).numpy()
+    for i, size in enumerate(problem.input_size[-n:]):
+        full = gather(full, i + 2, before[i], size)
+    return full
+
+
+@st.composite
+def cases(draw, longest=20) -> Case:
+    transposed, ndim, groups = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.integers(1, 2))
+
+    def some(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(ndim))
+
+    size = (draw(st.integers(1, longest)), *some(1, 6)[1:])
+    options = {"stride": some(1, 4), "dilation": some(1, 3), "groups": groups}
+    options["padding"] = tuple(zip(some(0, 9), some(0, 9), strict=True))
+    if transposed:
+        options["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(options["stride"], options["dilation"], strict=True))
+    channels, other = groups * draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    weight = (channels, other) if transposed else (groups * other, channels // groups)
+    batch = draw(st.sampled_from([(), (1,), (2,), (5,)]))
+    case = Case(transposed, (*batch, channels, *size), (*weight, *some(1, 4)), options, bias=False)
+    try:
+        case.problem()
+    except ConvArgumentError:
+        assume(False)
+    return case
+
+
+def put_together(case, chunk_bytes, run):
+    """`run(problem, x, w)` of each piece, where it belongs in the whole."""
+    problem = case.problem()
+    x, w, _ = case.integers("float32")
+    batched = problem.batched
+    x = x if batched else x[None]
+    whole = np.full(problem.result_shape if batched else (1, *problem.result_shape), np.nan)
+    written = np.zeros(whole.shape, int)
+    cut = host.pieces(problem, chunk_bytes)
+    for piece in cut:
+        place = piece.images, slice(None), piece.rows_out
+        part = x[piece.images, :, piece.rows_in]
+        p = piece.problem
+        assert part.shape == (p.N, p.operand_channels, *p.operand_size[-p.ndim :]) and 0 not in part.shape
+        assert whole[place].shape == (p.N, p.result_channels, *p.result_size[-p.ndim :])
+        whole[place] = run(p, part, w)
+        written[place] += 1
+    assert (written == 1).all()
+    assert np.array_equal(whole, compute(problem, x, w))
+    return cut
+
+
+CHUNK_SIZES = st.one_of(st.integers(1, 100), st.integers(1, 5000), st.just(1 << 40))
+BESIDE = [  # bands that lie in the padding alone, before and after a short image; bands between two taps
+    fprop((2, 1, 2, 3), (1, 1, 2, 1), bias=False, padding=((9, 9), (0, 0))),
+    fprop((1, 1, 1), (1, 1, 1), bias=False, padding=((0, 9),), stride=3),
+    dgrad((2, 1, 3, 2), (1, 1, 1, 1), bias=False, stride=4, output_padding=3),
+    dgrad((1, 1, 2), (1, 1, 2), bias=False, stride=2, dilation=9, output_padding=8),
+]
+
+
+@needs_torch
+@settings(max_examples=300)
+@given(case=cases(), chunk_bytes=CHUNK_SIZES)
+@example(BESIDE[0], 8)
+@example(BESIDE[1], 4)
+@example(BESIDE[2], 8)
+@example(BESIDE[3], 4)
+def test_pieces_cover_the_result_once_and_make_up_the_whole(case, chunk_bytes):
+    cut = put_together(case, chunk_bytes, compute)
+    problem = case.problem()
+    assert cut == host.pieces(replace(problem), chunk_bytes)
+    image = max(math.prod(shape) for shape in (problem.input_shape, problem.result_shape)) * 4 // problem.N
+    for piece in cut:
+        if len(cut) > 1 and image <= 2 * chunk_bytes:
+            assert piece.problem.N * image <= max(chunk_bytes, image)
+    if image > 2 * chunk_bytes:
+        longest = max(piece.rows_out.stop - piece.rows_out.start for piece in cut)
+        rows = problem.result_size[3 - problem.ndim]
+        assert longest <= max(1, -(-rows * chunk_bytes // image))
+
+
+@needs_torch
+@settings(max_examples=6)
+@given(case=cases(longest=9), share=st.integers(2, 4), gemm=st.booleans())
+@example(BESIDE[0], 4, True)
+@example(BESIDE[0], 4, False)
+@example(BESIDE[3], 3, True)
+@example(BESIDE[2], 3, False)
+def test_kernels_run_the_pieces(case, share, gemm):
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    config = Gemm(64, 64, 8, 4, 4, 1) if gemm else Dgrad(32, 2, 1) if case.transposed else Batched(32, 1, 2)
+    size = max(math.prod(case.problem().result_shape), math.prod(case.input_shape)) * 4
+
+    def run(problem, x, w):
+        y = Plan(problem, "opencl", config=config)(x if problem.batched else x[0], w)
+        return y if problem.batched else y[None]
+
+    put_together(case, -(-size // share), run)
+
+
+@needs_torch
+def test_the_reference_of_pieces_is_the_reference():
+    for case in (IMAGES, ROWS, BANDS, WAYS["one axis"], WAYS["three axes"]):
+        x, w, _ = case.integers("float32")
+        assert np.array_equal(compute(case.problem(), x, w), case.reference(x, w))
+
+
+def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(monkeypatch):
+    monkeypatch.setattr(host, "Plan", lambda problem, device, config: SimpleNamespace(problem=problem, config=config, workspace_bytes=0))
+    for case in (fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))):
+        plan = SimpleNamespace(problem=case.problem(), config=direct.choose(case.problem(), 132))
+        seen = []
+        for shares in range(1, 10):
+            chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, 20_000, SimpleNamespace(multiprocessors=132), share, shares)]
+            seen.append([(chunk.piece, chunk.plan.config) for chunk in chunks])
+        assert [piece for piece, _ in seen[0]] == host.pieces(plan.problem, 20_000)
+        assert all(one == seen[0] for one in seen)
+
+
+# ---- page-locked memory
+
+
+class Library:
+    """The driver's calls for page-locked memory, on ordinary memory."""
+
+    def __init__(self, most=1 << 62):
+        self.blocks, self.most, self._lock = {}, most, threading.Lock()
+
+    def cuMemHostAlloc(self, reference, nbytes, flags):
+        assert flags == 1
+        with self._lock:
+            if sum(block.nbytes for block in self.blocks.values()) + nbytes > self.most:
+                return 2
+            block = np.full(nbytes, 0xFF, np.uint8)
+            self.blocks[block.ctypes.data] = block
+            reference._obj.value = block.ctypes.data
+        return 0
+
+    def cuMemFreeHost(self, address):
+        with self._lock:
+            del self.blocks[address]
+        return 0
+
+    def cuPointerGetAttribute(self, reference, attribute, pointer):
+        assert attribute == 2
+        with self._lock:
+            if not any(start <= pointer < start + block.nbytes for start, block in self.blocks.items()):
+                return 1
+        reference._obj.value = 1
+        return 0
+
+
+MB = 1 << 20
+
+
+def address(array):
+    return array.__array_interface__["data"][0]
+
+
+def test_a_block_comes_back_with_the_last_view_and_is_used_again():
+    pool = PinnedPool(Library(), 10 * MB)
+    array = pool.empty((4, 3, 5), "f8")
+    assert array.shape == (4, 3, 5) and array.dtype == np.float64 and array.flags.c_contiguous and array.flags.writeable
+    array[...] = np.arange(60).reshape(4, 3, 5)
+    first, views = address(array), [array[1:], array.reshape(-1)[::2], array.T, array.view("i8"), np.asarray(array)[2, 1], memoryview(array)]
+    copy = pickle.loads(pickle.dumps(array))
+    del array
+    while views:
+        gc.collect()
+        assert pool.lent == pool.locked == pinned._rounded(480)
+        assert address(pool.empty((4, 3, 5), "f8")) != first
+        pool.trim()
+        views.pop()
+    assert pool.lent == 0 and pool.locked > 0
+    assert address(pool.empty((60,), "f8")) == first
+    assert copy[3, 2, 4] == 59 and copy.flags.owndata
+
+
+def test_the_limit_is_kept_and_idle_blocks_make_room():
+    library = Library()
+    pool = PinnedPool(library, 4 * MB)
+    held = [pool.empty((MB,), "u1") for _ in range(4)]
+    assert pool.empty((1,), "u1") is None and pool.locked == pool.lent == 4 * MB
+    held.pop()
+    assert pool.empty((2 * MB,), "u1") is None  # the idle block was given back, but that is not enough
+    assert pool.locked == pool.lent == 3 * MB == sum(b.nbytes for b in library.blocks.values())
+    held.clear()
+    assert pool.lent == 0 and pool.locked == 3 * MB
+    held.append(pool.empty((4 * MB,), "u1"))
+    assert pool.lent == pool.locked == held.pop().nbytes == sum(b.nbytes for b in library.blocks.values())
+    pool.trim()
+    assert pool.locked == 0 and not library.blocks
+    assert PinnedPool(library, 0).empty((1,), "f4") is None
+    refusing = PinnedPool(Library(most=MB), 1 << 40)
+    assert refusing.empty((2 * MB,), "u1") is None and refusing.locked == refusing.lent == 0
+
+
+def test_trimming_frees_idle_blocks_only():
+    library = Library()
+    pool = PinnedPool(library, 1 << 40)
+    kept, gone = pool.empty((MB,), "u1"), pool.empty((2 * MB,), "u1")
+    kept[...] = 7
+    del gone
+    pool.trim()
+    assert pool.locked == pool.lent == MB and list(library.blocks) == [address(kept)] and (kept == 7).all()
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0, 2), (5, 7)], ids=str)
+def test_any_shape_has_memory(shape):
+    pool = PinnedPool(Library(), 10 * MB)
+    array = pool.empty(shape, "f2")
+    assert array.shape == shape and array.dtype == np.float16
+    array[...] = 1
+    assert (array == 1).all()
+
+
+@given(st.integers(0, 1 << 45))
+def test_blocks_are_at_most_an_eighth_too_large(nbytes):
+    rounded = pinned._rounded(nbytes)
+    assert rounded % pinned._PAGE == 0 and nbytes <= rounded <= max(nbytes * 9 / 8, nbytes + pinned._PAGE)
+    assert pinned._rounded(rounded) == rounded
+
+
+def test_threads_share_the_pool_and_garbage_may_be_collected_at_any_moment():
+    """A loan may end inside the pool's own lock: cycles keep arrays until a collection, which any allocation may start."""
+    library = Library()
+    pool = PinnedPool(library, 40 * MB)
+    threshold = gc.get_threshold()
+
+    def work(seed):
+        rng, held = random.Random(seed), []
+        for i in range(300):
+            array = pool.empty((rng.randrange(1, 3) * 100_000,), "u1")
+            if array is not None:
+                array[[0, -1]] = seed
+                cycle = [array]
+                cycle.append(cycle)  # only the collector finds it
+                held.append(cycle)
+            if len(held) > 5:
+                taken = held.pop(rng.randrange(len(held)))[0]
+                assert taken[0] == taken[-1] == seed
+            if i % 50 == 0:
+                pool.trim()
+        return all(cycle[0][0] == cycle[0][-1] == seed for cycle in held)
+
+    gc.set_threshold(5, 2, 2)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert all(within(60, lambda: list(threads.map(work, range(8)))))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert pool.lent == 0 and pool.locked == sum(block.nbytes for block in library.blocks.values()) <= pool.limit
+    pool.trim()
+    assert not library.blocks and pool.locked == 0
+
+
+def test_the_limit_s_environment_variable(monkeypatch):
+    monkeypatch.delenv("PYCUDA_CONV_PINNED_LIMIT", raising=False)
+    assert 0 < pinned.default_limit() < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for text, value in (("0", 0), ("123456789", 123456789)):
+        monkeypatch.setenv("PYCUDA_CONV_PINNED_LIMIT", text)
+        assert pinned.default_limit() == value
+    for text in ("", "-1", "1e9", "1 GB", "4G", "0x10", "²", "many"):
+        monkeypatch.setenv("PYCUDA_CONV_PINNED_LIMIT", text)
+        with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_PINNED_LIMIT must be a number of bytes, got '"):
+            pinned.default_limit()
+
+
+# ---- the threads that copy
+
+
+class Bench:
+    """What the copying threads see of a device."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        pass
+
+    def pinned_or_ordinary(self, shape, dtype):
+        return np.full(shape, 0xFF, dtype)
+
+
+class Late:
+    """An event that comes after a while, or an error."""
+
+    def __init__(self, seconds=0.0, error=None):
+        self.at, self.error = time.monotonic() + seconds, error
+
+    def synchronize(self):
+        time.sleep(max(0.0, self.at - time.monotonic()))
+        if self.error:
+            raise self.error
+
+
+VIEWS = {
+    "plain": lambda a: a.copy(),
+    "every second": lambda a: np.repeat(a, 2, axis=-1)[..., ::2],
+    "byte-swapped": lambda a: a.astype(a.dtype.newbyteorder()),
+    "Fortran": np.asfortranarray,
+    "broadcast": lambda a: np.broadcast_to(a[:1], a.shape),
+}
+
+
+def some_parts(rng, view, count, width):
+    rows = max(1, rng.randrange(count, 2 * count + 1))
+    array = VIEWS[view](np.arange(rows * width, dtype="f4").reshape(rows, width) + 1)
+    return host._parts(array, 0, max(1, array.nbytes // count))
+
+
+def feed(parts, rng, stop=None):
+    """Take the parts as the launching thread does, checking each; `stop` of them only, if given."""
+    feeder = host._Feeder(Bench(), parts)
+    try:
+        for i, part in enumerate(parts[:stop]):
+            buffer, staged = feeder.take()
+            assert staged.dtype.isnative and np.array_equal(staged, part.view), f"part {i} of {len(parts)}"
+            copied = staged.copy()
+            feeder.free(buffer, Late(rng.choice((0, 0, 0.0005))))
+            assert copied.tobytes() == np.ascontiguousarray(part.view, copied.dtype).tobytes()
+    finally:
+        feeder.close()
+
+
+def land(parts, rng, stop=None):
+    """Let copies of the parts land where zeros are, and look what is there."""
+    places = [replace(part, view=np.zeros_like(part.view, subok=False)) for part in parts]
+    lander = host._Lander(Bench(), places)
+    try:
+        for part, place in list(zip(parts, places, strict=True))[:stop]:
+            buffer, landed = lander.buffer(place.view)
+            landed[...] = part.view
+            lander.put(buffer, landed, place.view, Late(rng.choice((0, 0, 0.0005))))
+    finally:
+        lander.close()
+    for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+        assert np.array_equal(place.view, part.view if stop is None or i < stop else np.zeros_like(part.view)), f"part {i} of {len(parts)}"
+
+
+def with_threads(monkeypatch, threads, helped):
+    """So many threads, however little there is to copy."""
+    monkeypatch.setattr(host, "THREADS", threads)
+    monkeypatch.setattr(host, "PART_BYTES", 1)
+    monkeypatch.setattr(host, "HELPED_BYTES", 1 << 60 if helped else 0)
+
+
+TEAMS = [(threads, helped) for threads in range(9) for helped in (True, False) if threads or helped]
+
+
+@pytest.mark.parametrize("work", [feed, land])
+@pytest.mark.parametrize(("threads", "helped"), TEAMS)
+def test_parts_arrive_in_order_with_the_right_bytes(monkeypatch, threads, helped, work):
+    with_threads(monkeypatch, threads, helped)
+    rng = random.Random(threads)
+    for count, width, view in ((1, 1, "plain"), (3, 50_000, "byte-swapped"), (60, 7, "every second"), (40, 900, "Fortran"), (25, 3, "broadcast")):
+        within(30, work, some_parts(rng, view, count, width), rng)
+    settle()
+
+
+@pytest.mark.parametrize("work", [feed, land])
+def test_two_hundred_random_rounds_end(monkeypatch, work):
+    for seed in range(200):
+        rng = random.Random(seed)
+        with monkeypatch.context() as patch:
+            with_threads(patch, rng.randrange(1, 9), rng.random() < 0.5)
+            parts = some_parts(rng, rng.choice(list(VIEWS)), rng.randrange(1, 40), rng.choice((1, 30, 3000)))
+            within(30, work, parts, rng, rng.choice((None, None, rng.randrange(len(parts) + 1))))
+    settle()
+
+
+@pytest.mark.parametrize("work", [feed, land])
+@pytest.mark.parametrize("threads", [1, 2, 8])
+def test_closing_half_way_leaves_no_thread_waiting(monkeypatch, threads, work):
+    with_threads(monkeypatch, threads, False)
+    rng = random.Random(1)
+    parts = some_parts(rng, "plain", 40, 100)
+    for stop in (0, 1, 2, 7, 13, len(parts)):
+        within(20, work, parts, rng, stop)
+        settle()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads):
+    with_threads(monkeypatch, threads, False)
+    parts = some_parts(random.Random(1), "plain", 40, 100)
+
+    def feed_with_error():
+        feeder = host._Feeder(Bench(), parts)
+        try:
+            for i in range(len(parts)):
+                buffer, _ = feeder.take()
+                feeder.free(buffer, Late(error=ZeroDivisionError() if i > 3 else None))
+        finally:
+            feeder.close()
+
+    def land_with_error():
+        lander = host._Lander(Bench(), parts)
+        try:
+            for i, part in enumerate(parts):
+                buffer, landed = lander.buffer(part.view)
+                lander.put(buffer, landed, part.view.copy(), Late(error=ZeroDivisionError() if i > 3 else None))
+        finally:
+            lander.close()
+
+    for work in (feed_with_error, land_with_error):
+        with pytest.raises(ZeroDivisionError):
+            within(10, work)
+        settle()
+
+
+# ---- a simulated GPU
+
+
+class Event:
+    def __init__(self, flags=0):
+        self.mark = None
+
+    def record(self, stream):
+        self.mark = threading.Event()
+        stream.put(self.mark.set, always=True)
+        self._stream = stream
+        return self
+
+    def synchronize(self):
+        if self.mark is not None:
+            assert self.mark.wait(60)
+            self._stream.device.check()
+
+
+_streams = weakref.WeakValueDictionary()  # by their handles
+
+
+class Stream:
+    """Work is done in order, some time later, by a thread."""
+
+    handles = itertools.count(1)
+
+    def __init__(self, device):
+        self.device, self.handle, self._work, self._thread = device, next(self.handles), None, None
+        _streams[self.handle] = self
+
+    def put(self, work, always=False):
+        if self._thread is None:
+            self._work = SimpleQueue()
+            self._thread = threading.Thread(target=self._run, args=(self._work, self.device, self.handle), daemon=True)
+            self._thread.start()
+        self._work.put((work, always))
+
+    @staticmethod
+    def _run(queue, device, seed):
+        rng = random.Random(seed)
+        while (item := queue.get()) is not None:
+            if rng.random() < 0.2:
+                time.sleep(rng.random() / 2000)
+            work, always = item
+            if always or device.broken is None:
+                try:
+                    work()
+                except Exception as error:
+                    device.broken = error
+            del item, work
+
+    def __del__(self):
+        if self._work is not None:
+            self._work.put(None)
+
+    def wait_for_event(self, event):
+        mark = event.mark
+        if mark is not None:
+            self.put(lambda: mark.wait(60) or sys.exit("a stream waited for a minute"))
+
+    def synchronize(self):
+        Event().record(self).synchronize()
+
+
+class Streams:
+    def __init__(self):
+        device = Simulated.current[-1]
+        self.main, self.up, self.down = (Stream(device) for _ in range(3))
+        self.small = None
+
+    def order(self, first, second):
+        if first and second:
+            _streams[second].wait_for_event(Event().record(_streams[first]))
+
+
+class Memcpy2D:
+    """In the terms of the driver, which takes pitches below 2^31 bytes."""
+
+    src_x_in_bytes = src_y = dst_x_in_bytes = dst_y = src_pitch = dst_pitch = width_in_bytes = height = 0
+
+    def __init__(self, device):
+        self._device = device
+
+    def set_src_host(self, array):
+        self._src = address(array), array
+
+    def set_dst_host(self, array):
+        self._dst = address(array), array
+
+    def set_src_device(self, at):
+        self._src = at, None
+
+    def set_dst_device(self, at):
+        self._dst = at, None
+
+    def __call__(self, stream):
+        assert max(self.src_pitch, self.dst_pitch) < 2**31, "cuMemcpy2DAsync failed: invalid argument"
+        assert self.width_in_bytes <= min(self.src_pitch, self.dst_pitch)
+        for i in range(self.height):
+            source = self._src[0] + (self.src_y + i) * self.src_pitch + self.src_x_in_bytes
+            target = self._dst[0] + (self.dst_y + i) * self.dst_pitch + self.dst_x_in_bytes
+            host_array = self._src[1] if self._src[1] is not None else self._dst[1]
+            self._device.copy(target, source, self.width_in_bytes, stream, host_array, self._dst[1] is None)
+
+
+class Block:
+    """Device memory: NaN until it is written, and again once it is freed."""
+
+    def __init__(self, device, nbytes):
+        self._memory, self.nbytes = device.memory, nbytes
+        self._whole = np.full(nbytes + 256, 0xFF, np.uint8)
+        self._at = -(-address(self._whole) // 256) * 256
+        self._memory[self._at] = self._whole[self._at - address(self._whole) :][:nbytes]
+
+    def __int__(self):
+        return self._at
+
+    def free(self):
+        array = self._memory.pop(self._at, None)
+        if array is not None:
+            array.fill(0xFF)
+
+    __del__ = free
+
+
+class Local(threading.local):
+    def __init__(self):
+        self.stack = []
+
+
+class Current(Local):
+    def __getitem__(self, i):
+        return self.stack[i]
+
+
+class Simulated(cuda.CudaDevice):
+    """A CudaDevice with everything but the driver: what it calls runs on the host, kernels on PoCL."""
+
+    current = Current()
+
+    def __init__(self, ordinal):
+        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (9, 0)
+        self.push, self.pop = lambda: self.current.stack.append(self), lambda: self.current.stack.pop()
+        self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
+        self.broken, self.launched, self.fail = None, 0, None
+        self._drv = SimpleNamespace(
+            Event=Event, Memcpy2D=lambda: Memcpy2D(self), mem_alloc=lambda nbytes: Block(self, nbytes),
+            memcpy_htod_async=lambda target, a, stream: self.copy(int(target), address(a), a.nbytes, stream, a, True),
+            memcpy_dtoh_async=lambda a, source, stream: self.copy(address(a), int(source), a.nbytes, stream, a, False),
+        )  # fmt: skip
+
+    def check(self):
+        if self.broken is not None:
+            raise RuntimeError(f"the context is broken: {self.broken!r}")
+
+    def allocate(self, nbytes):
+        assert self.current[-1] is self and nbytes > 0
+        block = Block(self, nbytes)
+        self.blocks.add(block)
+        return block
+
+    def _find(self, at, nbytes=1):
+        for start, array in list(self.memory.items()):
+            if start <= at and at + nbytes <= start + array.nbytes:
+                return array[at - start :]
+        raise RuntimeError(f"{nbytes} bytes at {at:#x} are not in the memory of {self.name}")
+
+    def copy(self, target, source, nbytes, stream, array, to_device):
+        """An asynchronous copy; ordinary memory is read, or written, before this returns."""
+        assert self.current[-1] is self and array.dtype.isnative
+        self.check()
+        locked = self.is_pinned(array)
+        if to_device:
+            data = None if locked else ctypes.string_at(source, nbytes)
+            stream.put(lambda: ctypes.memmove(self._find(target, nbytes).ctypes.data, source if locked else data, nbytes))
+        else:
+            stream.put(lambda: ctypes.memmove(target, self._find(source, nbytes).ctypes.data, nbytes))
+            if not locked:
+                stream.synchronize()
+
+    def stage_launcher(self, steps):
+        cl = opencl_device()
+        launchers = [cl.launcher(step) for step in steps]
+
+        def launch(buffers, stream):
+            assert self.current[-1] is self
+            self.check()
+
+            def work():
+                self.launched += 1
+                if self.launched == self.fail:
+                    raise RuntimeError("an illegal address was encountered")
+                flags = cl._cl.mem_flags
+                arrays = [self._find(at) if at else None for at in buffers]
+                memory = [None if a is None else cl._cl.Buffer(cl.context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=a) for a in arrays]
+                with cl._lock:
+                    for launcher in launchers:
+                        launcher(memory, None)
+                    for i in (3, 4):
+                        if memory[i] is not None:
+                            cl._cl.enqueue_copy(cl.queue, arrays[i], memory[i])
+
+            stream.put(work)
+
+        return launch
+
+
+def forget_plans():
+    for cache in (ops._plan, cached_plan, host._chunks):
+        cache.cache_clear()
+
+
+@pytest.fixture
+def simulated(monkeypatch):
+    """Two simulated GPUs in the place of real ones."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    library = Library()
+    pool = PinnedPool(library, 1 << 30)
+    drv = SimpleNamespace(Device=SimpleNamespace(count=lambda: 2), Event=Event, MemoryError=MemoryError)
+    for target, name, value in (
+        (cuda, "_libcuda", lambda: library), (cuda, "_pinned", lambda: pool), (cuda, "driver", lambda: drv), (cuda, "_Streams", Streams),
+        (cuda, "_made", {i: Simulated(i) for i in range(2)}), (runtime, "default_backend", lambda: "cuda"),
+    ):  # fmt: skip
+        monkeypatch.setattr(target, name, value)
+    forget_plans()
+    devices = list(cuda._made.values())
+    yield devices
+    forget_plans()
+    settle()
+    assert not Simulated.current.stack
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpus(request):
+    """The GPUs: simulated ones, or the machine's."""
+    if request.param == "simulated":
+        return request.getfixturevalue("simulated")
+    return [get_device(i) for i in range(cuda.driver().Device.count())]
+
+
+@pytest.fixture
+def gpu(gpus):
+    return gpus[0]
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """cut(chunk_bytes, part_bytes): arrays of any size go through the pipeline in such chunks and parts."""
+
+    def patch(chunk_bytes=2000, part_bytes=500, threads=3):
+        for name, value in (
+            ("SMALL_BYTES", 0), ("CHUNK_BYTES", chunk_bytes), ("LEAST_CHUNK_BYTES", min(chunk_bytes, 2000)), ("PART_BYTES", part_bytes),
+            ("LEAST_PART_BYTES", min(part_bytes, 100)), ("THREADS", threads),
+        ):  # fmt: skip
+            monkeypatch.setattr(host, name, value)
+
+    patch()
+    return patch
+
+
+def call(case, x, w, b=None, **options):
+    return getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")(x, w, b, **case.options, **options)
+
+
+def locked(gpu, array):
+    """A page-locked copy."""
+    with gpu:
+        copy = gpu.pinned_or_ordinary(array.shape, array.dtype)
+        assert gpu.is_pinned(copy)
+    copy[...] = array
+    return copy
+
+
+def memory(gpus):
+    """(blocks in use on the devices, bytes of page-locked memory lent)."""
+    gc.collect()
+    return [sum(1 for block in gpu.blocks if getattr(block, "_allocation", block) is not None) for gpu in gpus], cuda._pinned().lent
+
+
+IMAGES = fprop((13, 3, 9, 10), (5, 3, 3, 2), padding=1)
+ROWS = fprop((2, 3, 61, 11), (4, 3, 5, 3), padding=((3, 9), (1, 0)), stride=(2, 1))
+BANDS = dgrad((2, 4, 30, 6), (4, 3, 3, 2), padding=((1, 2), (0, 1)), stride=(2, 1))
+WAYS = {
+    "images": IMAGES, "rows": ROWS, "transposed rows": BANDS, "transposed images": dgrad((9, 4, 5, 6), (4, 3, 3, 2), stride=2),
+    "one axis": fprop((1, 2, 3001), (3, 2, 5), padding=2), "three axes": fprop((2, 4, 20, 5, 6), (4, 2, 3, 2, 1), groups=2, dilation=(2, 1, 1)),
+    "unbatched": fprop((3, 61, 11), (4, 3, 5, 3), bias=False), "depthwise": fprop((2, 4, 40, 12), (4, 1, 3, 3), groups=4, padding=1),
+}  # fmt: skip
+
+
+# ---- values
+
+
+@needs_torch
+@pytest.mark.parametrize("chunk_bytes", [700, 4000, 1 << 30])
+@pytest.mark.parametrize("way", WAYS)
+def test_results_are_right_in_chunks_of_any_size(gpu, cut, way, chunk_bytes):
+    case = WAYS[way]
+    dtype = {"images": "float16", "rows": "float64"}.get(way, "float32")
+    arrays = case.integers(dtype)
+    cut(chunk_bytes)
+    got = call(case, *arrays)
+    assert type(got) is np.ndarray and got.dtype == dtype and np.array_equal(got, case.reference(*arrays).astype(dtype))
+    assert gpu.is_pinned(got)
+
+
+@needs_torch
+def test_results_are_right_without_the_pipeline_too(gpu):
+    for case in (IMAGES, BANDS):
+        for dtype in ("float16", "float32", "float64"):
+            arrays = case.integers(dtype)
+            assert np.array_equal(call(case, *arrays), case.reference(*arrays).astype(dtype))
+
+
+LAYOUTS = {
+    "page-locked": locked,
+    "every second": lambda _, a: VIEWS["every second"](a),
+    "byte-swapped": lambda _, a: VIEWS["byte-swapped"](a),
+    "page-locked, byte-swapped": lambda gpu, a: locked(gpu, VIEWS["byte-swapped"](a).view(a.dtype)).view(a.dtype.newbyteorder()),
+    "Fortran": lambda _, a: np.asfortranarray(a),
+    "page-locked, strided": lambda gpu, a: locked(gpu, np.repeat(a, 2, axis=0))[::2],
+    "one byte off": lambda _, a: np.frombuffer(b"x" + a.tobytes(), np.uint8)[1:].view(a.dtype).reshape(a.shape),
+    "a part of a page-locked array": lambda gpu, a: locked(gpu, np.concatenate([a[:1], a]))[1:],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", ["images", "rows", "transposed rows"])
+def test_every_layout_gives_the_same_bits(gpu, cut, way, layout):
+    case = WAYS[way]
+    arrays = case.normals("float32")
+    expected = call(case, *arrays)
+    for which in range(3):
+        laid = list(arrays)
+        laid[which] = LAYOUTS[layout](gpu, arrays[which])
+        assert np.array_equal(call(case, *laid), expected)
+        assert np.array_equal(laid[which], arrays[which])
+
+
+@pytest.mark.parametrize("way", ["images", "rows", "transposed rows", "unbatched"])
+def test_out_is_filled_ordinary_or_page_locked(gpu, cut, way):
+    case = WAYS[way]
+    arrays = case.normals("float32")
+    expected = call(case, *arrays)
+    for make in (np.copy, lambda a: locked(gpu, a)):
+        out = make(np.full_like(expected, np.nan))
+        for x in (arrays[0], locked(gpu, arrays[0])):
+            out.fill(np.nan)
+            assert call(case, x, *arrays[1:], out=out) is out
+            assert np.array_equal(out, expected)
+    whole = np.full((3, *expected.shape), np.nan, "f")
+    call(case, *arrays, out=whole[1])
+    assert np.array_equal(whole[1], expected) and np.isnan(whole[::2]).all()
+
+
+def test_an_empty_batch_and_no_channels(gpu, cut):
+    x, w, b = IMAGES.integers("float32")
+    assert call(IMAGES, x[:0], w, b).shape == (0, *IMAGES.problem().result_shape[1:])
+    got = pc.conv1d(np.zeros((2, 0, 500), "f"), np.zeros((3, 0, 2), "f"), np.array([1, 2, 3], "f"))
+    assert np.array_equal(got, np.broadcast_to(np.array([1, 2, 3], "f")[:, None], (2, 3, 499)))
+
+
+@needs_torch
+def test_tensors_in_host_memory_go_the_same_way(gpu, cut):
+    for case in (IMAGES, ROWS):
+        arrays = case.normals("float32")
+        got = call(case, *(torch.from_numpy(a) for a in arrays))
+        assert isinstance(got, torch.Tensor) and np.array_equal(got.numpy(), call(case, *arrays))
+
+
+# ---- results are ordinary arrays
+
+
+def test_results_behave_as_numpy_arrays_do(gpu, cut):
+    arrays = IMAGES.normals("float32")
+    expected = np.array(call(IMAGES, *arrays))
+    y = call(IMAGES, *arrays)
+    assert y.flags.writeable and y.flags.c_contiguous and y.flags.aligned and y.dtype.isnative
+    again = pickle.loads(pickle.dumps(y))
+    kept, turned = y[3:5], y.T[..., 2]
+    y += 1
+    assert np.array_equal(kept, expected[3:5] + 1)
+    y[...] = expected
+    del y
+    for seed in range(20):
+        call(IMAGES, *IMAGES.normals("float32", seed))
+    assert np.array_equal(kept, expected[3:5]) and np.array_equal(turned, expected.T[..., 2]) and np.array_equal(again, expected)
+
+
+def test_results_held_together_are_all_right(gpu, cut):
+    sets = [IMAGES.normals("float32", seed) for seed in range(12)]
+    results = [call(IMAGES, *arrays) for arrays in sets]
+    for y, arrays in zip(results, sets, strict=True):
+        assert np.array_equal(y, call(IMAGES, *arrays))
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 18])
+def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_values(gpu, cut, monkeypatch, limit):
+    jobs = [(case, case.normals("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(3)]
+    expected = [np.array(call(case, *arrays)) for case, arrays in jobs]
+    pool = PinnedPool(cuda._libcuda(), limit)
+    monkeypatch.setattr(cuda, "_pinned", lambda: pool)
+    results = [call(case, *arrays) for case, arrays in jobs]
+    assert all(np.array_equal(*pair) for pair in zip(results, expected, strict=True))
+    assert pool.locked <= limit and not all(gpu.is_pinned(y) for y in results)
+    del results
+    with gpu:
+        pool.trim()
+    assert pool.lent == 0 or limit
+
+
+# ---- nothing is left behind
+
+
+@needs_torch
+def test_many_calls_leave_memory_as_it_was(gpus, cut):
+    """PYCUDA_CONV_SOAK=10000 for a long one."""
+    jobs = [(case, case.integers("float32", seed), case.reference(*case.integers("float32", seed))) for case in (IMAGES, ROWS, BANDS) for seed in range(2)]
+    rng = random.Random(0)
+    held, before, threads = [], None, 0
+
+    def state():
+        gc.collect()
+        for gpu in gpus:
+            with gpu:
+                if not isinstance(gpu, Simulated):
+                    gpu.pool.free_held()
+        return memory(gpus), cuda._pinned().locked, 0 if isinstance(gpus[0], Simulated) else cuda.driver().mem_get_info()[0]
+
+    for i in range(SOAK):
+        if i == SOAK // 10:
+            held.clear()
+            x = y = None
+            with gpus[0]:
+                before, threads = state(), threading.active_count()
+        case, arrays, expected = rng.choice(jobs)
+        x = LAYOUTS[rng.choice(list(LAYOUTS))](gpus[0], arrays[0]) if rng.random() < 0.5 else arrays[0]
+        y = call(case, x, *arrays[1:], out=np.empty(expected.shape, "f") if rng.random() < 0.2 else None)
+        assert np.array_equal(y, expected), f"call {i}: {case}"
+        if len(held) < 4:
+            held.append(y)
+        elif rng.random() < 0.5:
+            held.pop(rng.randrange(4))
+    held.clear()
+    x = y = None
+    with gpus[0]:
+        (now, locked_now, free_now), (then, locked_then, free_then) = state(), before
+    assert now == then and threading.active_count() <= threads + 2 * host.THREADS
+    assert locked_now - locked_then <= 4 << 20 and abs(free_now - free_then) < 1 << 26
+    settle()
+
+
+@needs_torch
+@pytest.mark.parametrize("where", ["launch", "copy_in", "copy_out"])
+@pytest.mark.parametrize("way", ["images", "transposed rows"])
+def test_an_exception_in_the_middle_leaves_nothing_and_the_next_call_is_right(gpus, cut, monkeypatch, way, where):
+    case = WAYS[way]
+    arrays = case.integers("float32")
+    expected = case.reference(*arrays)
+    owner = Plan if where == "launch" else type(gpus[0])
+    original = getattr(owner, where)
+    assert np.array_equal(call(case, *arrays), expected)
+    before = memory(gpus)
+    for at in (1, 2, 4, 6):
+        for x in (arrays[0], locked(gpus[0], arrays[0])):
+            seen = itertools.count(1)
+
+            def failing(*args, at=at, seen=seen):
+                if next(seen) == at:
+                    raise ZeroDivisionError("on purpose")
+                return original(*args)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, where, failing)
+                try:
+                    within(60, lambda x=x: call(case, x, *arrays[1:]))
+                except ZeroDivisionError:
+                    pass
+                else:
+                    assert next(seen) <= at, "the error was lost"  # fewer calls than that: page-locked arrays are copied whole
+            settle()
+        del x
+        assert memory(gpus) == before
+        assert np.array_equal(call(case, *arrays), expected)
+
+
+def test_a_broken_context_raises_and_leaves_no_thread(gpus, cut):
+    """As after an illegal address: every later call of the driver fails, synchronising among them."""
+    if not isinstance(gpus[0], Simulated):
+        pytest.skip("it would end this process's context")
+    cut(700, 200)
+    for fail in (1, 3, 9):
+        for case in (IMAGES, BANDS):
+            gpus[0].broken, gpus[0].launched, gpus[0].fail = None, 0, fail
+            with pytest.raises(RuntimeError, match="illegal address"):
+                within(30, lambda case=case: call(case, *case.integers("float32")))
+            settle()
+            gpus[0].broken = gpus[0].fail = None
+
+
+@needs_torch
+def test_calls_from_eight_threads_at_once(gpus, cut):
+    jobs = [(case, case.integers("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(8)]
+    expected = [case.reference(*arrays) for case, arrays in jobs]
+
+    def work(i):
+        case, arrays = jobs[i]
+        x = locked(gpus[0], arrays[0]) if i % 2 else arrays[0]
+        return np.array_equal(call(case, x, *arrays[1:], devices="all" if i % 3 == 0 else None), expected[i])
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(within(100, lambda: list(pool.map(work, range(len(jobs))))))
+
+
+# ---- arrays larger than the device
+
+
+class Limited:
+    """A device with so many bytes."""
+
+    def __init__(self, monkeypatch, gpu, limit):
+        self.most, original, sizes = 0, type(gpu).allocate, weakref.WeakKeyDictionary()
+
+        def allocate(device, nbytes):
+            used = sum(sizes.values()) + nbytes
+            if used > limit:
+                raise DeviceMemoryError(f"{used:,} bytes are more than {limit:,}")
+            self.most = max(self.most, used)
+            block = original(device, nbytes)
+            sizes[block] = nbytes
+            return block
+
+        monkeypatch.setattr(type(gpu), "allocate", allocate)
+
+
+@needs_torch
+@pytest.mark.parametrize("case", [fprop((1, 8, 400, 50), (8, 8, 5, 3)), fprop((40, 8, 10, 50), (8, 8, 5, 3)), dgrad((1, 8, 200, 50), (8, 8, 3, 3), stride=(2, 1))], ids=str)
+def test_arrays_may_be_larger_than_the_device_s_memory(gpu, cut, monkeypatch, case):
+    cut(1 << 16, 1 << 14)
+    limited = Limited(monkeypatch, gpu, 640_000)
+    arrays = case.integers("float32")
+    assert np.array_equal(call(case, *arrays), case.reference(*arrays))
+    assert 0 < limited.most <= 640_000 <= arrays[0].nbytes + math.prod(case.problem().result_shape) * 4
+
+
+@needs_torch
+def test_too_little_memory_even_for_a_chunk_says_so_and_does_no_harm(gpus, cut, monkeypatch):
+    before = memory(gpus)
+    with monkeypatch.context() as patch:
+        Limited(patch, gpus[0], 3000)
+        with pytest.raises(DeviceMemoryError):
+            call(ROWS, *ROWS.integers("float32"))
+    settle()
+    assert memory(gpus) == before
+    assert np.array_equal(call(ROWS, *ROWS.integers("float32")), ROWS.reference(*ROWS.integers("float32")))
+
+
+def test_bands_of_planes_above_2_gib_are_copied_with_pitches_that_the_driver_takes(gpu, monkeypatch):
+    """A page-locked result of two channels, 24000 x 24000 each, in bands of rows. Nothing is copied here."""
+    if not isinstance(gpu, Simulated):
+        pytest.skip("see the test of such arrays below")
+    whole, copied = np.empty((1, 2, 24000, 24000), "f"), []
+    part = whole[:, :, 100:110]
+    monkeypatch.setattr(gpu, "copy", lambda target, source, nbytes, *_: copied.append((target, source, nbytes)), raising=False)
+    with gpu:
+        gpu.copy_out(whole, part, 1 << 20, None)
+        gpu.copy_in(1 << 20, whole, part, None)
+    assert sum(nbytes for _, _, nbytes in copied) == 2 * part.nbytes
+    assert {target for target, _, _ in copied[: len(copied) // 2]} >= {address(part[:, 0]), address(part[:, 1])}
+
+
+@pytest.mark.gpu
+def test_planes_above_2_gib_in_page_locked_memory():
+    x = np.zeros((1, 1, 24000, 24000), "f")
+    x[0, 0, ::997] = np.arange(24000)
+    y = pc.conv2d(x, np.array([1, 2], "f").reshape(2, 1, 1, 1))
+    for k in range(2):
+        assert np.array_equal(y[0, k, ::997], (k + 1) * x[0, 0, ::997]) and not y[0, k, 1::997].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [fprop((64, 16, 200, 220), (16, 16, 3, 3), padding=1), fprop((1, 3, 6000, 4000), (4, 3, 3, 3), stride=2), dgrad((4, 8, 900, 1000), (8, 4, 2, 2), stride=2)], ids=str)
+def test_real_sizes_on_a_device_with_a_little_memory(monkeypatch, case):
+    arrays = [None if a is None else a.astype("f") for a in case.integers("int8")]
+    expected = call(case, *arrays)
+    Limited(monkeypatch, get_device("cuda"), 6 * (14 << 20))
+    for chunk_bytes in (host.CHUNK_BYTES, 1 << 20):
+        monkeypatch.setattr(host, "CHUNK_BYTES", chunk_bytes)
+        monkeypatch.setattr(host, "LEAST_CHUNK_BYTES", min(chunk_bytes, host.LEAST_CHUNK_BYTES))
+        assert np.array_equal(call(case, *arrays), expected)
+    for dtype in ("float16", "float64"):
+        small = [None if a is None else (a % 3).astype(dtype) for a in arrays]
+        got = call(case, *small)
+        assert got.dtype == dtype and np.array_equal(got, call(case, *((a % 3) if a is not None else None for a in arrays)).astype(dtype))
+
+
+# ---- several GPUs
+
+
+@needs_torch
+@pytest.mark.parametrize("way", ["images", "rows", "transposed rows", "unbatched"])
+def test_any_set_of_gpus_gives_the_same_bits(gpus, cut, monkeypatch, way):
+    case = WAYS[way]
+    arrays = case.normals("float32")
+    expected = call(case, *arrays)
+    sets = [[0], (0,), range(1), "all", ["cuda:0"], [gpus[0]]]
+    if len(gpus) > 1:
+        sets += [[0, 1], [1, 0], [1], range(len(gpus))]
+    for devices in sets:
+        assert np.array_equal(call(case, *arrays, devices=devices), expected)
+        out = np.full_like(expected, np.nan)
+        assert call(case, locked(gpus[0], arrays[0]), *arrays[1:], devices=devices, out=out) is out
+        assert np.array_equal(out, expected)
+    tensor = call(case, *(None if a is None else torch.from_numpy(a) for a in arrays), devices="all")
+    assert np.array_equal(tensor.numpy(), expected)
+
+
+def test_all_gpus_take_part(gpus, cut, monkeypatch):
+    if len(gpus) < 2:
+        pytest.skip("this machine has one GPU")
+    used, original = set(), type(gpus[0]).copy_in
+    monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, *args: (used.add(self.name), original(self, *args)))
+    call(IMAGES, *IMAGES.normals("float32"), devices="all")
+    assert used == {gpu.name for gpu in gpus}
+    one = fprop((1, 1, 5, 5), (1, 1, 3, 3))  # fewer pieces than GPUs
+    x, w, b = one.integers("float32")
+    assert np.array_equal(call(one, x, w, b, devices="all"), call(one, x, w, b))
+    assert call(IMAGES, IMAGES.integers("float32")[0][:0], *IMAGES.integers("float32")[1:], devices="all").shape[0] == 0
+
+
+def test_devices_that_cannot_be_are_refused(gpus):
+    arrays = IMAGES.integers("float32")
+    for devices, exception, text in (
+        ([], ConvArgumentError, "devices"), ((), ConvArgumentError, "devices"), ([0, 0], ConvArgumentError, "once"), ([0, "cuda:0"], ConvArgumentError, "once"),
+        ([99], BackendError, "cuda:99"), ([-1], ConvArgumentError, "device"), (["opencl"], (ConvArgumentError, BackendError), "devices|OpenCL"),
+        (0, TypeError, "devices"), ("cuda", (TypeError, ConvArgumentError), "devices"), ([0.0], TypeError, "device"), ([True], TypeError, "device"),
+        (True, TypeError, "devices"), ([None, None], (ConvArgumentError, TypeError), "devices"),
+    ):  # fmt: skip
+        with pytest.raises(exception, match=text):
+            call(IMAGES, *arrays, devices=devices)
+    with pytest.raises(ConvArgumentError, match="device and devices"):
+        call(IMAGES, *arrays, devices=[0], device=0)
+
+
+@pytest.mark.gpu
+@needs_torch
+def test_devices_are_for_host_arrays():
+    tensors = [torch.from_numpy(a).cuda() for a in IMAGES.integers("float32")]
+    for devices in ([0], "all"):
+        with pytest.raises(ConvArgumentError, match="devices"):
+            call(IMAGES, *tensors, devices=devices)
+
+
+def test_devices_where_there_is_no_gpu():
+    if runtime.default_backend() != "opencl":
+        pytest.skip("this machine has a GPU")
+    arrays = IMAGES.integers("float32")
+    for devices in ("all", [0]):
+        with pytest.raises(BackendError, match=r"PyCUDA|driver|GPU|nvcc"):
+            call(IMAGES, *arrays, devices=devices)
+    with pytest.raises((ConvArgumentError, BackendError)):
+        call(IMAGES, *arrays, devices=["opencl"])
+
+
+# ---- a stream of inputs, and a filter that stays; also on OpenCL
+
+
+@pytest.fixture(params=["opencl", "simulated", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def anywhere(request, cut):
+    """The name of a device; on GPUs, small arrays go in chunks."""
+    if request.param == "simulated":
+        request.getfixturevalue("simulated")
+        return "cuda:0"
+    why = why_no_opencl() if request.param == "opencl" else why_no_cuda()
+    if why:
+        pytest.skip(why)
+    return request.param
+
+
+SMALL = fprop((2, 3, 9, 8), (4, 3, 3, 2), padding=1)
+
+
+def inputs(count, taken=None):
+    """So many inputs of two shapes; how many were asked for goes into `taken`."""
+    for seed in range(count):
+        if taken is not None:
+            taken.append(seed)
+        x = SMALL.integers("float32", seed)[0]
+        yield x if seed % 3 else x[:1]
+
+
+@needs_torch
+@pytest.mark.parametrize("ahead", [1, 2, 5, 50])
+def test_many_inputs_give_their_results_in_order(anywhere, ahead):
+    _, w, b = SMALL.integers("float32")
+    got = list(pc.conv2d_many(inputs(11), w, b, padding=1, ahead=ahead, device=anywhere))
+    for y, x in zip(got, inputs(11), strict=True):
+        assert np.array_equal(y, SMALL.reference(x, w, b))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_inputs_are_taken_at_most_so_far_ahead(anywhere, ahead):
+    _, w, b = SMALL.integers("float32")
+    taken = []
+    results = pc.conv2d_many(inputs(12, taken), w, b, padding=1, ahead=ahead, device=anywhere)
+    assert taken == []
+    for i, _ in enumerate(results):
+        assert i + 1 <= len(taken) <= i + ahead + 1
+    assert len(taken) == 12 and next(results, None) is None
+
+
+@needs_torch
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_every_rank_takes_many_by_the_arguments_of_one(anywhere, ndim):
+    case = fprop((2, 4, *(6,) * ndim), (4, 2, *(2,) * ndim), stride=2, padding=1, dilation=2, groups=2)
+    x, w, b = case.integers("float64")
+    function, expected = getattr(pc, f"conv{ndim}d_many"), case.reference(x, w, b)
+    for y in (*function([x, x], w, b, 2, 1, 2, 2, device=anywhere), *function(iter([x]), w, bias=b, **case.options, device=anywhere)):
+        assert np.array_equal(y, expected)
+    (tensor,) = function([torch.from_numpy(x)], torch.from_numpy(w), torch.from_numpy(b), **case.options, device=anywhere)
+    assert isinstance(tensor, torch.Tensor) and np.array_equal(tensor.numpy(), expected)
+
+
+def test_exceptions_of_the_inputs_and_of_a_call_end_the_stream(anywhere):
+    _, w, b = SMALL.integers("float32")
+
+    def broken():
+        yield from inputs(4)
+        raise ZeroDivisionError
+
+    def wrong():
+        yield from inputs(4)
+        yield np.zeros((1, 7, 9, 8), "f")
+        yield from inputs(4)
+
+    for source, error in ((broken, ZeroDivisionError), (wrong, ConvArgumentError)):
+        results, got = pc.conv2d_many(source(), w, b, padding=1, ahead=2, device=anywhere), []
+        with pytest.raises(error):
+            got.extend(results)
+            for y in results:
+                got.append(y)
+        assert next(results, None) is None
+    with pytest.raises(TypeError):
+        list(pc.conv2d_many([None], w, b, device=anywhere))
+    assert list(pc.conv2d_many([], w, b, device=anywhere)) == []
+
+
+def test_closing_the_stream_early_stops_it(anywhere):
+    _, w, b = SMALL.integers("float32")
+    taken = []
+    source = inputs(1000, taken)
+    results = pc.conv2d_many(source, w, b, padding=1, ahead=3, device=anywhere)
+    next(results)
+    within(60, results.close)
+    assert len(taken) <= 4 and next(results, None) is None
+    settle()
+    del results
+    gc.collect()
+    dropped = pc.conv2d_many(inputs(1000, taken), w, b, padding=1, device=anywhere)
+    next(dropped)
+    del dropped  # by the garbage collector
+    gc.collect()
+    assert len(taken) <= 8
+
+
+@pytest.mark.parametrize("ahead", [0, -1, 1.0, None, True, "2"], ids=repr)
+def test_ahead_is_a_positive_integer(anywhere, ahead):
+    _, w, b = SMALL.integers("float32")
+    with pytest.raises((ConvArgumentError, TypeError), match="ahead"):
+        list(pc.conv2d_many(inputs(2), w, b, ahead=ahead, device=anywhere))
+
+
+def test_one_out_for_many_results_is_refused(anywhere):
+    _, w, b = SMALL.integers("float32")
+    with pytest.raises((ConvArgumentError, TypeError), match="out"):
+        list(pc.conv2d_many(inputs(2), w, b, padding=1, out=np.zeros((2, 4, 9, 9), "f"), device=anywhere))
+
+
+BOUND = {"forward": SMALL, "transposed": dgrad((2, 4, 5, 6), (4, 3, 3, 2), stride=2), "without bias": fprop((3, 9), (4, 3, 2), bias=False)}
+
+
+@needs_torch
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("name", BOUND)
+def test_a_bound_plan_keeps_the_filter_as_it_was(anywhere, monkeypatch, name, kind, small):
+    case = BOUND[name]
+    if small:
+        monkeypatch.setattr(host, "SMALL_BYTES", 1 << 20)
+    wrap = torch.from_numpy if kind == "torch" else np.asarray
+    arrays = [case.integers("float32", seed) for seed in range(3)]
+    w, b = arrays[0][1:]
+    expected = [case.reference(x, w, b) for x, *_ in arrays]
+    plan = Plan(case.problem(), anywhere)
+    w, b = w.copy(), None if b is None else b.copy()
+    bound = plan.bind(wrap(w), None if b is None else wrap(b))
+    w.fill(np.nan)
+    if b is not None:
+        b.fill(np.nan)
+    del w, b
+    for _ in range(2):
+        for (x, *_), y in zip(arrays, expected, strict=True):
+            assert np.array_equal(bound(wrap(x)), y)
+    out = wrap(np.full(y.shape, np.nan, "f"))
+    assert bound(wrap(arrays[0][0]), out=out) is out and np.array_equal(out, expected[0])
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda i: bound(wrap(arrays[i % 3][0])), range(12)))
+    assert all(np.array_equal(y, expected[i % 3]) for i, y in enumerate(results))
+
+
+def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut, monkeypatch):
+    monkeypatch.setattr(host, "LEAST_CHUNK_BYTES", 1 << 20)
+    case = fprop((2, 3, 9, 8), (40, 3, 3, 2), padding=1)
+    x, w, b = case.normals("float32")
+    expected = call(case, x, w, b)
+    before, sent, original = memory(gpus), [], type(gpus[0]).copy_in
+    bound = Plan(case.problem(), gpus[0]).bind(w, b)
+    assert sum(memory(gpus)[0]) == sum(before[0]) + 2
+    monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream)))
+    for small in (0, 1 << 20):
+        sent.clear()
+        monkeypatch.setattr(host, "SMALL_BYTES", small)
+        for _ in range(3):
+            y = bound(x)
+            assert np.array_equal(y, expected)
+        assert sum(sent) <= 3 * (x.nbytes + 256)
+    del bound, y
+    assert memory(gpus)[0] == before[0]
+
+
+@needs_torch
+def test_a_bound_plan_refuses_what_the_plan_does(anywhere):
+    x, w, b = SMALL.integers("float32")
+    plan = Plan(SMALL.problem(), anywhere)
+    for filters, exception, text in (
+        ((w[:3], b), ConvArgumentError, "weight"), ((w,), ConvArgumentError, "bias"), ((w, b[:2]), ConvArgumentError, "bias"),
+        ((w.astype("f8"), b.astype("f8")), ConvArgumentError, "float32"), ((w, torch.from_numpy(b)), TypeError, "one kind"), ((None, b), TypeError, "weight|input"),
+        ((w[..., ::-1], b), ConvArgumentError, "weight has negative strides"), ((w, b[::-1]), ConvArgumentError, "bias has negative strides"),
+    ):  # fmt: skip
+        with pytest.raises(exception, match=text):
+            plan.bind(*filters)(x)
+    bound = plan.bind(w, b)
+    for wrong, exception, text in ((x[:1], ConvArgumentError, "input"), (x.astype("f8"), ConvArgumentError, "float"), (torch.from_numpy(x), TypeError, "kind"), (None, TypeError, "input")):
+        with pytest.raises(exception, match=text):
+            bound(wrong)
+    with pytest.raises(ConvArgumentError, match="out must have shape"):
+        bound(x, out=np.zeros((1, 1, 1, 1), "f"))
+    with pytest.raises(NotImplementedError, match="no_grad"):
+        plan.bind(torch.from_numpy(w).requires_grad_(), torch.from_numpy(b))(torch.from_numpy(x))
+
+
+# ---- the end of a process
+
+HEAD = "import atexit, gc\nkept = []\natexit.register(lambda: print(kept[0].sum(dtype='d').item()))\n"  # registered first, so it runs last
+BODY = "import numpy as np, pycuda_conv as pc\nx, w = np.ones((8, 1, 600, 602), 'f'), np.ones((1, 1, 3, 3), 'f')\n"
+SUM = f"{8 * 598.0 * 600 * 9}\n"
+ENDINGS = {
+    "results used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w))\n",
+    "a slice used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w)[:, 0])\n",
+    "in a cycle": HEAD + BODY + "class Node: pass\na = Node(); a.self = a; a.y = pc.conv2d(x, w)\nkept.append(a.y)\n",
+    "read as modules go": BODY + "class Last:\n    def __init__(self): self.y, self.print = pc.conv2d(x, w), print\n    def __del__(self): self.print(self.y.sum(dtype='d').item())\nlast = Last()\n",
+    "in a thread": HEAD + BODY + "import threading\nt = threading.Thread(target=lambda: kept.append(pc.conv2d(x, w)))\nt.start()\n",
+    "an unfinished stream": HEAD + BODY + "many = pc.conv2d_many((x for _ in range(9)), w)\nkept.append(next(many))\n",
+    "a bound plan": HEAD + BODY + "bound = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape)).bind(w)\nkept.append(bound(x))\n",
+    "after an error": HEAD + BODY + "try: pc.conv2d(x, w, out=x)\nexcept ValueError: kept.append(pc.conv2d(x, w))\n",
+    "edited in place": HEAD + BODY + "y = pc.conv2d(x, w)\natexit.register(lambda: y.__imul__(1))\nkept.append(y)\n",
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_processes_end_cleanly_with_results_alive(python_env, ending):
+    assert python(ENDINGS[ending], python_env, PYTHONWARNINGS="ignore") == SUM
+
+
+@pytest.mark.gpu
+def test_without_page_locked_memory_a_process_runs_as_well(python_env):
+    assert python(ENDINGS["results used after everything"], python_env, PYTHONWARNINGS="ignore", PYCUDA_CONV_PINNED_LIMIT="0") == SUM
+    code = BODY + "try: pc.conv2d(x, w)\nexcept pc.ConvArgumentError as error: print('PYCUDA_CONV_PINNED_LIMIT' in str(error))\n"
+    assert python(code, python_env, PYTHONWARNINGS="ignore", PYCUDA_CONV_PINNED_LIMIT="lots") == "True\n"

@@ -1,0 +1,575 @@
+"""`pycuda-conv run` and `bench --host`: what they compute, what they refuse, and that nothing half done is left."""
+
+import errno
+import io
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import why_no_cuda, why_no_opencl
+
+import pycuda_conv as pc
+from pycuda_conv import cli
+from pycuda_conv.runtime import get_device
+from pycuda_conv.tools import bench, hostbench, run
+from pycuda_conv.tools.terminal import INTERRUPTED, OK, UNUSABLE
+from pycuda_conv.tools.timing import Effort
+
+torch = pytest.importorskip("torch", reason="the results are judged by torch")
+Image = pytest.importorskip("PIL.Image", reason="pictures are read by Pillow")
+correlate = pytest.importorskip("scipy.ndimage", reason="pictures are judged by scipy").correlate
+F = torch.nn.functional
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run the command in this process, in a folder of its own: (exit status, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        capsys.readouterr()
+        try:
+            status = cli.main([str(a) for a in arguments])
+        except SystemExit as exit:  # argparse leaves by itself, and so do signals
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def opencl():
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+
+
+def save(**arrays):
+    """Write each as NAME.npy in the current folder; float32 unless it has another dtype than numpy's default."""
+    for name, array in arrays.items():
+        np.save(f"{name}.npy", array.astype(np.float32) if array.dtype == np.float64 else array)
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
+
+
+def names():
+    return sorted(p.name for p in Path().iterdir())
+
+
+# ---- arrays
+
+
+@pytest.mark.parametrize("x, w, flags, function, options", [
+    ((5, 3, 17, 13), (4, 3, 3, 3), "", F.conv2d, {}),
+    ((5, 3, 17, 13), (4, 3, 3, 5), "--padding same --batch 2", F.conv2d, {"padding": "same"}),
+    ((5, 3, 17, 13), (4, 3, 3, 3), "--padding valid --stride 2,3 --dilation 2 --batch 9", F.conv2d, {"stride": (2, 3), "dilation": 2}),
+    ((5, 4, 17, 13), (6, 2, 3, 3), "--groups 2 --padding 1,2 --batch 1 --bias b.npy", F.conv2d, {"groups": 2, "padding": (1, 2)}),
+    ((3, 17, 13), (4, 3, 3, 3), "--padding 1 --precision tf32", F.conv2d, {"padding": 1}),
+    ((5, 3, 29), (4, 3, 5), "--padding 2 --stride 2 --batch 3", F.conv1d, {"padding": 2, "stride": 2}),
+    ((3, 2, 7, 8, 9), (4, 2, 3, 2, 3), "--padding 1,0,2 --batch 2", F.conv3d, {"padding": (1, 0, 2)}),
+    ((5, 4, 7, 6), (4, 3, 3, 3), "--transposed --stride 2 --padding 1 --output-padding 1 --batch 2 --bias b.npy", F.conv_transpose2d, {"stride": 2, "padding": 1, "output_padding": 1}),
+    ((4, 4, 9), (4, 3, 3), "--transposed --stride 3 --output-padding 1,", None, {}),
+])
+def test_arrays_are_convolved_as_torch_does(command, device, x, w, flags, function, options):
+    x, w = draw(*x), draw(*w)
+    channels = w.shape[1] if "transposed" in flags else w.shape[0]
+    b = draw(channels) if "bias" in flags else None
+    save(x=x, w=w, **({} if b is None else {"b": b}))
+    status, out, err = command("run", "--filter", "w.npy", "x.npy", "y.npy", "--device", device, *flags.split())
+    if function is None:
+        assert status == UNUSABLE and err.count("\n") == 1 and names() == ["w.npy", "x.npy"]
+        return
+    assert (status, err) == (OK, "") and out.count("\n") == 1 and out.startswith("y.npy: conv")
+    expected = function(*(None if a is None else torch.from_numpy(a).double() for a in (x, w, b)), **options).numpy()
+    y = np.load("y.npy")
+    assert y.dtype == np.float32 and y.shape == expected.shape and np.allclose(y, expected, rtol=1e-5, atol=1e-5)
+    assert set(names()) == {"x.npy", "w.npy", "y.npy", *(["b.npy"] if b is not None else [])}
+
+
+def test_uneven_padding_is_top_bottom_left_right(command, device):
+    x, w = draw(2, 1, 6, 7), draw(1, 1, 3, 3)
+    save(x=x, w=w)
+    assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--padding", "0,1,2,3", "--device", device)[0] == OK
+    expected = F.conv2d(F.pad(torch.from_numpy(x), (2, 3, 0, 1)), torch.from_numpy(w)).numpy()
+    assert np.allclose(np.load("y.npy"), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "fortran", "empty"])
+def test_every_dtype_and_layout(command, device, dtype):
+    x, w = draw(0 if dtype == "empty" else 4, 2, 9, 8), draw(3, 2, 3, 3)
+    kind = {"fortran": "float32", "empty": "float32"}.get(dtype, dtype)
+    stored = np.asfortranarray(x) if dtype == "fortran" else x.astype(kind)
+    np.save("x.npy", stored)
+    np.save("w.npy", w.astype(kind))
+    assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--batch", 3, "--device", device)[0] == OK
+    y = np.load("y.npy")
+    expected = F.conv2d(torch.from_numpy(stored.astype("f8", order="C")), torch.from_numpy(w.astype(kind).astype("f8"))).numpy()
+    assert y.dtype == np.dtype(kind).newbyteorder("=") and y.shape == expected.shape
+    assert np.allclose(y, expected, atol=2e-2 if dtype == "float16" else 1e-5)
+
+
+def test_slices_cover_the_batch_in_pieces_that_fit():
+    problem = pc.ConvProblem.forward(2, (1000, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    settings = run.Settings("w.npy", Path("x.npy"), Path("y.npy"))
+    for chosen, most in ((settings, run.SLICE_BYTES), (run.Settings("w", Path("x"), Path("y"), devices=[0, 1]), 2 * run.SLICE_BYTES)):
+        slices = run._slices(problem, chosen)
+        assert [i for s in slices for i in range(s.start, s.stop)] == list(range(1000))
+        lengths = {s.stop - s.start for s in slices}
+        assert max(lengths) - min(lengths) <= 1 and max(lengths) * 64 * 56 * 56 * 4 <= most
+    assert [s.stop - s.start for s in run._slices(problem, run.Settings("w", Path("x"), Path("y"), batch=300))] == [300, 300, 300, 100]
+
+
+def test_devices_are_passed_on(command, opencl, monkeypatch):
+    seen = []
+    convolve = pc.conv2d
+
+    def conv2d(*arrays, devices, **options):
+        seen.append(devices)
+        return convolve(*arrays, device="opencl", **options)
+
+    monkeypatch.setattr(pc, "conv2d", conv2d)
+    save(x=draw(2, 1, 5, 5), w=draw(1, 1, 3, 3))
+    assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--devices", "0,1")[0] == OK and seen == [[0, 1]]
+    monkeypatch.setattr(run, "device_count", lambda: 2)
+    assert command("run", "--filter", "w.npy", "x.npy", "z.npy", "--devices", "all", "--batch", 1)[0] == OK and seen[1:] == ["all", "all"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is limited through Linux's /proc")
+def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
+    """With less memory to allocate than the arrays take; what is mapped from a file does not count."""
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="f4", shape=(96, 1, 1024, 1024))
+    x[-1, 0, 5] = 1
+    np.save(tmp_path / "w.npy", np.ones((1, 1, 1, 1), "f"))
+    code = (
+        "import resource, sys; from pycuda_conv import cli, conv2d; import numpy as np;"
+        "conv2d(np.ones((8, 1, 1024, 1024), 'f'), np.ones((1, 1, 1, 1), 'f'), device='opencl');"
+        "from pathlib import Path; status = Path('/proc/self/status').read_text();"
+        "used = int(status.split('VmData:')[1].split()[0]) << 10;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20),) * 2); sys.exit(cli.main(sys.argv[1:]))"
+    )
+    arguments = ["run", "--filter", "w.npy", "x.npy", "y.npy", "--batch", "8", "--device", "opencl"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=python_env, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (OK, "")
+    y = np.load(tmp_path / "y.npy", mmap_mode="r")
+    assert y[-1, 0, 5].all() and not y[-1, 0, 6].any() and not y[0].any()
+
+
+# ---- what goes wrong
+
+
+ARRAYS = ("--filter", "w.npy", "x.npy", "y.npy")
+REFUSED = {
+    "no input": (("--filter", "w.npy", "none.npy", "y.npy"), "none.npy can't be read: No such file"),
+    "no filter": (("--filter", "none.npy", "x.npy", "y.npy"), "none.npy can't be read"),
+    "no bias": ((*ARRAYS, "--bias", "none.npy"), "none.npy can't be read"),
+    "truncated": (("--filter", "w.npy", "cut.npy", "y.npy"), "cut.npy is no whole .npy file"),
+    "truncated filter": (("--filter", "cut.npy", "x.npy", "y.npy"), "cut.npy is no whole .npy file"),
+    "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is no whole .npy file"),
+    "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is no whole .npy file"),
+    "integers": (("--filter", "w.npy", "integers.npy", "y.npy"), "integers.npy holds int64"),
+    "another dtype": (("--filter", "double.npy", "x.npy", "y.npy"), "double.npy holds float64, but x.npy float32"),
+    "channels": (("--filter", "two.npy", "x.npy", "y.npy"), "expected input[2, 1, 6, 6] to have 2 channels"),
+    "axes of the input": (("--filter", "w.npy", "flat.npy", "y.npy"), "input"),
+    "axes of the filter": (("--filter", "flat.npy", "x.npy", "y.npy"), "3, 4 or 5 axes"),
+    "shape of the bias": ((*ARRAYS, "--bias", "two.npy"), "bias"),
+    "onto the input": (("--filter", "w.npy", "x.npy", "x.npy", "--force"), "it is the file x.npy"),
+    "onto a link to the input": (("--filter", "w.npy", "x.npy", "link.npy", "--force"), "it is the file x.npy"),
+    "onto the filter": (("--filter", "w.npy", "x.npy", "w.npy", "--force"), "it is the file w.npy"),
+    "onto the bias": (("--filter", "w.npy", "x.npy", "b.npy", "--bias", "b.npy", "--force"), "it is the file b.npy"),
+    "no folder": (("--filter", "w.npy", "x.npy", "none/y.npy"), "is no folder"),
+    "a folder": (("--filter", "w.npy", "x.npy", "folder.npy", "--force"), "no ordinary file"),
+    "not writeable": (("--filter", "w.npy", "x.npy", "/proc/y.npy"), "/proc/y.npy can't be written"),
+    "exists": (("--filter", "w.npy", "x.npy", "old.npy"), "old.npy exists already; --force"),
+    "array to picture": (("--filter", "w.npy", "x.npy", "y.png"), "y.png must end in .npy"),
+    "named filter": (("--filter", "blur", "x.npy", "y.npy"), "is for pictures"),
+    "unknown filter": (("--filter", "blurr", "x.npy", "y.npy"), "did you mean blur?"),
+    "unknown kind": (("--filter", "w.npy", "x.xyz", "y.xyz"), "x.xyz must end in .npy or be a picture"),
+    "output padding": ((*ARRAYS, "--output-padding", "1"), "--transposed"),
+    "padding": ((*ARRAYS, "--padding", "most"), "--padding"),
+    "padding of three": ((*ARRAYS, "--padding", "1,2,3"), "padding"),
+    "negative": ((*ARRAYS, "--padding", "-1"), "padding"),
+    "stride": ((*ARRAYS, "--stride", "0"), "stride"),
+    "batch": ((*ARRAYS, "--batch", "0"), "--batch"),
+    "device": ((*ARRAYS, "--device", "tpu"), "'tpu'"),
+    "devices": ((*ARRAYS, "--devices", "some"), "--devices"),
+    "both": ((*ARRAYS, "--devices", "0", "--device", "0"), "not allowed with"),
+    "no picture": (("--filter", "blur", "none.png", "b.png"), "none.png can't be read"),
+    "broken picture": (("--filter", "blur", "cut.png", "b.png"), "cut.png can't be read"),
+    "text as picture": (("--filter", "blur", "text.png", "b.png"), "text.png can't be read"),
+    "picture onto itself": (("--filter", "blur", "a.png", "a.png", "--force"), "it is the file a.png"),
+    "picture exists": (("--filter", "blur", "a.png", "cut.png"), "exists already"),
+    "picture to array": (("--filter", "blur", "a.png", "b.npy"), "b.npy must be a picture"),
+    "picture without folder": (("--filter", "blur", "a.png", "none/b.png"), "is no folder"),
+    "picture not writeable": (("--filter", "blur", "a.png", "/proc/b.png"), "/proc/b.png can't be written"),
+    "alpha as jpeg": (("--filter", "blur", "alpha.png", "b.jpg"), "b.jpg can't be written"),
+    "animation": (("--filter", "blur", "two.gif", "b.png"), "two.gif has 2 pictures"),
+    "stride of a picture": (("--filter", "blur", "a.png", "b.png", "--stride", "2"), "--stride is for .npy files"),
+    "filter of a picture": (("--filter", "five.npy", "a.png", "b.png"), "5 channels"),
+    "flat filter": (("--filter", "b.npy", "a.png", "b.png"), "must have shape (R, S)"),
+    "filter with nan": (("--filter", "nan.npy", "a.png", "b.png"), "not finite"),
+    "filter of complex": (("--filter", "complex.npy", "a.png", "b.png"), "holds complex64"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, opencl, arguments, words):
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3), b=draw(1), two=draw(1, 2, 3, 3), five=draw(5, 3, 3, 3), flat=draw(4, 4), old=draw(3))
+    save(integers=np.arange(72).reshape(2, 1, 6, 6), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
+    np.save("double.npy", np.ones((1, 1, 3, 3)))
+    np.save("objects.npy", np.array([None, 1], object), allow_pickle=True)
+    Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:-5])
+    Path("nil.npy").write_bytes(b"")
+    Path("link.npy").symlink_to("x.npy")
+    Path("folder.npy").mkdir()
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8))
+    picture.save("a.png")
+    picture.convert("RGBA").save("alpha.png")
+    picture.save("two.gif", save_all=True, append_images=[Image.new("RGB", (40, 40))])
+    Path("cut.png").write_bytes(Path("a.png").read_bytes()[:-1000])
+    Path("text.png").write_text("no picture")
+    before = {p.name: p.read_bytes() for p in Path().iterdir() if p.is_file()}
+    folder = names()
+    status, out, err = command("run", *arguments, *([] if "--device" in arguments or "--devices" in arguments else ["--device", "opencl"]))
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith("pycuda-conv run: ") and words in err
+    assert names() == folder and {p.name: p.read_bytes() for p in Path().iterdir() if p.is_file()} == before
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("how, status", [(KeyboardInterrupt, INTERRUPTED), (signal.SIGTERM, 128 + signal.SIGTERM), (OSError(errno.EIO, "Input/output error"), UNUSABLE)], ids=["ctrl-c", "term", "error"])
+def test_an_interrupted_run_leaves_nothing(command, opencl, monkeypatch, how, status, force):
+    save(x=draw(4, 1, 6, 6), w=draw(1, 1, 3, 3))
+    if force:
+        Path("y.npy").write_text("old")
+    seen, convolve = [], pc.conv2d
+
+    def conv2d(*arrays, **options):
+        seen.append([p for p in names() if p.endswith(".part")])
+        if len(seen) == 3:
+            if isinstance(how, signal.Signals):
+                os.kill(os.getpid(), how)
+                time.sleep(5)
+            raise how
+        return convolve(*arrays, **options)
+
+    monkeypatch.setattr(pc, "conv2d", conv2d)
+    before = signal.getsignal(signal.SIGTERM)
+    found, out, err = command("run", *ARRAYS, "--batch", 1, "--device", "opencl", *["--force"] * force)
+    assert (found, out) == (status, "") and err.count("\n") <= 1
+    assert len(seen) == 3 and all(len(parts) == 1 for parts in seen)  # it was there and is gone
+    assert names() == ["w.npy", "x.npy"] + ["y.npy"] * force and signal.getsignal(signal.SIGTERM) is before
+    assert not force or Path("y.npy").read_text() == "old"
+
+
+def test_an_interrupted_picture_leaves_nothing(command, opencl, monkeypatch):
+    Image.new("L", (9, 9)).save("a.png")
+
+    def write(path, *_):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "write_picture", write)
+    assert command("run", "--filter", "blur", "a.png", "b.png", "--device", "opencl") == (INTERRUPTED, "", "interrupted\n")
+    assert names() == ["a.png"]
+
+
+def test_a_full_disk_is_met_before_the_work(command, opencl, monkeypatch):
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    status, out, err = command("run", *ARRAYS, "--device", "opencl")
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "y.npy can't be written: No space left on device" in err
+    assert names() == ["w.npy", "x.npy"]
+
+
+def test_force_replaces_and_keeps_links_and_permissions(command, device):
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
+    Path("real.npy").write_text("old")
+    Path("real.npy").chmod(0o640)
+    Path("y.npy").symlink_to("real.npy")
+    assert command("run", *ARRAYS, "--force", "--device", device)[0] == OK
+    assert Path("y.npy").is_symlink() and np.load("real.npy").shape == (2, 1, 4, 4) and Path("real.npy").stat().st_mode & 0o777 == 0o640
+
+
+def test_progress_goes_to_stderr_only(command, opencl, monkeypatch):
+    pytest.importorskip("rich", reason="the bar is drawn by rich")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    save(**{"x[1]": draw(4, 1, 6, 6), "w": draw(1, 1, 3, 3)})
+    quiet = command("run", "--filter", "w.npy", "x[1].npy", "y.npy", "--device", "opencl")
+    assert quiet[0] == OK and quiet[2] == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = command("run", "--filter", "w.npy", "x[1].npy", "y.npy", "--force", "--batch", 1, "--device", "opencl")
+    assert status == OK and "x[1].npy" in err and "bytes" in err and "\x1b" in err
+    assert out.count("\n") == 1 and out.startswith("y.npy: conv2d 4x1x6x6") and "\x1b" not in out
+
+
+# ---- pictures
+
+
+def pixels(height=23, width=31, channels=3, dtype=np.uint8, seed=0):
+    shape = (height, width, channels)[: 2 + (channels > 1)]
+    return np.random.default_rng(seed).integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
+
+
+def check(result, source, filters):
+    """`result` is `source` filtered channel by channel with its border repeated, rounded, clipped."""
+    source = source.reshape(*source.shape[:2], -1).astype(np.float64)
+    result = result.reshape(source.shape)
+    top = np.iinfo(result.dtype).max
+    for c in range(source.shape[2]):
+        exact = np.clip(correlate(source[..., c], np.asarray(filters, np.float64), mode="nearest"), 0, top)
+        error = np.abs(result[..., c] - exact)
+        assert error.max() <= 0.5 + top * 2e-6, f"channel {c}: off by {error.max()} at {np.unravel_index(error.argmax(), error.shape)}"
+
+
+@pytest.mark.parametrize("name", run.FILTERS)
+def test_named_filters_against_float64(command, device, name):
+    picture = pixels()
+    Image.fromarray(picture).save("a.png")
+    status, out, err = command("run", "--filter", name, "a.png", "b.png", "--device", device)
+    assert (status, err) == (OK, "") and out.startswith("b.png: 31x23, 8-bit RGB in ")
+    with Image.open("b.png") as found:
+        assert found.mode == "RGB"
+        check(np.asarray(found), picture, run.FILTERS[name])
+    if name == "identity":
+        assert np.array_equal(np.asarray(Image.open("b.png")), picture)
+
+
+def test_a_flat_picture_has_no_dark_border(command, device):
+    Image.new("RGB", (20, 10), (200, 100, 50)).save("a.png")
+    assert command("run", "--filter", "blur", "a.png", "b.png", "--device", device)[0] == OK
+    assert (np.asarray(Image.open("b.png")) == (200, 100, 50)).all()
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGB", "RGBA", "1", "P", "CMYK", "I;16"])
+def test_kinds_of_pictures(command, opencl, mode):
+    base = Image.fromarray(pixels(channels=4))
+    if mode == "I;16":
+        source = Image.fromarray(pixels(channels=1, dtype=np.uint16))
+    else:
+        source = base.convert("RGB").convert(mode) if mode in ("1", "P", "CMYK") else base.convert(mode)
+    name = "a.tif" if mode == "CMYK" else "a.png"
+    source.save(name)
+    assert command("run", "--filter", "sharpen", name, "b.png", "--device", "opencl")[0] == OK
+    seen = {"1": "L", "P": "RGB", "CMYK": "RGB"}.get(mode, mode)
+    given = np.asarray(source if seen == mode else source.convert(seen))
+    with Image.open("b.png") as image:
+        assert image.mode == seen
+        found = np.asarray(image)
+    if seen.endswith("A"):
+        assert np.array_equal(found[..., -1], given[..., -1])  # transparency is kept
+        found, given = found[..., :-1], given[..., :-1]
+    assert found.dtype == given.dtype
+    check(found, given, run.FILTERS["sharpen"])
+
+
+def png_16_bit(array):
+    """A PNG of 16-bit pixels, rows stored as they are."""
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, channels = array.shape
+    header = struct.pack(">IIBBBBB", width, height, 16, {2: 4, 3: 2, 4: 6}[channels], 0, 0, 0)
+    data = zlib.compress(b"".join(b"\0" + row.astype(">u2").tobytes() for row in array))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+@pytest.mark.parametrize("name", ["identity", "blur"])
+def test_16_bit_colours_stay_16_bit(command, device, channels, name):
+    picture = pixels(channels=channels, dtype=np.uint16)
+    Path("a.png").write_bytes(png_16_bit(picture))
+    status, out, _ = command("run", "--filter", name, "a.png", "b.png", "--device", device)
+    assert status == OK and "16-bit RGB" in out
+    found = run.read_picture(Path("b.png"))
+    assert found.colours.dtype == np.uint16 and (found.alpha is None) == (channels == 3)
+    check(np.moveaxis(found.colours, 0, -1), picture[..., :3], run.FILTERS[name])
+    assert channels == 3 or np.array_equal(found.alpha, picture[..., 3])
+    with Image.open("b.png") as image:  # as another reader sees it: the high bytes
+        assert np.array_equal(np.asarray(image)[..., :3], np.moveaxis(found.colours >> 8, 0, -1))
+
+
+def test_16_bit_colours_are_never_cut_in_silence(command, opencl):
+    Path("a.png").write_bytes(png_16_bit(pixels(channels=3, dtype=np.uint16)))
+    Path("la.png").write_bytes(png_16_bit(pixels(channels=2, dtype=np.uint16)))
+    for given, wanted, words in (("a.png", "b.jpg", "must be a .png"), ("la.png", "b.png", "cut to 8 bits")):
+        status, out, err = command("run", "--filter", "blur", given, wanted, "--device", "opencl")
+        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and names() == ["a.png", "la.png"]
+
+
+def test_a_jpeg_keeps_its_profile_and_notes(command, opencl):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned on its side
+    smooth = np.linspace(0, 255, 64 * 48 * 3).reshape(48, 64, 3).astype(np.uint8)
+    Image.fromarray(smooth).save("a.jpg", icc_profile=b"some profile", exif=exif, quality=95)
+    assert command("run", "--filter", "blur", "a.jpg", "b.jpg", "--device", "opencl")[0] == OK
+    with Image.open("a.jpg") as a, Image.open("b.jpg") as b:
+        assert b.size == a.size and b.info["icc_profile"] == b"some profile" and b.getexif()[0x0112] == 6
+        check_near = np.abs(np.asarray(a).astype(int) - np.asarray(b)).max()
+    assert check_near < 12
+
+
+@pytest.mark.parametrize("shape, flags", [((3, 5), ""), ((1, 1, 4, 2), ""), ((3, 3), "--dilation 3"), ((3, 3), "--dilation 2,1"), ((60, 1), ""), ((3, 3), "--bias b.npy")])
+def test_a_filter_file_on_each_colour(command, device, shape, flags):
+    picture, w = pixels(), np.random.default_rng(1).random(shape) / math.prod(shape)
+    Image.fromarray(picture).save("a.png")
+    np.save("w.npy", w)
+    np.save("b.npy", np.array([7]))
+    assert command("run", "--filter", "w.npy", "a.png", "b.png", "--device", device, *flags.split())[0] == OK
+    found = np.asarray(Image.open("b.png"))
+    assert found.shape == picture.shape
+    step = {"--dilation 3": (3, 3), "--dilation 2,1": (2, 1)}.get(flags, (1, 1))
+    spread = [d * (n - 1) for d, n in zip(step, shape[-2:], strict=True)]
+    around = [(n // 2, n - n // 2) for n in spread]
+    x = torch.from_numpy(np.pad(np.moveaxis(picture, -1, 0).astype("f8"), ((0, 0), *around), mode="edge"))[:, None]
+    exact = F.conv2d(x, torch.from_numpy(w.reshape(1, 1, *shape[-2:])), dilation=step).numpy()[:, 0] + 7 * ("bias" in flags)
+    assert np.abs(np.moveaxis(found, -1, 0) - exact.clip(0, 255)).max() <= 0.501
+
+
+@pytest.mark.parametrize("k, flags", [(1, ()), (3, ()), (3, ("--groups", 3))])
+def test_a_filter_over_all_colours(command, device, k, flags):
+    picture = pixels(channels=4)
+    w = np.random.default_rng(2).random((k, 1 if flags else 3, 3, 3)).astype("f") / 20
+    Image.fromarray(picture).save("a.png")
+    np.save("w.npy", w)
+    assert command("run", "--filter", "w.npy", "a.png", "b.png", "--device", device, *flags)[0] == OK
+    with Image.open("b.png") as image:
+        assert image.mode == ("LA" if k == 1 else "RGBA")
+        found = np.asarray(image)
+    assert np.array_equal(found[..., -1], picture[..., -1])
+    x = torch.from_numpy(np.pad(np.moveaxis(picture[..., :3], -1, 0).astype("f8"), ((0, 0), (1, 1), (1, 1)), mode="edge"))[None]
+    exact = F.conv2d(x, torch.from_numpy(w).double(), groups=3 if flags else 1).numpy()[0]
+    assert np.abs(np.moveaxis(found[..., :-1], -1, 0) - exact.clip(0, 255)).max() <= 0.501
+
+
+def test_the_written_png_is_what_another_writer_would_store():
+    picture = pixels(5, 7, 3, np.uint16)
+    profile = b"some profile"
+    with Image.open(io.BytesIO(run._png_16_bit(picture, profile))) as image:
+        assert image.info["icc_profile"] == profile and np.array_equal(np.asarray(image), picture >> 8)
+
+
+# ---- bench --host
+
+
+def test_host_needs_a_gpu(command):
+    if why_no_cuda() is None:
+        pytest.skip("there is a GPU")
+    status, out, err = command("bench", "--host")
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "no GPU to measure" in err
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (("--host", "--precision", "tf32"), "--precision"), (("--host", "--readme", "x"), "--readme"), (("--host", "--only", "("), "regular expression"),
+    (("--host", "--only", "conv9d"), "matches no problem"), (("--devices", "0"), "--devices is for --host"), (("--host", "--devices", "x"), "--devices"),
+])
+def test_host_refuses_what_it_does_not_do(command, arguments, words):
+    status, out, err = command("bench", *arguments)
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
+
+
+def test_host_lists_its_problems(command):
+    status, out, err = command("bench", "--host", "--list")
+    assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [str(case) for case in hostbench.CASES]
+    assert len(hostbench.CASES) == 6 and str(hostbench.CASES[0]).startswith("conv2d 32x64x224x224 -> 64x224x224 k3x3")
+
+
+def test_the_bus_is_charged_with_the_longer_direction():
+    bus = hostbench.Bus(up=50e9, down=40e9, both=70e9)
+    assert bus.part(50 * 10**6, 10**6, 2e-3) == pytest.approx(0.5) and bus.part(10**6, 40 * 10**6, 1e-3) == pytest.approx(1)
+    assert "50.0 GB/s up" in str(bus)
+
+
+@pytest.mark.parametrize("gpus, expected", [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_counts_of_gpus(gpus, expected):
+    assert hostbench.counts(gpus) == expected
+
+
+def small(monkeypatch, wrong=None):
+    """Small cases, torch on the CPU, ours on OpenCL; `wrong` spoils our results."""
+    monkeypatch.setattr(hostbench, "CASES", tuple(hostbench._case(2, 4, 5, 8, 3, kept=kept) for kept in (False, True)))
+    if wrong is not None:
+        way = hostbench.our_way
+
+        def spoiled(*arguments, **more):
+            right = way(*arguments, **more)
+            return lambda i: right(i) + np.float32(wrong)
+
+        monkeypatch.setattr(hostbench, "our_way", spoiled)
+    return hostbench.Bus(1e9, 1e9, 2e9), Effort(rounds=7, seconds=0, most_rounds=7)
+
+
+@pytest.mark.parametrize("wrong", [None, 1e-3, math.nan])
+def test_a_case_is_verified_and_timed(opencl, monkeypatch, wrong):
+    bus, effort = small(monkeypatch, wrong)
+    for case in hostbench.CASES:
+        with torch.no_grad():
+            row = hostbench.measure(torch, case, get_device("opencl"), "cpu", np.copy, bus, effort, 0)
+        assert row.out_bytes == 2 * 8 * 25 * 4 and row.in_bytes == 2 * 4 * 25 * 4 + (0 if case.kept else 8 * 4 * 9 * 4)
+        assert len(row.cells()) == len(hostbench.COLUMNS)
+        if wrong is None:
+            assert row.verdict == "ok" and row.error < 1e-6 and row.ratio == pytest.approx(row.torch_ms / row.ours_ms)
+            assert row.of_bus == pytest.approx(max(row.in_bytes, row.out_bytes) / 1e9 / row.ours_ms * 1e3)
+        else:
+            assert (row.verdict, row.ours_ms, row.ratio, row.of_bus) == ("WRONG", None, None, None) and row.cells()[1:5] == ("-",) * 4
+
+
+def test_the_whole_report(command, opencl, monkeypatch):
+    """With OpenCL and torch's CPU in the GPU's place."""
+    pytest.importorskip("rich", reason="the tables are drawn by rich")
+    bus, _ = small(monkeypatch)
+    device, convolve = get_device("opencl"), pc.conv2d
+    monkeypatch.setattr(hostbench, "_device", lambda *_: device)
+    monkeypatch.setattr(hostbench, "named_device", lambda name: device)
+    monkeypatch.setattr(hostbench, "get_device", lambda name: device)
+    monkeypatch.setattr(hostbench, "measure_bus", lambda *_: bus)
+    monkeypatch.setattr(hostbench, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda name: None)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    way = hostbench.torch_way
+    monkeypatch.setattr(hostbench, "torch_way", lambda torch, case, place, x, w: way(torch, case, "cpu", x, w))
+    monkeypatch.setattr(pc, "conv2d", lambda *arrays, devices=None, device=None, **options: convolve(*arrays, device="opencl", **options))
+    status, out, _ = command("bench", "--host", "--devices", "all", "--quick", "--json", "h.json", "--seed", 1)
+    assert status == OK and "filter kept" in out and "speed-up" in out and "GB/s up" in out
+    facts = json.loads(Path("h.json").read_text())
+    assert sorted(facts) == ["bus", "machine", "rows", "scaling"] and facts["machine"]["command"] == "pycuda-conv bench --host --devices all --quick"
+    assert [row["verdict"] for row in facts["rows"]] == ["ok", "ok"] and [row["gpus"] for row in facts["scaling"]] == [1, 2]
+    assert facts["scaling"][0]["speedup"] == 1 and facts["scaling"][1]["bytes_per_second"] > 0
+
+
+@pytest.mark.gpu
+def test_host_on_a_gpu(command, monkeypatch):
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    small(monkeypatch)
+    monkeypatch.setattr(hostbench, "BUS_BYTES", 1 << 20)
+    monkeypatch.setattr(bench, "COPY_FLOATS", 1 << 20)
+    status, out, _ = command("bench", "--host", "--quick", "--devices", "all", "--json", "h.json")
+    assert status == OK and "WRONG" not in out and json.loads(Path("h.json").read_text())["bus"]["up"] > 1e9
+
+
+# ---- the README's picture
+
+
+def test_the_readme_s_picture_is_what_its_command_makes(opencl, python_env, tmp_path):
+    root = Path(pc.__file__).resolve().parent.parent
+    script, picture = root / "scripts" / "picture.py", root / "docs" / "sharpen.png"
+    if not (script.exists() and picture.exists()):
+        pytest.skip("no scripts/ or docs/ beside the package")
+    subprocess.run([sys.executable, script, tmp_path / "s.png"], env=python_env, check=True, capture_output=True, timeout=60)
+    with Image.open(picture) as stored, Image.open(tmp_path / "s.png") as made:
+        assert stored.size == made.size and 600 <= stored.width <= 800
+        assert np.abs(np.asarray(stored).astype(int) - np.asarray(made)).mean() < 3  # fonts differ a little from Pillow to Pillow
+    assert picture.stat().st_size < 150_000
