@@ -17,7 +17,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -46,7 +46,7 @@ SMALL_BYTES = 1 << 20
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
 #: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
 HELPED_BYTES = 128 << 20
-#: Threads that copy between ordinary and page-locked memory, in each direction of a call.
+#: Threads that copy between ordinary and page-locked memory, in each direction of a call. More get in each other's way.
 THREADS = min(6, os.cpu_count() or 1)
 
 
@@ -187,7 +187,7 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     """
     cut = pieces(plan.problem, chunk_bytes)
     largest = max((piece.problem for piece in cut), key=lambda problem: problem.macs)
-    config = plan.config if largest == plan.problem else direct.choose(largest, device.multiprocessors)
+    config = plan.config if plan.fixed or largest == plan.problem else direct.choose(largest, device.multiprocessors)
     mine = cut[len(cut) * share // shares : len(cut) * (share + 1) // shares]
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in mine}:
@@ -298,7 +298,8 @@ class _Threads:
         self._free.put((buffer, until))
 
     def close(self) -> None:
-        """Wait for the threads; an error of theirs is raised here."""
+        """Wait for the threads, all of them; then an error of theirs is raised."""
+        wait(self._running)
         for future in self._running:
             future.result()
 
@@ -306,7 +307,8 @@ class _Threads:
 class _Feeder(_Threads):
     """Fills buffers with `parts` in their order, ahead of the copies to the device."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part]) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int | None = None) -> None:
+        threads = THREADS if threads is None else threads
         total = sum(part.view.nbytes for part in parts)
         #: whether the launching thread copies as well
         self._helped = total < HELPED_BYTES
@@ -316,7 +318,7 @@ class _Feeder(_Threads):
         self._taken = 0
         self._lock = threading.Lock()
         self._closed = False
-        super().__init__(device, parts, min(THREADS // 2 if self._helped else THREADS, total // PART_BYTES))
+        super().__init__(device, parts, min(threads // 2 if self._helped else threads, total // PART_BYTES))
 
     def work(self) -> None:
         while self._fill():
@@ -364,10 +366,11 @@ class _Feeder(_Threads):
 class _Lander(_Threads):
     """Empties buffers into ordinary memory, each when the copy from the device has come."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part]) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int | None = None) -> None:
+        threads = THREADS if threads is None else threads
         self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
         total = sum(part.view.nbytes for part in parts)
-        super().__init__(device, parts, max(1, min(THREADS, len(parts), total // PART_BYTES)))
+        super().__init__(device, parts, max(1, min(threads, len(parts), total // PART_BYTES)))
 
     def work(self) -> None:
         while (item := self._landed.get()) is not None:
@@ -422,14 +425,14 @@ class _Pipeline:
             for i, chunk in enumerate(chunks)
         ]
 
-    def run(self) -> None:
-        """Convolve all chunks; returns when the results are in place."""
+    def run(self, threads: int) -> None:
+        """Convolve all chunks, with so many threads to copy in either direction; returns when the results are in place."""
         up = [part for parts in self._going_up for part in parts]
         down = [part for parts in self._going_down for part in parts]
         # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
         with ExitStack() as stack:
-            feeder = stack.enter_context(closing(_Feeder(self._device, up))) if up else None
-            lander = stack.enter_context(closing(_Lander(self._device, down))) if down else None
+            feeder = stack.enter_context(closing(_Feeder(self._device, up, threads))) if up else None
+            lander = stack.enter_context(closing(_Lander(self._device, down, threads))) if down else None
             for stream in (self._up, self._compute, self._down):
                 stack.callback(stream.synchronize)
             self._launch(feeder, lander)
@@ -518,7 +521,7 @@ def convolve(
                 one.wait_for(stream)
             chunks = _chunks(plan, chunk_bytes, one, share, len(gpus))
             if chunks:
-                _Pipeline(one, chunks, batch_x, filters, batch_y).run()
+                _Pipeline(one, chunks, batch_x, filters, batch_y).run(max(THREADS // len(gpus), 2))
 
     if len(gpus) == 1:
         work(0)

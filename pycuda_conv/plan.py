@@ -43,6 +43,8 @@ class Plan:
     def __init__(self, problem: ConvProblem, device: Any = None, *, config: direct.Config | None = None) -> None:
         self.problem = problem
         self.device = get_device(device)
+        #: whether the caller chose the configuration
+        self.fixed = config is not None
         self.config = config or direct.choose(problem, self.device.multiprocessors, self.device.backend)
         self.stages, self.workspace_bytes = direct.stages(problem, self.config)
         self.empty = 0 in problem.result_shape

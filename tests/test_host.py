@@ -72,12 +72,12 @@ _given_up = set()  # threads that an earlier test found waiting for ever
 
 def busy():
     """The pool's threads that are in the midst of a call's work, and where."""
-    names = {t.ident: t.name for t in threading.enumerate() if t.name.startswith("pycuda_conv") and t.name not in _given_up}
-    found = []
+    ours = {t.ident for t in threading.enumerate() if t.name.startswith("pycuda_conv")} - _given_up
+    found = {}
     for ident, frame in sys._current_frames().items():
-        while ident in names and frame is not None:
+        while ident in ours and frame is not None and frame.f_code is not host._Worker.run.__code__:
             if frame.f_code.co_filename == host.__file__:
-                found.append(f"{names[ident]} in {frame.f_code.co_name}, line {frame.f_lineno}")
+                found[ident] = f"in {frame.f_code.co_name}, line {frame.f_lineno}"
                 break
             frame = frame.f_back
     return found
@@ -88,8 +88,8 @@ def settle(seconds=10):
     end = time.monotonic() + seconds
     while waiting := busy():
         if time.monotonic() > end:
-            _given_up.update(where.partition(" in ")[0] for where in waiting)
-            pytest.fail(f"threads still wait: {waiting}")
+            _given_up.update(waiting)
+            pytest.fail(f"threads still wait: {list(waiting.values())}")
         time.sleep(0.002)
 
 
@@ -225,13 +225,16 @@ def test_the_reference_of_pieces_is_the_reference():
 def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(monkeypatch):
     monkeypatch.setattr(host, "Plan", lambda problem, device, config: SimpleNamespace(problem=problem, config=config, workspace_bytes=0))
     for case in (fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))):
-        plan = SimpleNamespace(problem=case.problem(), config=direct.choose(case.problem(), 132))
+        plan = SimpleNamespace(problem=case.problem(), config=direct.choose(case.problem(), 132), fixed=False)
         seen = []
         for shares in range(1, 10):
             chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, 20_000, SimpleNamespace(multiprocessors=132), share, shares)]
             seen.append([(chunk.piece, chunk.plan.config) for chunk in chunks])
         assert [piece for piece, _ in seen[0]] == host.pieces(plan.problem, 20_000)
         assert all(one == seen[0] for one in seen)
+        mine = SimpleNamespace(problem=case.problem(), config=Gemm(64, 64, 8, 4, 4, 1), fixed=True)
+        chunks = host._chunks.__wrapped__(mine, 20_000, SimpleNamespace(multiprocessors=132), 0, 1)
+        assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
 
 # ---- page-locked memory

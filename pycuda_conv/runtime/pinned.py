@@ -91,11 +91,11 @@ class PinnedPool:
     def trim(self) -> None:
         """Give the idle blocks back to the system. A CUDA context must be current."""
         with self._lock:
-            for nbytes, addresses in self._idle.items():
+            for nbytes in list(self._idle):  # a loan that ends meanwhile, in this very thread, may add a block
+                addresses = self._idle[nbytes]
                 while addresses:
                     self._library.cuMemFreeHost(addresses.pop())
                     self.locked -= nbytes
-            self._idle.clear()
 
 
 def _rounded(nbytes: int) -> int:
