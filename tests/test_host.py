@@ -1391,7 +1391,7 @@ ENDINGS = {
     "results used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w))\n",
     "a slice used after everything": HEAD + BODY + "kept.append(pc.conv2d(x, w)[:, 0])\n",
     "in a cycle": HEAD + BODY + "class Node: pass\na = Node(); a.self = a; a.y = pc.conv2d(x, w)\nkept.append(a.y)\n",
-    "read as modules go": BODY + "class Last:\n    def __init__(self): self.y, self.print = pc.conv2d(x, w), print\n    def __del__(self): self.print(self.y.sum(dtype='d').item())\nlast = Last()\n",
+    "read as modules go": BODY + "class Last:\n    def __init__(self): self.y, self.print, self.total = pc.conv2d(x, w), print, (lambda y, add=np.add.reduce: add(y, axis=None, dtype='d').item())\n    def __del__(self): self.print(self.total(self.y))\nlast = Last()\n",
     "in a thread": HEAD + BODY + "import threading\nt = threading.Thread(target=lambda: kept.append(pc.conv2d(x, w)))\nt.start()\n",
     "an unfinished stream": HEAD + BODY + "many = pc.conv2d_many((x for _ in range(9)), w)\nkept.append(next(many))\n",
     "a bound plan": HEAD + BODY + "bound = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape)).bind(w)\nkept.append(bound(x))\n",

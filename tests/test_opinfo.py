@@ -16,6 +16,9 @@ try:  # a private module: it may move
 except Exception as error:  # pragma: no cover
     pytest.skip(f"torch's OpInfo database is not importable: {error}", allow_module_level=True)
 
+# importing it forbids the whole process to set cudnn's flags, which the benchmark's tests do
+torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+
 NAMES = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
