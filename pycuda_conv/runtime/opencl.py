@@ -110,7 +110,7 @@ class OpenCLDevice(Device):
             if kernel is None:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", self._cl.CompilerWarning)
-                    program = self._cl.Program(self.context, source).build(options=["-cl-std=CL1.2", "-I", str(KERNEL_DIR)])
+                    program = self._cl.Program(self.context, source).build(options=["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)])
                 kernel = self._kernels[step.kernel, source] = self._cl.Kernel(program, step.kernel)
         return kernel
 
