@@ -95,12 +95,17 @@ class _Worker(threading.Thread):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a problem: images `first` to `last` and, along the first spatial axis, rows of the arrays."""
+    """A part of a problem: some images and, along the first spatial axis, rows of what is read and of what is written."""
 
     problem: ConvProblem
     images: slice
     rows_in: slice
     rows_out: slice
+
+
+def _cuts(n: int, count: int) -> list[tuple[int, int]]:
+    """0 to `n` in `count` runs of neighbours, as even as it goes: (first, end) of each."""
+    return list(pairwise(n * i // count for i in range(count + 1)))
 
 
 def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
@@ -115,15 +120,10 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
     ) * problem.itemsize
     images = min(problem.N, max(1, chunk_bytes // image_bytes))
     if image_bytes <= 2 * chunk_bytes:
-        count = -(-problem.N // images)
-        cuts = [problem.N * i // count for i in range(count + 1)]
-        return [
-            Piece(replace(problem, N=last - first), slice(first, last), whole_in, whole_out)
-            for first, last in pairwise(cuts)
-        ]
+        cuts = _cuts(problem.N, -(-problem.N // images))
+        return [Piece(replace(problem, N=end - first), slice(first, end), whole_in, whole_out) for first, end in cuts]
     rows = problem.result_size[axis]
-    count = min(rows, -(-image_bytes // chunk_bytes))
-    bands = [_rows(problem, axis, rows * i // count, rows * (i + 1) // count) for i in range(count)]
+    bands = [_rows(problem, axis, *cut) for cut in _cuts(rows, min(rows, -(-image_bytes // chunk_bytes)))]
     return [replace(band, images=slice(n, n + 1)) for n in range(problem.N) for band in bands]
 
 
@@ -188,7 +188,7 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     cut = pieces(plan.problem, chunk_bytes)
     largest = max((piece.problem for piece in cut), key=lambda problem: problem.macs)
     config = plan.config if plan.fixed or largest == plan.problem else direct.choose(largest, device.multiprocessors)
-    mine = cut[len(cut) * share // shares : len(cut) * (share + 1) // shares]
+    mine = cut[slice(*_cuts(len(cut), shares)[share])]
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in mine}:
         fits = direct.legal(problem, config) is None
@@ -237,12 +237,10 @@ def _parts(array: np.ndarray, address: int, part_bytes: int) -> list[_Part]:
     """`array` cut along its first axis that can be, so that each part is packed on the device as well."""
     axis = next((i for i, n in enumerate(array.shape) if n > 1), 0)
     n = array.shape[axis] if array.ndim else 1
-    count = min(n, max(1, array.nbytes // part_bytes))
-    cuts = [n * i // count for i in range(count + 1)]
     lead = (slice(None),) * axis
     found = []
-    for first, last in pairwise(cuts):
-        place = (*lead, slice(first, last))
+    for first, end in _cuts(n, min(n, max(1, array.nbytes // part_bytes))):
+        place = (*lead, slice(first, end))
         found.append(_Part(address + array.nbytes // n * first, array[place]))
     return found
 
@@ -307,8 +305,7 @@ class _Threads:
 class _Feeder(_Threads):
     """Fills buffers with `parts` in their order, ahead of the copies to the device."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int | None = None) -> None:
-        threads = THREADS if threads is None else threads
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
         total = sum(part.view.nbytes for part in parts)
         #: whether the launching thread copies as well
         self._helped = total < HELPED_BYTES
@@ -366,8 +363,7 @@ class _Feeder(_Threads):
 class _Lander(_Threads):
     """Empties buffers into ordinary memory, each when the copy from the device has come."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int | None = None) -> None:
-        threads = THREADS if threads is None else threads
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
         self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
         total = sum(part.view.nbytes for part in parts)
         super().__init__(device, parts, max(1, min(threads, len(parts), total // PART_BYTES)))

@@ -432,7 +432,7 @@ def some_parts(rng, view, count, width):
 
 def feed(parts, rng, stop=None):
     """Take the parts as the launching thread does, checking each; `stop` of them only, if given."""
-    feeder = host._Feeder(Bench(), parts)
+    feeder = host._Feeder(Bench(), parts, host.THREADS)
     try:
         for i, part in enumerate(parts[:stop]):
             buffer, staged = feeder.take()
@@ -447,7 +447,7 @@ def feed(parts, rng, stop=None):
 def land(parts, rng, stop=None):
     """Let copies of the parts land where zeros are, and look what is there."""
     places = [replace(part, view=np.zeros_like(part.view, subok=False)) for part in parts]
-    lander = host._Lander(Bench(), places)
+    lander = host._Lander(Bench(), places, host.THREADS)
     try:
         for part, place in list(zip(parts, places, strict=True))[:stop]:
             buffer, landed = lander.buffer(place.view)
@@ -507,7 +507,7 @@ def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads)
     parts = some_parts(random.Random(1), "plain", 40, 100)
 
     def feed_with_error():
-        feeder = host._Feeder(Bench(), parts)
+        feeder = host._Feeder(Bench(), parts, host.THREADS)
         try:
             for i in range(len(parts)):
                 buffer, _ = feeder.take()
@@ -516,7 +516,7 @@ def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads)
             feeder.close()
 
     def land_with_error():
-        lander = host._Lander(Bench(), parts)
+        lander = host._Lander(Bench(), parts, host.THREADS)
         try:
             for i, part in enumerate(parts):
                 buffer, landed = lander.buffer(part.view)

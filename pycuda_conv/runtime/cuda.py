@@ -93,7 +93,7 @@ def nvcc() -> str | None:
 
 @cache
 def _libcuda() -> Any:
-    """The driver library itself, for the event calls on streams that PyCUDA did not make."""
+    """The driver library itself, for what PyCUDA does not offer: foreign streams, captures, pointers, portable pinned memory."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     pointer = ctypes.c_void_p
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]

@@ -185,7 +185,7 @@ def measure(torch: Any, plan: Plan, effort: Effort, seed: int, cache_bytes: int)
 
     def judge() -> tuple[Errors, Errors, bool]:
         """Our errors, torch's, and whether ours are right, with every element of every output written."""
-        with _cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+        with cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
             mine, rival = errors_against_float64(torch, problem, sets.x[0], sets.w[0], [sets.out[0], theirs_out[0]])
         return mine, rival, mine.correct and not any(bool(out.isnan().any()) for out in sets.out)
 
@@ -210,7 +210,7 @@ def measure(torch: Any, plan: Plan, effort: Effort, seed: int, cache_bytes: int)
 
 
 @contextmanager
-def _cudnn_benchmark(torch: Any, value: bool) -> Iterator[None]:
+def cudnn_benchmark(torch: Any, value: bool) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     before, cudnn.benchmark = cudnn.benchmark, value
     try:
@@ -378,7 +378,7 @@ def run(settings: Settings) -> int:
     torch = require("torch")
     if settings.plots is not None:
         require("matplotlib")
-    _check_paths(settings)
+    check_paths(settings)
     chosen = [] if settings.host_calls else problems(settings, device.backend)
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     out = console()
@@ -387,7 +387,7 @@ def run(settings: Settings) -> int:
     calls: list[dict[str, Any]] = []
     if device.backend == "cuda":
         torch.cuda.set_device(device.name)
-    with torch.no_grad(), _cudnn_benchmark(torch, True), torch_precision(settings.precision) as words:
+    with torch.no_grad(), cudnn_benchmark(torch, True), torch_precision(settings.precision) as words:
         machine = describe(torch, device, settings.precision, words, seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)
@@ -430,7 +430,7 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
     return table("A Python loop of single-channel convolutions against one call", columns, cells, left=("problem", "verdict"))
 
 
-def _check_paths(settings: Settings) -> None:
+def check_paths(settings: Settings) -> None:
     """Refuse what can't be written before anything is measured for it."""
     for path in (settings.json, settings.csv):
         if path is not None and not path.resolve().parent.is_dir():

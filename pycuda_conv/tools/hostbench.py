@@ -302,7 +302,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
     gpus = list(range(device_count())) if devices == "all" else devices
     for one in gpus or ():
         named_device(one)
-    bench._check_paths(settings)
+    bench.check_paths(settings)
     torch = require("torch")
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     effort = Effort(rounds=7, seconds=0.3) if settings.quick else Effort(rounds=9, seconds=2)
@@ -316,7 +316,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
 
     rows: list[HostRow] = []
     scaling: list[ScalingRow] = []
-    with torch.no_grad(), bench._cudnn_benchmark(torch, True), torch_precision("fp32") as words:
+    with torch.no_grad(), bench.cudnn_benchmark(torch, True), torch_precision("fp32") as words:
         machine = bench.describe(torch, device, "fp32", words, seed)
         bus = measure_bus(torch, device.name)
         machine |= {
