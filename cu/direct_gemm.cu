@@ -20,6 +20,9 @@
 //          transposing stores of A over the banks. While one buffer is multiplied the next tile waits in registers.
 //          Global loads of A are 16 bytes wide (A_VEC = 4) when k runs contiguously in w, those of B (B_VEC = 4) when
 //          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding.
+// Layout   NCHW, or with NHWC = 1 channels last, both x and y.
+// Guarded  GUARDED = 1 computes nothing but the images and channels that pack.cu flagged, for the tensor-core kernels: a few
+//          blocks that look at every tile in turn, and leave at once in the usual case that nothing is flagged (CUDA only).
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
 //          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
 #include "portable.cuh"
@@ -73,6 +76,8 @@
 #define OUT_H 56
 #define OUT_W 1
 #define HAS_BIAS 0
+#define NHWC 0
+#define GUARDED 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
@@ -89,9 +94,14 @@
 #define B_LOADS (BLOCK_K * BLOCK_N / B_VEC / THREADS)
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
+// elements from one pixel, and from one channel, to the next
+#define X_PIXEL (NHWC ? GROUPS * CRED : 1)
+#define X_CHANNEL (NHWC ? 1 : D * H * W)
+#define Y_PIXEL (NHWC ? GROUPS * M : 1)
+#define Y_CHANNEL (NHWC ? 1 : OUT_SIZE)
 
-#if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE == 16
-#error "parts of a split sum are floats: OUT_VEC must be 1 for half arrays"
+#if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE < 32
+#error "parts of a split sum are floats: OUT_VEC must be 1 for 16-bit arrays"
 #endif
 #if SPLIT_K > 1
 typedef acc_t out_t;
@@ -126,7 +136,7 @@ typedef data_t out_t;
     if (CHECK_W) ok = ok && (unsigned)(w0 + s * DIL_W) < W;                                                      \
     for (int v = 0; v < B_VEC; ++v) b_next[i * B_VEC + v] = 0;                                                   \
     if (ok) {                                                                                                    \
-      LOAD_B_AT(x_pixel + (index_t)c * (D * H * W) + ((t * DIL_D) * H + r * DIL_H) * W + s * DIL_W)              \
+      LOAD_B_AT(x_pixel + (index_t)c * X_CHANNEL + (index_t)(((t * DIL_D) * H + r * DIL_H) * W + s * DIL_W) * X_PIXEL) \
     }                                                                                                            \
   }
 #if B_VEC == 4
@@ -145,12 +155,34 @@ typedef data_t out_t;
 
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-    GLOBAL_MEM out_t* RESTRICT y, const long_t n_pixels) {
+    GLOBAL_MEM out_t* RESTRICT y,
+#if GUARDED
+    const int* image_flags, const int* filter_flags, const long_t n_pixels, const long_t n_blocks) {
+  // the usual case first: nothing is flagged
+  int any = 0;
+  for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
+  for (int m = LID_0; m < GROUPS * M; m += THREADS) any |= filter_flags[m];
+  if (!__syncthreads_or(any)) return;
+#else
+    const long_t n_pixels) {
+#endif
   LOCAL_MEM acc_t ALIGNED a_tile[2][BLOCK_K * A_PITCH];
   LOCAL_MEM acc_t ALIGNED b_tile[2][BLOCK_K * BLOCK_N];
-  const int m0 = (int)(GID_0 % M_TILES) * BLOCK_M, split = (int)(GID_0 / M_TILES % SPLIT_K);
-  const int g = (int)(GID_0 / (M_TILES * SPLIT_K) % GROUPS);
-  const long_t pixel0 = (long_t)(GID_0 / (M_TILES * SPLIT_K * GROUPS)) * BLOCK_N;
+#if GUARDED
+  for (long_t block = GID_0; block < n_blocks; block += gridDim.x) {
+#else
+  const long_t block = GID_0;
+#endif
+  const int m0 = (int)(block % M_TILES) * BLOCK_M, split = (int)(block / M_TILES % SPLIT_K);
+  const int g = (int)(block / (M_TILES * SPLIT_K) % GROUPS);
+  const long_t pixel0 = block / (M_TILES * SPLIT_K * GROUPS) * BLOCK_N;
+#if GUARDED
+  any = 0;
+  const long_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
+  for (long_t n = pixel0 / (O * P * Q) + LID_0; n <= (end - 1) / (O * P * Q); n += THREADS) any |= image_flags[n];
+  for (int m = m0 + LID_0; m < m0 + BLOCK_M && m < M; m += THREADS) any |= filter_flags[g * M + m];
+  if (!__syncthreads_or(any)) continue;
+#endif
 
   // loading: this thread's place in the tiles of A and of B; its pixel never changes
   const int a_k = LID_0 % A_COLUMNS * A_VEC, a_m = LID_0 / A_COLUMNS;
@@ -160,7 +192,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const index_t image = (index_t)((pixel0 + b_n) / ((long_t)O * P * Q));
   const int opq = (int)((pixel0 + b_n) % ((long_t)O * P * Q));
   const int d0 = opq / (P * Q) * STRIDE_D - (PAD_D), h0 = opq / Q % P * STRIDE_H - (PAD_H), w0 = opq % Q * STRIDE_W - (PAD_W);
-  const index_t x_pixel = (image * GROUPS + g) * CRED * ((index_t)D * H * W) + ((index_t)d0 * H + h0) * W + w0;
+  const index_t x_pixel = image * (GROUPS * CRED) * ((index_t)D * H * W) + (index_t)g * CRED * X_CHANNEL + (((index_t)d0 * H + h0) * W + w0) * X_PIXEL;
   acc_t a_next[A_LOADS * A_VEC], b_next[B_LOADS * B_VEC];
 
   // multiplying: this thread's rows and columns of the tile
@@ -213,23 +245,31 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     if (pixel < n_pixels) {
       const index_t n = (index_t)(pixel / ((long_t)O * P * Q));
       const int out = (int)(pixel % ((long_t)O * P * Q));
-      const index_t at = (n * GROUPS + g) * M * (index_t)OUT_SIZE + OUT_BASE + out / (P * Q) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W;
+      const index_t at = n * (GROUPS * M) * (index_t)OUT_SIZE + (index_t)g * M * Y_CHANNEL +
+                         (OUT_BASE + (index_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
 #pragma unroll
       for (int i = 0; i < THREAD_M; ++i) {
         const int m = m0 + i / 4 * 4 * THREADS_M + ty + i % 4;
+#if GUARDED
+        if (m < M && (image_flags[n] || filter_flags[g * M + m])) {
+#else
         if (m < M) {
+#endif
 #if HAS_BIAS && SPLIT_K == 1
           const acc_t b = LOAD(bias, g * M + m);
 #pragma unroll
           for (int v = 0; v < OUT_VEC; ++v) sum[i][j + v] += b;
 #endif
 #if OUT_VEC == 4
-          STORE_VEC(y, at + (index_t)m * OUT_SIZE, sum[i] + j);
+          STORE_VEC(y, at + (index_t)m * Y_CHANNEL, sum[i] + j);
 #else
-          OUT_STORE(y, at + (index_t)m * OUT_SIZE, sum[i][j]);
+          OUT_STORE(y, at + (index_t)m * Y_CHANNEL, sum[i][j]);
 #endif
         }
       }
     }
   }
+#if GUARDED
+  }
+#endif
 }

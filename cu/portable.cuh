@@ -3,10 +3,10 @@
 //
 // The words are those of PyCUDA's and PyOpenCL's `_cluda` modules: KERNEL, WITHIN_KERNEL, GLOBAL_MEM, LOCAL_MEM,
 // LID_0, GID_0, local_barrier(). Added here:
-//   DTYPE     64, 32 or 16: data_t is double, float or half; acc_t, in which sums are kept, is double or float
+//   DTYPE     64, 32, 16 or 17: data_t is double, float, half or bfloat16; acc_t, in which sums are kept, is double or float
 //   index_t   offset into an array: 64 bits when an array has 2^31 elements or more (INDEX_64=1), else 32
 //   LAUNCH_BOUNDS(threads, blocks)  threads a block has, and blocks that should fit on a multiprocessor at once
-//   LOAD, STORE         one element between global memory and acc_t (halves convert on the way)
+//   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
@@ -37,6 +37,8 @@ typedef long long_t;
 #else
 #if DTYPE == 16
 #include <cuda_fp16.h>  // doubles the compile time: only where it is used
+#elif DTYPE == 17
+#include <cuda_bf16.h>
 #endif
 #define KERNEL extern "C" __global__
 #define WITHIN_KERNEL __device__ __forceinline__
@@ -63,8 +65,15 @@ typedef double acc_t;
 #elif DTYPE == 32
 typedef float data_t;
 typedef float acc_t;
-#else
+#elif DTYPE == 16
 typedef half data_t;
+typedef float acc_t;
+#else
+#ifdef __OPENCL_VERSION__
+typedef ushort data_t;
+#else
+typedef __nv_bfloat16 data_t;
+#endif
 typedef float acc_t;
 #endif
 
@@ -72,6 +81,15 @@ typedef float acc_t;
 #if DTYPE == 16  // PoCL has no half arithmetic, only these conversions
 #define LOAD(p, i) vload_half((i), (p))
 #define STORE(p, i, v) vstore_half((v), (i), (p))
+#elif DTYPE == 17  // OpenCL has no bfloat16, which is the upper half of a float
+WITHIN_KERNEL float bfloat16_to_float(ushort v) { return as_float((uint)v << 16); }
+WITHIN_KERNEL ushort float_to_bfloat16(float v) {
+  const uint bits = as_uint(v);
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;  // a NaN, which rounding could carry into an infinity
+  return (ushort)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+#define LOAD(p, i) bfloat16_to_float((p)[i])
+#define STORE(p, i, v) ((p)[i] = float_to_bfloat16(v))
 #else
 #define LOAD(p, i) ((p)[i])
 #define STORE(p, i, v) ((p)[i] = (v))
@@ -83,6 +101,15 @@ typedef float acc_t;
 #if DTYPE == 16
 #define LOAD(p, i) __half2float((p)[i])
 #define STORE(p, i, v) ((p)[i] = __float2half_rn(v))
+#define PAIR __half2
+#define PAIR_TO_FLOATS __half22float2
+#define FLOATS_TO_PAIR __floats2half2_rn
+#elif DTYPE == 17
+#define LOAD(p, i) __bfloat162float((p)[i])
+#define STORE(p, i, v) ((p)[i] = __float2bfloat16_rn(v))
+#define PAIR __nv_bfloat162
+#define PAIR_TO_FLOATS __bfloat1622float2
+#define FLOATS_TO_PAIR __floats2bfloat162_rn
 #else
 #define LOAD(p, i) ((p)[i])
 #define STORE(p, i, v) ((p)[i] = (v))
@@ -97,9 +124,9 @@ typedef float acc_t;
 #define LOAD_VEC(d, p, i) VEC_COPY(d, (p) + (i))
 #define STORE_VEC(p, i, s) { *(float4*)((p) + (i)) = make_float4((s)[0], (s)[1], (s)[2], (s)[3]); }
 #else
-#define LOAD_VEC(d, p, i) { uint2 u_ = *(const uint2*)((p) + (i)); float2 lo_ = __half22float2(*(__half2*)&u_.x), hi_ = __half22float2(*(__half2*)&u_.y); \
+#define LOAD_VEC(d, p, i) { uint2 u_ = *(const uint2*)((p) + (i)); float2 lo_ = PAIR_TO_FLOATS(*(PAIR*)&u_.x), hi_ = PAIR_TO_FLOATS(*(PAIR*)&u_.y); \
     (d)[0] = lo_.x; (d)[1] = lo_.y; (d)[2] = hi_.x; (d)[3] = hi_.y; }
-#define STORE_VEC(p, i, s) { __half2 lo_ = __floats2half2_rn((s)[0], (s)[1]), hi_ = __floats2half2_rn((s)[2], (s)[3]); \
+#define STORE_VEC(p, i, s) { PAIR lo_ = FLOATS_TO_PAIR((s)[0], (s)[1]), hi_ = FLOATS_TO_PAIR((s)[2], (s)[3]); \
     *(uint2*)((p) + (i)) = make_uint2(*(unsigned*)&lo_, *(unsigned*)&hi_); }
 #endif
 #endif

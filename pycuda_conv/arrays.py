@@ -18,7 +18,7 @@ import numpy as np
 
 from pycuda_conv import host
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
 from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ _OVERLAP = "out overlaps {} in memory; the result can't be written over what is 
 
 
 class HostKind(ArrayKind):
-    """Arrays in the host's memory, seen as numpy arrays."""
+    """Arrays in the host's memory, seen as numpy arrays; those of bfloat16, which numpy does not know, as integers."""
 
     def to_numpy(self, array: Any) -> np.ndarray:
         raise NotImplementedError
 
-    def from_numpy(self, array: np.ndarray) -> Any:
+    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
+        """The way back: an array of the dtype of `like`."""
         raise NotImplementedError
 
     def writeable(self, array: Any) -> bool:
@@ -98,8 +99,9 @@ class HostKind(ArrayKind):
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
         target = None
         if out is not None:
+            shape, dtype, _ = self.signature(out)
+            _check_out_shape(shape, self.dtype_name(dtype), plan)
             target = self.to_numpy(out)
-            _check_out_shape(target.shape, target.dtype.name, plan)
             if not target.dtype.isnative:
                 raise ConvArgumentError(f"out must have the machine's byte order, but its dtype is {target.dtype.str}")
             if not target.flags.writeable or not self.writeable(out):
@@ -112,15 +114,16 @@ class HostKind(ArrayKind):
         x, w, b = given
         assert x is not None and w is not None
         result = host.convolve(plan, x, kept or host.Filter(w, b), target, None if stream is None else stream_of(stream), devices)
-        return self.from_numpy(result) if out is None else out
+        return self.from_numpy(result, input) if out is None else out
 
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
         named = (("weight", weight), ("bias", bias))
-        weight, bias = (None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named)
-        filters = host.Filter(weight, bias)
+        copies = [None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named]
+        assert copies[0] is not None
+        filters = host.Filter(copies[0], copies[1])
         if plan.device.backend == "cuda":
             filters.keep(plan.device)  # type: ignore[arg-type]
-        w, b = (None if a is None else self.from_numpy(a) for a in (weight, bias))
+        w, b = (None if copy is None else self.from_numpy(copy, a) for copy, (_, a) in zip(copies, named, strict=True))
         return lambda input, out, stream: self.convolve(plan, input, w, b, out, stream, kept=filters)
 
     @staticmethod
@@ -142,10 +145,12 @@ class NumpyKind(HostKind):
         return dtype.name  # the same for both byte orders
 
     def to_numpy(self, array: np.ndarray) -> np.ndarray:
-        return array
+        if array.dtype.kind != "V":  # which the bfloat16 of ml_dtypes is; asking for a dtype's name takes 2 us
+            return array
+        return array.view(np.dtype(np.int16).newbyteorder(array.dtype.byteorder))
 
-    def from_numpy(self, array: np.ndarray) -> np.ndarray:
-        return array
+    def from_numpy(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
+        return array.view(like.dtype.newbyteorder("=")) if like.dtype.kind == "V" else array
 
 
 # ---- device arrays
@@ -286,7 +291,7 @@ def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Seque
     if any(s % itemsize for s in strides):
         raise ConvArgumentError(f"strides {tuple(strides)} are not multiples of the item size, {itemsize} bytes")
     step = Step(
-        "copy_strided", {"DTYPE": itemsize * 8, "INDEX_64": 1, "THREADS": 256}, -(-size // 256), 256, (0, 1),
+        "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 1, "THREADS": 256}, -(-size // 256), 256, (0, 1),
         (size, *fill, *shape, *(0,) * len(fill), *elements),
     )
     device.launcher(step)((pointer, target), None)
@@ -301,7 +306,13 @@ class InterfaceKind(DeviceKind):
         interface = array.__cuda_array_interface__
         if interface.get("mask") is not None:
             raise TypeError("arrays with a mask in their __cuda_array_interface__ are not supported")
-        return tuple(interface["shape"]), np.dtype(interface["typestr"]), self._ordinal(interface["data"][0])
+        dtype = np.dtype(interface["typestr"])
+        if dtype.kind == "V" and dtype.itemsize == 2:
+            raise TypeError(
+                f"the typestr {interface['typestr']!r} in a __cuda_array_interface__ may mean bfloat16 or any other two bytes; pass "
+                "bfloat16 as a torch.Tensor, or as a cupy.ndarray or a pycuda.gpuarray.GPUArray of ml_dtypes.bfloat16"
+            )
+        return tuple(interface["shape"]), dtype, self._ordinal(interface["data"][0])
 
     def dtype_name(self, dtype: np.dtype) -> str:
         return dtype.name if dtype.isnative else dtype.str
@@ -455,10 +466,14 @@ class TorchKind(DeviceKind, HostKind):
     # host tensors
 
     def to_numpy(self, array: Any) -> np.ndarray:
-        return array.detach().resolve_neg().numpy()
+        array = array.detach().resolve_neg()
+        if array.dtype is self.torch.bfloat16 and array.layout is self.torch.strided:  # others have no view, and numpy() says so
+            array = array.view(self.torch.int16)
+        return array.numpy()
 
-    def from_numpy(self, array: np.ndarray) -> Any:
-        return self.torch.from_numpy(array)
+    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
+        tensor = self.torch.from_numpy(array)
+        return tensor.view(like.dtype) if like.dtype is self.torch.bfloat16 else tensor
 
     # device tensors
 

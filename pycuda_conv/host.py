@@ -485,7 +485,7 @@ def convolve(
     Parameters
     ----------
     x : numpy array
-        Of the plan's shape and dtype, as the filter's arrays; any strides that are not negative, either byte order.
+        Of the plan's shape and :attr:`~ConvProblem.storage`, as the filter's arrays; any strides that are not negative, either byte order.
     filters : Filter
     out : numpy array, optional
         C-contiguous; by default a page-locked array from the pool, or an ordinary one when the pool is at its limit.
@@ -496,17 +496,17 @@ def convolve(
     """
     problem, device = plan.problem, plan.device
     if device.backend != "cuda":
-        y = np.empty(plan.result_shape, problem.dtype) if out is None else out
+        y = np.empty(plan.result_shape, problem.storage) if out is None else out
         if not plan.empty:
             arrays = (x, filters.weight, filters.bias)
-            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.dtype) for a in arrays]
+            ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
             device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
     if plan.empty or (not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES):
         return _convolve_small(gpu, plan, x, filters, out, stream)
     with gpu:
-        y = gpu.pinned_or_ordinary(plan.result_shape, np.dtype(problem.dtype)) if out is None else out
+        y = gpu.pinned_or_ordinary(plan.result_shape, np.dtype(problem.storage)) if out is None else out
     batch_x, batch_y = (x, y) if problem.batched else (x[None], y[None])
     chunk_bytes = max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
     gpus = devices or (gpu,)
@@ -530,7 +530,7 @@ def convolve(
 
 def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any) -> np.ndarray:
     """One copy in, the kernels, one copy out: for arrays whose time is all in the calls."""
-    dtype = np.dtype(plan.problem.dtype)
+    dtype = np.dtype(plan.problem.storage)
     with gpu:
         y = gpu.pinned_or_ordinary(plan.result_shape, dtype) if out is None else out
         if plan.empty:

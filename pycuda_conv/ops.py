@@ -130,8 +130,8 @@ def conv2d(
     Parameters
     ----------
     input : array of shape (N, C, H, W) or (C, H, W)
-        numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, float32 or
-        float64. Any strides but negative ones.
+        numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, bfloat16 (in
+        numpy that of ml_dtypes), float32 or float64. Any strides but negative ones.
     weight : array of shape (K, C/groups, R, S)
     bias : array of shape (K,), optional
     stride : int or (int, int)
@@ -146,7 +146,7 @@ def conv2d(
         Where to write the result: C-contiguous, of the result's shape and dtype, not overlapping the other arrays.
     precision : {"fp32", "tf32"}
         Arithmetic for float32 arrays. ``"tf32"`` permits products of 10-bit mantissas; the direct engine computes fp32
-        in either case. Sums of float16 arrays are always kept in float32.
+        in either case. Sums of float16 and bfloat16 arrays are always kept in float32.
     device : None, int or str
         Where host arrays are convolved: a GPU (0, ``"cuda:1"``), ``"opencl"`` (or ``"cpu"``), by default the first GPU
         and without one OpenCL. Device arrays are convolved where they lie.

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
-from pycuda_conv.engines import direct
+from pycuda_conv import engines
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, get_device
 
@@ -24,7 +24,7 @@ class Plan:
     device : None, int, str or Device
         See :func:`pycuda_conv.runtime.get_device`.
     config : optional
-        One of the configurations in :mod:`pycuda_conv.engines.direct`; by default the planner chooses.
+        One of the configurations in :mod:`pycuda_conv.engines`; by default the planner chooses.
 
     Raises
     ------
@@ -40,15 +40,21 @@ class Plan:
     (8, 24, 32, 32)
     """
 
-    def __init__(self, problem: ConvProblem, device: Any = None, *, config: direct.Config | None = None) -> None:
+    def __init__(self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None) -> None:
         self.problem = problem
         self.device = get_device(device)
         #: whether the caller chose the configuration
         self.fixed = config is not None
-        self.config = config or direct.choose(problem, self.device.multiprocessors, self.device.backend)
-        self.stages, self.workspace_bytes = direct.stages(problem, self.config)
+        self.config = config or engines.choose(problem, self.device)
+        self.program = program = engines.program(problem, self.config, self.device)
+        #: bytes of the packed filter; 0 where the kernels read the filter as it is
+        self.filter_bytes = program.filter_bytes
+        #: bytes of workspace for a call that packs the filter itself
+        self.workspace_bytes = program.workspace_bytes + program.filter_bytes
         self.empty = 0 in problem.result_shape
-        self._launchers = [] if self.empty else [self.device.stage_launcher(stage) for stage in self.stages]
+        self._prepare, self._launchers = (
+            [] if self.empty else [self.device.stage_launcher(stage) for stage in stages] for stages in (program.prepare, program.stages)
+        )
         # asked for on every call
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
@@ -58,13 +64,24 @@ class Plan:
         self.accepted: dict[Hashable, Hashable] = {}
         self.accepted_out: dict[Hashable, Hashable] = {}
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None) -> None:
+    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0) -> None:
         """Launch the kernels on (input, weight, bias, result, workspace): addresses, or OpenCL buffers.
 
-        The device must be current (``with plan.device:``) and `stream` one of the device's own.
+        The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
+        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace.
         """
+        if self.filter_bytes:
+            buffers = (*buffers, packed or buffers[4] + self.program.workspace_bytes)
+            if not packed:
+                for launcher in self._prepare:
+                    launcher(buffers, stream)
         for launcher in self._launchers:
             launcher(buffers, stream)
+
+    def pack(self, weight: int, packed: int, stream: Any = None) -> None:
+        """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
+        for launcher in self._prepare:
+            launcher((0, weight, 0, 0, 0, packed), stream)
 
     def __call__(self, input: Any, weight: Any, bias: Any = None, *, out: Any = None, stream: Any = None) -> Any:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
@@ -79,8 +96,9 @@ class Plan:
     def explain(self) -> str:
         """What will be launched, in words."""
         lines = [f"{self.problem} on {self.device.name}: {self.problem.flops / 1e9:.3g} GFLOP, {self.problem.bytes / 1e6:.3g} MB at least"]
-        lines.append(f"engine direct, {self.config}" + (f", workspace {self.workspace_bytes:,} bytes" if self.workspace_bytes else ""))
-        lines += [f"  cu/{step.kernel}.cu: {step.grid:,} blocks of {step.block} threads" for stage in self.stages for step in stage]
+        lines.append(f"{self.config}" + (f", workspace {self.workspace_bytes:,} bytes" if self.workspace_bytes else ""))
+        steps = [step for stage in (*self.program.prepare, *self.program.stages) for step in stage]
+        lines += [f"  cu/{step.file or step.kernel}.cu: {step.kernel}, {step.grid:,} blocks of {step.block} threads" for step in steps]
         return "\n".join(lines)
 
     def __repr__(self) -> str:

@@ -20,7 +20,9 @@ from pycuda_conv.errors import ConvArgumentError
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
 
-DTYPE_BYTES = {"float16": 2, "float32": 4, "float64": 8}
+DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+#: DTYPE in ``cu/portable.cuh``.
+DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
 
 
@@ -93,7 +95,8 @@ class ConvProblem:
     batched : bool
         False for arrays without the axis N.
     dtype : str
-        ``"float16"``, ``"float32"`` or ``"float64"``. Sums of float16 are kept in float32.
+        ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``. Sums of float16 and bfloat16 are kept in float32
+        and rounded once, when they are stored.
     N, C, K, groups : int
         Images, channels of the convolution's input, channels of its output, groups.
     input_size, filter_size, output_size : (int, int, int)
@@ -102,6 +105,8 @@ class ConvProblem:
     has_bias : bool
     precision : {"fp32", "tf32"}
         The arithmetic asked for float32 arrays.
+    layout : {"NCHW", "NHWC"}
+        How the arrays that are read and written lie in memory: ``"NHWC"`` is channels last. Shapes are the same.
     """
 
     direction: Literal["fprop", "dgrad"]
@@ -121,6 +126,7 @@ class ConvProblem:
     padding_after: Size3
     has_bias: bool
     precision: str = "fp32"
+    layout: Literal["NCHW", "NHWC"] = "NCHW"
 
     # ---- making one
 
@@ -312,6 +318,11 @@ class ConvProblem:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def storage(self) -> str:
+        """The numpy dtype of host memory that holds the elements: ``"int16"`` for bfloat16, which numpy does not know."""
+        return "int16" if self.dtype == "bfloat16" else self.dtype
+
+    @property
     def macs(self) -> int:
         """Multiplications and additions, counting padding as data, as the field does."""
         return self.N * math.prod(self.output_size) * self.K * (self.C // self.groups) * math.prod(self.filter_size)
@@ -350,7 +361,8 @@ class ConvProblem:
             text += f" d{common(self.dilation[-n:])}"
         if self.groups != 1:
             text += f" g{self.groups}"
-        return text + f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
+        text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
+        return text + (" channels last" if self.layout == "NHWC" else "")
 
 
 def _common(
@@ -359,7 +371,7 @@ def _common(
 ) -> ConvProblem:
     """The checks that both directions share, and the fields that they settle."""
     if dtype not in DTYPE_BYTES:
-        raise TypeError(f"{name}() takes float16, float32 or float64 arrays, but got {dtype}")
+        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
     if precision not in PRECISIONS:
         raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)

@@ -13,9 +13,16 @@ import pytest
 
 from pycuda_conv import ConvProblem
 
-EPS = {"float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
-SUM_EPS = {"float16": EPS["float32"], "float32": EPS["float32"], "float64": EPS["float64"]}  # sums of halves are floats
-TINY = {"float16": 2.0**-24, "float32": 2.0**-149, "float64": 0.0}  # where the result is subnormal
+try:
+    import ml_dtypes  # teaches numpy the name bfloat16
+except ImportError:
+    ml_dtypes = None
+
+#: What numpy arrays can hold here.
+DTYPES = ["float16", "float32", "float64"] + ["bfloat16"] * (ml_dtypes is not None)
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+SUM_EPS = {dtype: min(eps, EPS["float32"]) for dtype, eps in EPS.items()}  # sums of 16-bit numbers are floats
+TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-133, "float32": 2.0**-149, "float64": 0.0}  # where the result is subnormal
 
 
 def _tuple(value: Any, ndim: int) -> tuple:
@@ -97,9 +104,9 @@ class Case:
     def reference(self, x, w, b=None) -> np.ndarray:
         return reference(self.transposed, self.ndim, x, w, b, **self.options)
 
-    def bound(self, x, w, b, ref: np.ndarray) -> np.ndarray:
-        """How far from `ref` the rounding of an honest sum may lead."""
-        dtype = x.dtype.name
+    def bound(self, x, w, b, ref: np.ndarray, dtype: str | None = None) -> np.ndarray:
+        """How far from `ref` the rounding of an honest sum may lead; `dtype` where it is not that of `x`."""
+        dtype = dtype or x.dtype.name
         magnitude = self.reference(np.abs(x), np.abs(w), None if b is None else np.abs(b))
         return 4 * SUM_EPS[dtype] * math.sqrt(max(self.depth, 1)) * magnitude + EPS[dtype] * np.abs(ref) + TINY[dtype]
 
@@ -152,6 +159,14 @@ def check(case: Case, got: Any, x, w, b, what: Any = "") -> None:
     """`got` is the convolution of x, w and b (numpy arrays as they were rounded) within the bound."""
     ref = case.reference(x, w, b)
     assert_close(np.asarray(got), ref, case.bound(x, w, b, ref), f"{case} {what}")
+
+
+def tensor(array: np.ndarray | None) -> Any:
+    """`array` as a torch tensor that shares its memory, in bfloat16 too."""
+    torch = pytest.importorskip("torch")
+    if array is None or array.dtype.name != "bfloat16":
+        return None if array is None else torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
 
 
 # ---- how a tensor's elements may lie

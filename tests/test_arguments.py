@@ -226,11 +226,11 @@ def test_what_is_no_array_is_refused(refuses, name, value):
     assert type(value).__qualname__ in text
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "bool", "complex64", "complex128", "object", "longdouble", "S4", "U4", "M8[s]", "f4,f4"])
+@pytest.mark.parametrize("dtype", ["int8", "int32", "int64", "uint8", "bool", "complex64", "complex128", "object", "longdouble", "S4", "U4", "V2", "M8[s]", "f4,f4"])
 @pytest.mark.parametrize("function", ["conv2d", "conv_transpose2d"])
 def test_dtypes_without_a_kernel(refuses, function, dtype):
     x, w = zeros(1, 2, 4, 4, dtype=dtype), zeros(2, 2, 3, 3, dtype=dtype)
-    text = refuses(TypeError, r"takes float16, float32 or float64 arrays, but got ", function, x, w)
+    text = refuses(TypeError, r"takes float16, bfloat16, float32 or float64 arrays, but got ", function, x, w)
     assert x.dtype.name in text
 
 
@@ -323,13 +323,14 @@ def test_tensors_of_different_dtypes_in_torch_s_words(refuses):
     x, w, b = (torch.from_numpy(a) for a in (X, W, B))
     refuses(ConvArgumentError, r"Input type \(torch.FloatTensor\) and weight type \(torch.DoubleTensor\) should be the same", "conv2d", x, w.double())
     refuses(ConvArgumentError, r"Input type \(torch.FloatTensor\) and bias type \(torch.HalfTensor\) should be the same", "conv2d", x, w, b.half())
+    refuses(ConvArgumentError, r"Input type \(torch.BFloat16Tensor\) and weight type \(torch.HalfTensor\) should be", "conv2d", x.bfloat16(), w.half())
 
 
 @needs_torch
-@pytest.mark.parametrize("dtype", ["bfloat16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int16", "int32", "uint8", "bool", "complex64", "float8_e4m3fn"])
 def test_tensor_dtypes_without_a_kernel(refuses, dtype):
     x, w = (torch.zeros(s, dtype=getattr(torch, dtype)) for s in ((1, 2, 4, 4), (2, 2, 3, 3)))
-    refuses(TypeError, f"conv2d.* takes float16, float32 or float64 arrays, but got {dtype}", "conv2d", x, w)
+    refuses(TypeError, f"conv2d.* takes float16, bfloat16, float32 or float64 arrays, but got {dtype}", "conv2d", x, w)
 
 
 @needs_torch
@@ -350,8 +351,9 @@ def test_tensors_without_memory_of_their_own(refuses, make):
     x, w = torch.zeros(1, 2, 4, 4), torch.zeros(2, 2, 3, 3)
     bad = x.to("meta") if make == "meta" else x.to_sparse()
     for arrays in ((bad, w), (x, bad), (bad, bad)):
-        text = refuses((TypeError, ConvArgumentError), ".", "conv2d", *arrays)
-        assert make in text.lower() or "should be the same" in text
+        for given in (arrays, [a.bfloat16() for a in arrays]):
+            text = refuses((TypeError, ConvArgumentError), ".", "conv2d", *given)
+            assert make in text.lower() or "should be the same" in text
 
 
 @needs_torch
@@ -361,10 +363,12 @@ def test_out_tensors_that_cannot_hold_the_result(refuses, device):
     for out, text in (
         (good[:1], r"out must have shape \[2, 6, 6, 7\], but got out of shape \[1, 6, 6, 7\]"),
         (good.double(), "out must have dtype float32, the input's, but got float64"),
+        (good.bfloat16(), "out must have dtype float32, the input's, but got bfloat16"),
         (good.to(memory_format=torch.channels_last), "out must be C-contiguous"),
         (torch.zeros(1).expand(SHAPE), "out must be C-contiguous"),
     ):
         refuses(ConvArgumentError, text, "conv2d", x, w, b, out=out)
+    refuses(ConvArgumentError, "dtype bfloat16, the input's, but got int16", "conv2d", *(t.bfloat16() for t in (x, w, b)), out=good.short())
 
 
 @needs_torch

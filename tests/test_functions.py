@@ -4,7 +4,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from reference import TORCH_LAYOUTS, Case, check, dgrad, fprop
+from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, check, dgrad, fprop, tensor
 
 import pycuda_conv as pc
 
@@ -28,7 +28,7 @@ def small(transposed: bool, ndim: int, **options) -> Case:
 
 
 def as_kind(kind: str, *arrays):
-    return [a if a is None or kind == "numpy" else torch.from_numpy(a) for a in arrays]
+    return [a if kind == "numpy" else tensor(a) for a in arrays]
 
 
 # ---- one parameter at a time
@@ -219,7 +219,7 @@ def test_results_do_not_share_memory(device):
     assert np.array_equal(first, kept) and first.flags.writeable
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
 def test_transposed_is_the_adjoint(device, transposed, ndim, dtype):
     """<conv(x), y> = <x, conv_transpose(y)>, exactly in integers."""
@@ -228,7 +228,7 @@ def test_transposed_is_the_adjoint(device, transposed, ndim, dtype):
     x, w, _ = case.integers("float64")
     rng = np.random.default_rng(3)
     y = rng.integers(-2, 3, case.problem().result_shape).astype(dtype)
-    x, w = np.sign(x).astype(dtype), np.sign(w).astype(dtype)  # sums below 2048 are exact in float16
+    x, w = np.sign(x).astype(dtype), np.sign(w).astype(dtype)  # sums up to 256 are exact in bfloat16
     forward = getattr(pc, f"conv{ndim}d")(x, w, **options, device=device)
     lost = [n - m for n, m in zip(x.shape[2:], np.shape(getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, device=device))[2:], strict=True)]
     back = getattr(pc, f"conv_transpose{ndim}d")(y, w, **options, output_padding=tuple(lost), device=device)
@@ -247,6 +247,82 @@ def test_half_results_round_to_nearest_and_overflow_to_infinity(device):
     x = np.array([[[2048, 1]], [[2048, 3]], [[65504, 15]], [[65504, 16]], [[2**-24, 2**-24]]], "e")
     got = pc.conv1d(x, np.ones((1, 1, 2), "e"), device=device).ravel()
     assert got.tolist() == [2048, 2052, 65504, np.inf, 2**-23]
+
+
+# ---- bfloat16, in tensors: numpy need not know it
+
+
+def bfloat16(*arrays):
+    return [None if a is None else torch.from_numpy(np.ascontiguousarray(a, "f")).bfloat16() for a in arrays]
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "groups": 2}], ids=["", "options"])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_bfloat16_tensors(device, transposed, ndim, options):
+    """Within the bound of one rounding, and near torch's own, which may round more often."""
+    case = small(transposed, ndim, **options)
+    tensors = bfloat16(*case.normals("float32"))
+    got = call(case, *tensors, device)
+    assert got.dtype is torch.bfloat16 and got.is_contiguous() and tuple(got.shape) == case.problem().result_shape
+    arrays = [t.float().numpy() for t in tensors]
+    ref = case.reference(*arrays)
+    assert_close(got.double().numpy(), ref, case.bound(*arrays, ref, "bfloat16"), case)
+    own = getattr(F, NAMES[transposed, ndim])(*tensors, **options)
+    magnitude = torch.from_numpy(case.reference(*map(np.abs, arrays)))
+    assert ((got - own).abs() <= 2.0**-6 * magnitude).all()
+
+
+@pytest.mark.parametrize("layout", [name for name in TORCH_LAYOUTS if "imaginary" not in name])  # there are no complex ones
+def test_bfloat16_layouts(device, layout):
+    tensors = [TORCH_LAYOUTS[layout](torch, t) for t in bfloat16(*CASE.integers("float32"))]
+    expected = F.conv2d(*(t.double() for t in tensors), padding=1).bfloat16()
+    assert torch.equal(call(CASE, *tensors, device), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_layouts_in_numpy(device, layout):
+    pytest.importorskip("ml_dtypes")
+    plain = CASE.integers("bfloat16")
+    got = call(CASE, *map(LAYOUTS[layout], plain), device)
+    assert type(got) is np.ndarray and got.flags.c_contiguous and got.dtype == "bfloat16" and got.dtype.isnative
+    assert np.array_equal(got, CASE.reference(*plain).astype("bfloat16"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_bfloat16_in_out_in_plans_and_in_bound_filters(device, kind):
+    if kind == "numpy":
+        pytest.importorskip("ml_dtypes")
+    x, w, b = bfloat16(*CASE.integers("float32"))
+    expected = F.conv2d(x.double(), w.double(), b.double(), padding=1)
+    if kind == "numpy":
+        x, w, b = (t.view(torch.int16).numpy().view("bfloat16") for t in (x, w, b))
+    plan = pc.Plan(CASE.problem("bfloat16"), device)
+    layer = plan.bind(w, b)
+    for function in (lambda out: call(CASE, x, w, b, device, out=out), lambda out: plan(x, w, b, out=out), lambda out: layer(x, out=out)):
+        fresh = function(None)
+        out = torch.full_like(fresh, float("nan")) if kind == "torch" else np.full_like(fresh, np.nan)
+        assert function(out) is out
+        for got in (fresh, out):
+            assert torch.equal(got if kind == "torch" else tensor(got), expected.bfloat16())
+
+
+def test_every_bfloat16_is_read_and_written(device):
+    """All 2^16 of them: subnormal numbers, infinities and NaNs too."""
+    x = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16).reshape(1, 1, -1)
+    got = pc.conv1d(x, torch.ones(1, 1, 1, dtype=torch.bfloat16), device=device)
+    assert torch.equal(torch.isnan(got), torch.isnan(x)) and torch.equal(got.nan_to_num(0.0), x.nan_to_num(0.0))
+
+
+def test_bfloat16_sums_are_kept_in_float32_and_rounded_once_to_nearest_even(device):
+    x, w = torch.ones(1, 4096, 1, 1, dtype=torch.bfloat16), torch.ones(1, 4096, 1, 1, dtype=torch.bfloat16)
+    assert pc.conv2d(x, w, device=device) == 4096  # in bfloat16 it would stop at 256
+    largest = torch.finfo(torch.bfloat16).max
+    pairs = [[256, 1], [256, 3], [256, 1.0078125], [largest, 2.0**118], [largest, 2.0**119], [2.0**-133, 2.0**-133], [float("inf"), float("-inf")]]
+    x = torch.tensor(pairs, dtype=torch.bfloat16).unsqueeze(1)
+    got = pc.conv1d(x, torch.ones(1, 1, 2, dtype=torch.bfloat16), device=device).flatten().tolist()
+    assert got[:-1] == [256, 260, 258, largest, float("inf"), 2.0**-132] and got[-1] != got[-1]
+    x, w = torch.randn(1, 1, 20_000).bfloat16(), torch.randn(50, 1, 1).bfloat16()
+    assert torch.equal(pc.conv1d(x, w, device=device)[0], (x[0].float() * w[:, 0].float()).bfloat16())  # products are exact floats
 
 
 # ---- everything at once
@@ -276,7 +352,7 @@ def cases(draw, transposed: bool, ndim: int) -> Case:
 
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
 def test_any_convolution_stays_within_the_bound(device, transposed, ndim):
-    @given(case=cases(transposed, ndim), dtype=st.sampled_from(["float16", "float32", "float64"]), seed=st.integers(0, 9))
+    @given(case=cases(transposed, ndim), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 9))
     @example(case=small(transposed, ndim, stride=2, groups=2), dtype="float32", seed=0)
     def search(case, dtype, seed):
         arrays = case.normals(dtype, seed)

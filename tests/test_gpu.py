@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from reference import TORCH_LAYOUTS, dgrad, fprop, python
+from reference import DTYPES, TORCH_LAYOUTS, assert_close, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, DeviceMemoryError, Plan
@@ -64,7 +64,7 @@ def make(kind, array):
     if array is None or kind == "numpy":
         return array
     if kind == "torch":
-        return pytest.importorskip("torch").from_numpy(array).cuda()
+        return tensor(array).cuda()
     if kind == "cupy":
         return pytest.importorskip("cupy").asarray(array)
     return gpuarray(array) if kind == "gpuarray" else Foreign(gpuarray(array))
@@ -75,7 +75,8 @@ def host(array):
         array = array.owner
     name = type(array).__module__.partition(".")[0]
     if name == "torch":
-        return array.cpu().numpy()
+        array = array.cpu()
+        return array.numpy() if str(array.dtype) != "torch.bfloat16" else array.view(sys.modules["torch"].int16).numpy().view("bfloat16")
     if name in ("cupy", "pycuda"):
         with get_device("cuda"):
             return array.get()
@@ -95,9 +96,11 @@ def is_kind(array, kind):
 # ---- kinds of array
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_result_is_of_the_input_s_kind_and_right(kind, dtype):
+    if kind == "foreign" and dtype == "bfloat16":
+        pytest.skip("an interface can't say that it is bfloat16")
     for case in (CASE, dgrad((2, 4, 3, 4), (4, 5, 3, 3), stride=2, padding=1, output_padding=1)):
         arrays = case.integers(dtype)
         function = pc.conv_transpose2d if case.transposed else pc.conv2d
@@ -135,6 +138,34 @@ def test_every_rank_on_device_arrays(torch):
             name, weight = f"conv{'_transpose' if transposed else ''}{ndim}d", w if transposed else w.transpose(0, 1)
             got = getattr(pc, name)(x, weight, stride=2, padding=1)
             assert torch.equal(got, getattr(torch.nn.functional, name)(x.cpu(), weight.cpu(), stride=2, padding=1).cuda())
+
+
+@pytest.mark.parametrize("config", [None, GEMM, SPLIT], ids=["planned", "gemm", "split"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bfloat16_tensors(torch, transposed, config):
+    """Numbers at random within the bound of one rounding, and near torch's own; ml_dtypes is not needed."""
+    case = dgrad((2, 40, 6, 8), (40, 12, 3, 2), stride=2, padding=1) if transposed else fprop((2, 40, 6, 8), (12, 40, 1, 1))
+    tensors = [torch.from_numpy(a).bfloat16() for a in case.normals("float32")]
+    arrays = [t.float().numpy() for t in tensors]
+    given = [t.cuda() for t in tensors]
+    plan = Plan(case.problem("bfloat16"), "cuda", config=config)
+    got = plan(*given)
+    assert got.dtype is torch.bfloat16 and got.is_cuda
+    ref = case.reference(*arrays)
+    assert_close(got.double().cpu().numpy(), ref, case.bound(*arrays, ref, "bfloat16"), plan)
+    function = torch.nn.functional.conv_transpose2d if transposed else torch.nn.functional.conv2d
+    magnitude = torch.from_numpy(case.reference(*map(np.abs, arrays))).cuda()
+    assert ((got - function(*given, **case.options)).abs() <= 2.0**-6 * magnitude).all()
+    out = torch.full_like(got, float("nan"))
+    assert plan.bind(*given[1:])(given[0], out=out) is out and torch.equal(out, got)
+
+
+def test_every_bfloat16_is_read_and_rounded_as_torch_does(torch):
+    x = torch.arange(-(2**15), 2**15).short().view(torch.bfloat16).reshape(1, 1, -1).cuda()
+    for factor in (1.0, 1.0078125, -3.3e-5, 2.0**60):
+        w = torch.full((1, 1, 1), factor, dtype=torch.bfloat16, device="cuda")
+        got, expected = pc.conv1d(x, w), (x.float() * w.float()).bfloat16()
+        assert torch.equal(torch.isnan(got), torch.isnan(expected)) and torch.equal(got.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
 def test_mixed_kinds_are_refused():
@@ -196,16 +227,16 @@ def test_torch_layouts(torch, layout, which):
     assert got.is_contiguous() and torch.equal(got.cpu(), expected)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", range(1, 9))
 def test_misaligned_tensors(torch, offset, dtype):
     arrays = CASE.integers(dtype)
     tensors = []
     for a in arrays:
         whole = torch.full((a.size + offset,), float("nan"), dtype=getattr(torch, dtype), device="cuda")
-        whole[offset:] = torch.from_numpy(a.ravel())
+        whole[offset:] = tensor(a.ravel())
         tensors.append(whole[offset:].view(a.shape))
-    assert np.array_equal(pc.conv2d(*tensors, padding=1).cpu().numpy(), CASE.reference(*arrays).astype(dtype))
+    assert np.array_equal(host(pc.conv2d(*tensors, padding=1)), CASE.reference(*arrays).astype(dtype))
 
 
 def strided(array):
@@ -213,15 +244,18 @@ def strided(array):
     return np.repeat(array, 2, axis=-1)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["cupy", "gpuarray", "foreign"])
-def test_strided_views(kind):
-    arrays = CASE.integers("float32")
+def test_strided_views(kind, dtype):
+    if dtype not in DTYPES or (kind == "foreign" and dtype == "bfloat16"):
+        pytest.skip("ml_dtypes is not installed, or an interface can't say that it is bfloat16")
+    arrays = CASE.integers(dtype)
     for which in range(3):
         given = [make(kind, a) for a in arrays]
         wide = make("gpuarray" if kind == "foreign" else kind, strided(arrays[which]))
         view = wide[..., ::2] if kind == "cupy" else wide[(slice(None),) * (wide.ndim - 1) + (slice(None, None, 2),)]
         given[which] = Foreign(view) if kind == "foreign" else view
-        assert np.array_equal(host(pc.conv2d(*given, padding=1)), CASE.reference(*arrays))
+        assert np.array_equal(host(pc.conv2d(*given, padding=1)), CASE.reference(*arrays).astype(dtype))
 
 
 @pytest.mark.parametrize("kind", ["cupy", "gpuarray"])
@@ -249,7 +283,7 @@ def test_interfaces_that_cannot_be_read_as_they_say():
         ({"strides": (480, 120, 18, 4)}, ConvArgumentError, "not multiples of the item size"),
         ({"typestr": ">f4"}, (TypeError, ConvArgumentError), "byte order|endian|>f4"),
         ({"typestr": "<i4"}, TypeError, "but got int32"),
-        ({"typestr": "<V2"}, TypeError, "takes float16, float32 or float64"),  # as torch exports bfloat16
+        ({"typestr": "<V2"}, TypeError, "may mean bfloat16 or any other two bytes"),  # as torch exports bfloat16
         ({"mask": x}, (TypeError, ConvArgumentError), "mask"),
     ):
         with pytest.raises(exception, match=text):

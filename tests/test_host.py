@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
 from hypothesis import assume, example, given, settings
-from reference import Case, dgrad, fprop, python
+from reference import DTYPES, Case, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, host, ops, runtime
@@ -840,9 +840,25 @@ def test_results_are_right_in_chunks_of_any_size(gpu, cut, way, chunk_bytes):
 @needs_torch
 def test_results_are_right_without_the_pipeline_too(gpu):
     for case in (IMAGES, BANDS):
-        for dtype in ("float16", "float32", "float64"):
+        for dtype in DTYPES:
             arrays = case.integers(dtype)
             assert np.array_equal(call(case, *arrays), case.reference(*arrays).astype(dtype))
+
+
+@needs_torch
+@pytest.mark.parametrize("case", [IMAGES, BANDS], ids=["images", "rows"])
+def test_bfloat16_goes_in_chunks_as_integers(gpu, cut, case):
+    """Tensors, which numpy can't hold, and numpy arrays where ml_dtypes lets it."""
+    tensors = [torch.from_numpy(a).bfloat16() for a in case.integers("float32")]
+    expected = torch.from_numpy(case.reference(*(t.float().numpy() for t in tensors))).bfloat16()
+    out = torch.full_like(expected, float("nan"))
+    for got in (call(case, *tensors), call(case, *tensors, out=out), out):
+        assert torch.equal(got, expected)
+    if "bfloat16" in DTYPES:
+        arrays = [t.view(torch.int16).numpy().view("bfloat16") for t in tensors]
+        for given in (arrays, [a.astype(a.dtype.newbyteorder(">")) for a in arrays]):
+            got = call(case, *given)
+            assert got.dtype == "bfloat16" and got.dtype.isnative and gpu.is_pinned(got) and torch.equal(tensor(got), expected)
 
 
 LAYOUTS = {

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from reference import assert_close, assert_exact, dgrad, fprop, run
+from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
 from pycuda_conv import Plan
 from pycuda_conv.engines import direct
@@ -16,7 +16,6 @@ POINTWISE = fprop((2, 36, 8, 10), (68, 36, 1, 1))  # takes the 16-byte loads of 
 DEPTHWISE = fprop((2, 3, 19, 67), (6, 1, 3, 5), padding=((1, 2), (2, 0)), groups=3)
 TRANSPOSED = dgrad((2, 10, 5, 6), (10, 9, 3, 2), padding=(1, 0), stride=(1, 2))
 
-DTYPES = ["float16", "float32", "float64"]
 MIXED = [  # small ones, in every dtype
     (DEPTHWISE, Single()), (DEPTHWISE, Single(THREADS=32)),
     (DEPTHWISE, Tile()), (DEPTHWISE, Tile(8, 32, 8)), (DEPTHWISE, Tile(4, 8, 1)), (DEPTHWISE, Tile(32, 32, 1)),
@@ -143,7 +142,7 @@ def test_64_bit_offsets_are_exact(device, case, config, monkeypatch):
     monkeypatch.setattr(direct, "_index_64", lambda problem: True)
     arrays = case.integers("float32")
     plan = _plan(case, config, "float32", device)
-    assert plan.stages[0][0].defines["INDEX_64"] == 1
+    assert plan.program.stages[0][0].defines["INDEX_64"] == 1
     assert_exact(run(plan, *arrays), case.reference(*arrays), plan)
 
 

@@ -124,7 +124,7 @@ def test_a_plan_is_reusable_and_explains_itself(device):
         assert plan(*arrays, out=out) is out
         assert np.array_equal(out, case.reference(*arrays))
     text = plan.explain()
-    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.stages for step in stage) and device in text
+    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.program.stages for step in stage) and device in text
     assert str(case.problem()) in repr(plan)
 
 
@@ -309,7 +309,7 @@ def test_the_readme_s_python_examples_parse():
 
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-VARIANTS = [("sm_90", 16), ("sm_90", 32), ("sm_90", 64), ("sm_80", 32), ("sm_100", 32)]
+VARIANTS = [("sm_90", 16), ("sm_90", 17), ("sm_90", 32), ("sm_90", 64), ("sm_80", 32), ("sm_100", 32)]
 
 
 def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Step
 
 GRID_LIMIT = 2**31 - 1
@@ -88,7 +88,7 @@ def _ceil(a: int, b: int) -> int:
 
 def _letters(problem: ConvProblem) -> dict[str, int]:
     """The problem in the kernels' letters."""
-    defines = {"DTYPE": problem.itemsize * 8, "INDEX_64": int(_index_64(problem)), "GROUPS": problem.groups}
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem)), "GROUPS": problem.groups}
     defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups, "HAS_BIAS": int(problem.has_bias)}
     for names, values in (
         ("DHW", problem.input_size), ("TRS", problem.filter_size), ("OPQ", problem.output_size),
@@ -114,6 +114,8 @@ def _pixels(problem: ConvProblem) -> int:
 
 def legal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
+    if problem.layout == "NHWC" and not isinstance(config, Gemm):
+        return "it takes NCHW arrays"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
         if problem.direction != "fprop" or problem.C != problem.groups or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
@@ -278,6 +280,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
     out_strides = (result[1] * result[2], result[2], 1)
     size = math.prod(problem.result_shape)
     split = config.SPLIT_K
+    nchw = problem.layout == "NCHW"
     launches = []
     for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps)):
         empty = 0 in phase.taps or reduction == 0
@@ -285,14 +288,14 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         plane = math.prod(phase.size)
         contiguous_taps = forward and reduction * taps % 4 == 0 and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
         pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
-        pointwise = pointwise and plane % 4 == 0 and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
-        dense_result = phase.step == (1, 1, 1) and plane % 4 == 0
+        pointwise = pointwise and nchw and plane % 4 == 0 and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
+        dense_result = nchw and phase.step == (1, 1, 1) and plane % 4 == 0
         defines = asdict(config) | {
-            "DTYPE": problem.itemsize * 8, "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
+            "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "A_VEC": 4 if contiguous_taps and not empty else 1,
+            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "NHWC": int(not nchw), "GUARDED": 0, "A_VEC": 4 if contiguous_taps and not empty else 1,
             "B_VEC": 4 if pointwise else 1,
-            "OUT_VEC": 4 if dense_result and not (split > 1 and problem.dtype == "float16") else 1,
+            "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
             "W_G": m * reduction * taps, "W_M": w_m, "W_C": w_c,
             "OUT_SIZE": math.prod(result), "OUT_BASE": sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)),
@@ -310,12 +313,30 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         launches.append(Step("direct_gemm", defines, grid, config.threads, (INPUT, WEIGHT, BIAS, target), (pixels,)))
     if split == 1:
         return [launches], 0
+    return [launches, [reduce_step(problem, split, WORKSPACE)]], split * size * acc
+
+
+def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) -> Step:
+    """The launch that adds the `parts` of a split sum in order, and the bias: ``direct_reduce.cu``."""
+    size = math.prod(problem.result_shape)
     defines = {
-        "DTYPE": problem.itemsize * 8, "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
-        "CHANNELS": problem.result_channels, "OUT_SIZE": math.prod(result), "HAS_BIAS": int(problem.has_bias),
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
+        "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
+        "HAS_BIAS": int(problem.has_bias),
     }
-    reduce = Step("direct_reduce", defines, _ceil(size, 256), 256, (WORKSPACE, BIAS, RESULT), (size,))
-    return [launches, [reduce]], split * size * acc
+    return Step("direct_reduce", defines, _ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
+
+
+def guarded(problem: ConvProblem, image_flags: int | tuple[int, int], filter_flags: int | tuple[int, int], multiprocessors: int) -> list[Step]:
+    """Launches that compute the flagged images and channels of `problem`, and nothing else: see ``direct_gemm.cu``."""
+    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 2))
+    return [
+        replace(
+            step, defines={**step.defines, "GUARDED": 1}, grid=min(step.grid, 2 * multiprocessors),
+            buffers=(*step.buffers, image_flags, filter_flags), scalars=(*step.scalars, step.grid),
+        )
+        for step in launches[0]
+    ]
 
 
 # ---- the choice
@@ -339,7 +360,7 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         yield Single()
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
-    if backend == "cuda" and problem.macs >= 40e6 and written >= 16:
+    if problem.layout == "NHWC" or (backend == "cuda" and problem.macs >= 40e6 and written >= 16):
         yield from sorted(gemm_configs(problem), key=lambda config: gemm_time(problem, config, multiprocessors))
     for block in (8, 4, 2, 1):
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism

@@ -21,43 +21,103 @@ KERNEL_DIR = _HERE / "cu" if (_HERE / "cu").is_dir() else _HERE.parent / "cu"
 
 
 @dataclass(frozen=True)
+class Im2col:
+    """How a tensor map walks output pixels instead of a box: TMA's im2col mode. Spatial axes innermost (W) first."""
+
+    lower: tuple[int, ...]
+    upper: tuple[int, ...]
+    stride: tuple[int, ...]
+    channels: int
+    pixels: int
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """What a TMA load needs to know of an array of 16-bit elements, but for its address. Innermost axis first.
+
+    Attributes
+    ----------
+    buffer, offset : int
+        Which of the plan's buffers it lies in, and how many bytes from its start.
+    sizes : tuple of int
+        Elements along each axis.
+    strides : tuple of int
+        Bytes from one index to the next, for every axis but the innermost, whose elements are neighbours.
+    box : tuple of int, or Im2col
+        What one load fetches.
+    span : int
+        Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32.
+    bfloat16 : bool
+    """
+
+    buffer: int
+    offset: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...] | Im2col
+    span: int
+    bfloat16: bool = False
+
+
+@dataclass(frozen=True)
 class Step:
     """One kernel launch, but for the addresses of the arrays.
 
     Attributes
     ----------
     kernel : str
-        The kernel's name and, with ``.cu``, its file in ``cu/``.
+        The kernel's name.
     defines : mapping of str to int
-        What the kernel is specialised by. ``DTYPE`` and ``INDEX_64`` among them.
+        What the kernel is specialised by. With ``DTYPE`` and ``INDEX_64`` it is one in the portable dialect.
     grid, block : int
         Blocks, and threads a block.
-    buffers : tuple of int
-        Which of the plan's buffers the kernel takes, in order: an index into (input, weight, bias, result, workspace).
+    buffers : tuple of int or (int, int)
+        Which of the plan's buffers the kernel takes, in order: an index into (input, weight, bias, result, workspace,
+        packed filter), or such an index and a number of bytes from that buffer's start.
     scalars : tuple of int
         64-bit integers passed after the buffers.
+    file : str
+        The kernel's file in ``cu/``, without ``.cu``; by default it is called like the kernel.
+    maps : tuple of TensorMap
+        Tensor maps passed before the buffers.
+    shared : int
+        Bytes of dynamic shared memory.
+    arch : str
+        The target to compile for, where that is not the GPU's plain one: ``"sm_90a"``.
     """
 
     kernel: str
     defines: Mapping[str, int]
     grid: int
     block: int
-    buffers: tuple[int, ...]
+    buffers: tuple[int | tuple[int, int], ...]
     scalars: tuple[int, ...]
+    file: str = ""
+    maps: tuple[TensorMap, ...] = ()
+    shared: int = 0
+    arch: str = ""
 
     def source(self) -> str:
         """The kernel's text behind a prelude of its defines; compilers still report the file's own lines."""
         first = ("DTYPE", "INDEX_64")  # these shape the dialect's header; the others would collide with system headers
-        lines = [f"#define {name} {self.defines[name]}" for name in first]
-        lines.append('#include "portable.cuh"')
+        lines = []
+        if "DTYPE" in self.defines:
+            lines = [f"#define {name} {self.defines[name]}" for name in first] + ['#include "portable.cuh"']
         lines += [f"#define {name} {value}" for name, value in self.defines.items() if name not in first]
-        lines.append(f'#line 1 "cu/{self.kernel}.cu"')
-        return "\n".join(lines) + "\n" + _text(self.kernel)
+        file = self.file or self.kernel
+        lines.append(f'#line 1 "cu/{file}.cu"')
+        return "\n".join(lines) + "\n" + _text(file)
 
 
 @cache
-def _text(kernel: str) -> str:
-    return (KERNEL_DIR / f"{kernel}.cu").read_text()
+def _text(file: str) -> str:
+    return (KERNEL_DIR / f"{file}.cu").read_text()
+
+
+@cache
+def headers() -> str:
+    """The text of all headers in ``cu/``: compiled kernels depend on it."""
+    return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.glob("*.cuh")))
 
 
 class Device(AbstractContextManager["Device"]):
@@ -68,6 +128,8 @@ class Device(AbstractContextManager["Device"]):
     #: As `device=` names it.
     name: str
     multiprocessors: int
+    #: Compute capability of an NVIDIA GPU.
+    capability: tuple[int, int] = (0, 0)
 
     @abstractmethod
     def launcher(self, step: Step) -> Launcher:

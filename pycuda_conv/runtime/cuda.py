@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, lru_cache, partial
 from itertools import cycle
 from operator import itemgetter
 from struct import Struct
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, Im2col, Launcher, Step, TensorMap, headers
 from pycuda_conv.runtime.cache import cached, file_identity
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
@@ -117,6 +117,46 @@ def _pinned() -> PinnedPool:
 def _check(code: int, what: str) -> None:
     if code:
         raise RuntimeError(f"{what} failed with CUDA error {code}")
+
+
+# ---- tensor maps, of which PyCUDA knows nothing
+
+
+def encoded(described: TensorMap, address: int) -> bytes:
+    """The 128 bytes that a kernel takes as a ``CUtensorMap`` of the array at `address`."""
+
+    def array(kind: Any, values: Sequence[int]) -> Any:
+        return (kind * len(values))(*values)
+
+    room = ctypes.create_string_buffer(128 + 64)
+    at = (ctypes.addressof(room) + 63) & ~63  # the driver wants multiples of 64
+    u32, u64, i32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
+    rank, box = len(described.sizes), described.box
+    kind = 9 if described.bfloat16 else 6  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+    head = (ctypes.c_void_p(at), kind, u32(rank), ctypes.c_void_p(address), array(u64, described.sizes), array(u64, described.strides))
+    swizzle = {32: 1, 64: 2, 128: 3}[described.span]
+    tail = (0, swizzle, 2, 0)  # not interleaved; L2 fetches 128 bytes; zeros outside
+    if isinstance(box, Im2col):
+        corners = array(i32, box.lower), array(i32, box.upper)
+        steps = array(u32, (1, *box.stride, 1))
+        code = _libcuda().cuTensorMapEncodeIm2col(*head, *corners, u32(box.channels), u32(box.pixels), steps, *tail)
+    else:
+        code = _libcuda().cuTensorMapEncodeTiled(*head, array(u32, box), array(u32, (1,) * rank), *tail)
+    _check(code, f"encoding {described}")
+    return ctypes.string_at(at, 128)
+
+
+def first_parameter(cubin: bytes, kernel: str) -> int:
+    """Where in its parameters the first one of `kernel` lies. Asked of a module of its own: PyCUDA hides the handles of its."""
+    library, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    _check(library.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
+    try:
+        _check(library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), "cuModuleGetFunction")
+        _check(library.cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)), "cuFuncGetParamInfo")
+    finally:
+        library.cuModuleUnload(module)
+    return offset.value
 
 
 def device_of_pointer(pointer: int) -> int:
@@ -279,13 +319,13 @@ class CudaDevice(Device):
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
         device = drv.Device(ordinal)
-        self.capability: tuple[int, int] = device.compute_capability()
+        self.capability = device.compute_capability()
         self.multiprocessors = device.multiprocessor_count
         self.context = device.retain_primary_context()
         #: Make the device's context current, and undo that. Called in pairs, or by ``with device:``.
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
-        self._functions: dict[tuple[str, str], Any] = {}
+        self._functions: dict[tuple[str, str], tuple[Any, int]] = {}
         self._lock = threading.Lock()
         self._threads = threading.local()
         self._idle_streams: list[_Streams] = []
@@ -305,16 +345,31 @@ class CudaDevice(Device):
     # ---- kernels
 
     def launcher(self, step: Step) -> Launcher:
-        function = self._function(step)
-        grid, block, scalars = (step.grid, 1, 1), (step.block, 1, 1), step.scalars
-        taken = itemgetter(*step.buffers)
+        function, skip = self._function(step)
+        grid, block, scalars, shared = (step.grid, 1, 1), (step.block, 1, 1), step.scalars, step.shared
         # where prepared_async_call ends; its other work on the way costs 1 us of 5, and there is none to do here
-        call, pack = function._launch_kernel, Struct("P" * len(step.buffers) + "q" * len(scalars)).pack
+        call, count = function._launch_kernel, len(step.buffers)
+        if not step.maps and all(isinstance(place, int) for place in step.buffers):
+            taken: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*step.buffers)
+            if count == 1:
+                taken = lambda buffers, one=step.buffers[0]: (buffers[one],)  # noqa: E731
+            pack = Struct("P" * count + "q" * len(scalars)).pack
 
-        def launch(buffers: Sequence[Any], stream: Any) -> None:
-            call(grid, block, pack(*taken(buffers), *scalars), 0, stream)
+            def launch(buffers: Sequence[Any], stream: Any) -> None:
+                call(grid, block, pack(*taken(buffers), *scalars), shared, stream)
 
-        return launch
+            return launch
+        places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
+        maps = [(one.buffer, one.offset, lru_cache(maxsize=64)(partial(encoded, one))) for one in step.maps]
+        # a parameter aligned to more than 16 bytes starts at an address that only the driver knows
+        pack = Struct(f"{skip}x" + "128s" * len(maps) + "P" * count + "q" * len(scalars)).pack
+
+        def launch_with_maps(buffers: Sequence[Any], stream: Any) -> None:
+            described = [encode(buffers[i] + offset) for i, offset, encode in maps]
+            addresses = [buffers[i] + offset if offset else buffers[i] for i, offset in places]
+            call(grid, block, pack(*described, *addresses, *scalars), shared, stream)
+
+        return launch_with_maps
 
     def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
         """Several steps run side by side: each alone may be too small to fill the GPU."""
@@ -345,26 +400,29 @@ class CudaDevice(Device):
         """What stream `second` does from now on waits for what `first` holds now; streams as for :meth:`launch_on`."""
         self._streams().order(_handle(first), _handle(second))
 
-    def _function(self, step: Step) -> Any:
+    def _function(self, step: Step) -> tuple[Any, int]:
+        """The compiled kernel, and how many bytes of its parameters come before the first one."""
         source = step.source()
         key = step.kernel, source
-        function = self._functions.get(key)
-        if function is None:
-            cubin = self.compile(source)  # outside the lock: threads compile side by side
+        found = self._functions.get(key)
+        if found is None:
+            cubin = self.compile(source, step.arch)  # outside the lock: threads compile side by side
             with self._lock, self:
-                function = self._functions.get(key)
-                if function is None:
+                found = self._functions.get(key)
+                if found is None:
                     function = self._drv.module_from_buffer(cubin).get_function(step.kernel)
-                    self._functions[key] = function
-        return function
+                    if step.shared > 48 * 1024:
+                        function.set_attribute(self._drv.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, step.shared)
+                    found = self._functions[key] = function, first_parameter(cubin, step.kernel) if step.maps else 0
+        return found
 
-    def compile(self, source: str) -> bytes:
+    def compile(self, source: str, arch: str = "") -> bytes:
         """The cubin of `source` for this GPU, compiled as ``SourceModule`` would but kept in a cache of our own."""
         compiler = nvcc()
         assert compiler is not None
-        arch = "sm_{}{}".format(*self.capability)
+        arch = arch or "sm_{}{}".format(*self.capability)
         options = ["-O3", "-std=c++17"]
-        header = (KERNEL_DIR / "portable.cuh").read_text()
+        header = headers()
 
         def build() -> bytes:
             log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))

@@ -22,8 +22,11 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools.terminal import require
 
 #: norm(out - ref) / norm(ref) above which a result is wrong, for sums of up to 256 products.
-RELATIVE_LIMIT = {"float16": 1e-3, "float32": 1e-6, "float64": 2e-15, "tf32": 1e-3}
+RELATIVE_LIMIT = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 2e-15, "tf32": 1e-3}
 TF32_EPS = 2.0**-10
+#: The distance from 1 to the next number, and the smallest number above 0, of results.
+SPACING = {dtype: (float(np.finfo(dtype).eps), float(np.finfo(dtype).smallest_subnormal)) for dtype in ("float16", "float32", "float64")}
+SPACING["bfloat16"] = 2.0**-7, 2.0**-133
 
 
 def depth(problem: ConvProblem) -> int:
@@ -48,9 +51,9 @@ def bound(problem: ConvProblem, reference: Any, magnitude: Any) -> Any:
     reference, magnitude : float64 arrays of numpy or torch
         conv(x, w) + b and conv(|x|, |w|) + |b|.
     """
-    out = np.finfo(problem.dtype)
-    eps = TF32_EPS if _arithmetic(problem) == "tf32" else float(np.finfo("float64" if problem.dtype == "float64" else "float32").eps)
-    return 4 * eps * math.sqrt(max(depth(problem), 1)) * magnitude + float(out.eps) * abs(reference) + float(out.smallest_subnormal)
+    out_eps, smallest = SPACING[problem.dtype]
+    eps = TF32_EPS if _arithmetic(problem) == "tf32" else SPACING["float64" if problem.dtype == "float64" else "float32"][0]
+    return 4 * eps * math.sqrt(max(depth(problem), 1)) * magnitude + out_eps * abs(reference) + smallest
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import numpy as np
 
 import pycuda_conv
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, integers
+from pycuda_conv.problem import ConvProblem, integers
 from pycuda_conv.runtime import device_count
 from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require
 
@@ -40,6 +40,8 @@ FILTERS = {
     "emboss": np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]),
     "identity": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
 }
+#: What a .npy file can hold of what can be convolved: bfloat16 comes back as two bytes without a meaning.
+FILE_DTYPES = ("float16", "float32", "float64")
 #: Bytes of input or output, whichever is larger, that go through at a time on each GPU unless --batch says how many images.
 SLICE_BYTES = 256 << 20
 PNG_START = b"\x89PNG\r\n\x1a\n"
@@ -207,8 +209,8 @@ def _problem(
     """What is asked, checked, and the keyword arguments of the function that computes it."""
     paths = (settings.input, settings.filter, settings.bias)
     for path, array in zip(paths, (x, weight, bias), strict=True):
-        if array is not None and array.dtype.name not in DTYPE_BYTES:
-            raise ToolError(f"{path} holds {array.dtype.name}; {', '.join(DTYPE_BYTES)} can be convolved")
+        if array is not None and array.dtype.name not in FILE_DTYPES:
+            raise ToolError(f"{path} holds {array.dtype.name}; {', '.join(FILE_DTYPES)} can be convolved")
         if array is not None and array.dtype.name != x.dtype.name:
             raise ToolError(f"{path} holds {array.dtype.name}, but {settings.input} {x.dtype.name}; all files must hold the same")
     if weight.ndim not in (3, 4, 5):

@@ -52,12 +52,16 @@ class Case:
         return make(int(self.function[-2]), self.input, self.weight, bias, dtype=self.dtype, **self.options)
 
     def data(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Input, weight and bias. The same for a seed whichever other cases run."""
+        """Input, weight and bias: float32 with values of bfloat16 for that. The same for a seed whichever other cases run."""
         rng = np.random.default_rng([seed, *self.name.encode()])
         problem = self.problem
 
         def draw(shape: Sequence[int]) -> np.ndarray:
-            return rng.standard_normal(shape).astype(self.dtype)
+            values = rng.standard_normal(shape)
+            if self.dtype != "bfloat16":
+                return values.astype(self.dtype)
+            upper = np.uint32(0xFFFF0000)  # of a float32: what bfloat16 holds
+            return (values.astype(np.float32).view(np.uint32) & upper).view(np.float32)
 
         x, w = draw(self.input), draw(self.weight)
         if self.filter is not None:
@@ -99,6 +103,7 @@ def _cases() -> list[Case]:
         Case("transposed-3d", "conv_transpose3d", (1, 6, 5, 6, 7), (6, 4, 3, 2, 3), {"stride": (2, 1, 2), "padding": (1, 0, 1)}),
         Case("float64", "conv2d", (2, 6, 21, 20), (9, 6, 3, 3), {"padding": 1}, dtype="float64"),
         Case("float16", "conv2d", (4, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}, dtype="float16"),
+        Case("bfloat16", "conv2d", (4, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}, dtype="bfloat16"),
     ]
 
 
@@ -124,12 +129,13 @@ def select(names: str | None) -> list[Case]:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make one kind of array from numpy's, read it back, and wait for it."""
+    """How to make one kind of array from numpy's, in a dtype, read it back, and wait for it."""
 
     name: str
-    make: Callable[[np.ndarray], Any]
+    make: Callable[[np.ndarray, str], Any]
     read: Callable[[Any], np.ndarray]
     wait: Callable[[], Any]
+    bfloat16: bool = False  # whether there are such arrays
 
 
 class Interface:
@@ -158,9 +164,16 @@ def array_kinds(device: Device) -> list[Kind]:
     def nothing() -> None:
         pass
 
-    # torch.from_numpy shares memory, so a copy: an output must not be written behind the check's back
+    def tensor(array: np.ndarray, dtype: str, place: str = "cpu") -> Any:
+        return torch.tensor(array, dtype=getattr(torch, dtype), device=place)
+
+    def values(tensor: Any) -> np.ndarray:
+        doubles: np.ndarray = tensor.double().cpu().numpy()
+        return doubles
+
+    in_numpy = _importable("ml_dtypes") is not None  # importing it also teaches numpy the name
     kinds = [
-        Kind("numpy", np.copy, np.asarray, nothing), Kind("torch cpu", lambda a: torch.from_numpy(a.copy()), lambda t: t.numpy(), nothing),
+        Kind("numpy", lambda a, dtype: a.astype(dtype), np.asarray, nothing, in_numpy), Kind("torch cpu", tensor, values, nothing, True),
     ]
     if device.backend != "cuda":
         return kinds
@@ -173,14 +186,14 @@ def array_kinds(device: Device) -> list[Kind]:
 
     wait = partial(on_device, driver.Context.synchronize)
     to_gpu = partial(on_device, gpuarray.to_gpu)
-    kinds.append(Kind("GPUArray", to_gpu, lambda a: on_device(a.get), wait))
-    kinds.append(Kind("cuda array interface", lambda a: Interface(to_gpu(a)), lambda a: on_device(a.array.get), wait))
+    kinds.append(Kind("GPUArray", lambda a, _: to_gpu(a), lambda a: on_device(a.get), wait))
+    kinds.append(Kind("cuda array interface", lambda a, _: Interface(to_gpu(a)), lambda a: on_device(a.array.get), wait))
     if torch.cuda.is_available():
-        kinds.append(Kind("torch cuda", lambda a: torch.from_numpy(a).to(device.name), lambda t: t.cpu().numpy(), wait))
+        kinds.append(Kind("torch cuda", partial(tensor, place=device.name), values, wait, True))
     cupy = _importable("cupy")
     if cupy is not None:
 
-        def to_cupy(array: np.ndarray) -> Any:
+        def to_cupy(array: np.ndarray, _: str) -> Any:
             with cupy.cuda.Device(where.ordinal):
                 return cupy.asarray(array)
 
@@ -229,18 +242,18 @@ def expected(case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, dev
         result: np.ndarray = function(*[None if a is None else change(a) for a in arrays]).double().cpu().numpy()
         return result
 
-    place = device.name if device.backend == "cuda" and torch.cuda.is_available() else "cpu"
+    own = {"device": device.name if device.backend == "cuda" and torch.cuda.is_available() else "cpu", "dtype": getattr(torch, case.dtype)}
     with torch.no_grad(), torch_precision("fp32"), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # torch warns that an even "same" costs it a copy
-        return Expected(call(lambda a: a.double()), call(lambda a: a.double().abs()), call(lambda a: a.to(place)))
+        return Expected(call(lambda a: a.double()), call(lambda a: a.double().abs()), call(lambda a: a.to(**own)))
 
 
-def check(case: Case, kind: Kind, device: Device, data: Sequence[np.ndarray | None], truth: Expected) -> Result:
+def check(case: Case, kind: Kind, device: Device, data: tuple[np.ndarray, np.ndarray, np.ndarray | None], truth: Expected) -> Result:
     """Run one case on one kind of array, into an output full of NaN."""
     problem = case.problem
     function = getattr(pycuda_conv, case.function)
-    x, w, b = (None if a is None else kind.make(a) for a in data)
-    out = kind.make(np.full(problem.result_shape, np.nan, case.dtype))
+    x, w, b = (None if a is None else kind.make(a, case.dtype) for a in data)
+    out = kind.make(np.full(problem.result_shape, np.nan, data[0].dtype), case.dtype)
     call = partial(function, x, w, b, out=out, device=device.name, **case.options)
     returned = call()
     kind.wait()
@@ -276,7 +289,7 @@ def verify(cases: Sequence[Case], device: Device, seed: int) -> list[Result]:
     for case in track(cases, lambda case: case.name):
         x, w, b = data = case.data(seed)
         truth = expected(case, x, w, b, device)
-        results += [check(case, kind, device, data, truth) for kind in kinds]
+        results += [check(case, kind, device, data, truth) for kind in kinds if kind.bfloat16 or case.dtype != "bfloat16"]
     return results
 
 

@@ -1,0 +1,479 @@
+"""The implicit GEMM engine: convolutions on tensor cores, fp32 results from 16-bit products.
+
+float32 arrays are packed into fp16 limbs (``cu/pack.cu``) and multiplied by ``cu/implicit_gemm_sm90.cu``: three products for
+``precision="fp32"``, one for ``"tf32"``. float16 and bfloat16 arrays take one product of what they are. What does not fit
+the limbs is found while packing and computed by the direct engine's kernel in plain fp32, without a word to the host.
+
+A problem is first brought into the form that tensor loads can make (:func:`packing`), then cut into phases (one for a forward
+convolution), each of which is one launch. :func:`choose` picks tiles by a short model of time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WEIGHT, WORKSPACE, Phase
+from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
+
+#: the plan's buffer of the packed filter
+PACKED = 5
+
+SHARED_BYTES = 227 * 1024  # what a block of an sm_90 GPU may have
+THREADS = 384
+PACK_THREADS = 256
+SCAN_SLICE = 16384  # elements of an image that one block of the scan reads
+FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
+ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
+
+#: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
+CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
+OFFSETS = {1: 65535, 2: 255, 3: 31}
+MOST_STRIDE = 8
+
+
+@dataclass(frozen=True)
+class ImplicitGemm:
+    """One tile of ``implicit_gemm_sm90.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
+
+    ROWS: int = 128
+    PIXELS: int = 128
+    STAGES: int = 3
+    SPLIT: int = 1
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _size3(values: list[int]) -> Size3:
+    d, h, w = values
+    return d, h, w
+
+
+def products(problem: ConvProblem) -> int:
+    """Products of 16-bit numbers for one of the problem's."""
+    return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
+
+
+def limbs(problem: ConvProblem) -> int:
+    """16-bit numbers that stand for one element."""
+    return 2 if products(problem) == 3 else 1
+
+
+# ---- the form that tensor loads can make
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a problem's operands are laid out for the tensor loads.
+
+    Attributes
+    ----------
+    as_is : bool
+        The input needs no packing: it has 16 bits and its channels are last.
+    level : int
+        How many of the innermost axes packing takes care of.
+    folded : (int, int, int)
+        Taps that packing turns into channels, an axis; 1 where the loads make them.
+    size : (int, int, int)
+        Pixels of a packed image.
+    group : int
+        Packed channels of a group.
+    load : int
+        Channels a load: 64, 32 or 16.
+    """
+
+    as_is: bool
+    level: int
+    folded: Size3
+    size: Size3
+    group: int
+    load: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How one phase walks the packed image.
+
+    Pixel j and tap i of an axis meet at ``j * stride + low + i * dilation``; tap i of the phase is number
+    ``base + i * step`` of the packed filter along the axis.
+    """
+
+    phase: Phase
+    taps: Size3
+    stride: Size3
+    low: Size3
+    dilation: Size3
+    base: Size3
+    step: Size3
+    #: spatial axes that the loads need, and whether all images are one row of pixels to them
+    rank: int
+    flat: bool
+
+
+def _channels_a_load(channels: int) -> int:
+    # a shorter row wastes less where channels end, but is loaded less well
+    return min((64, 32, 16), key=lambda load: _ceil(channels, load) * load * {64: 1.0, 32: 1.05, 16: 1.15}[load])
+
+
+def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
+    """The walk of `phase`, or None if tensor loads can't make it."""
+    axes = []
+    for i in range(3):
+        if phase.dilation[i] >= 0:
+            axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
+        else:  # dgrad meets its taps backwards
+            last = phase.taps[i] - 1
+            low = -phase.pad[i] + last * phase.dilation[i]
+            axes.append((phase.taps[i], 1, low, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
+    taps, stride, low, dilation, base, step = (_size3(list(values)) for values in zip(*axes, strict=True))
+    trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
+    flat = all(trivial)
+    rank = 1 if flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)) else 2 if trivial[0] and packed.size[0] == 1 else 3
+    if not flat:
+        for i in range(3 - rank, 3):
+            lowest, highest = CORNERS[rank]
+            upper = low[i] + (phase.size[i] - 1) * stride[i] - (packed.size[i] - 1)
+            reach = (max(taps[i], 1) - 1) * dilation[i]
+            if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > OFFSETS[rank] or stride[i] > MOST_STRIDE:
+                return None
+    return Walk(phase, taps, stride, low, dilation, base, step, rank, flat)
+
+
+@lru_cache(maxsize=1024)
+def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
+    """How to pack the problem and walk its phases; None if the loads can't be made to serve it."""
+    channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
+    forward = problem.direction == "fprop"
+    # with few channels the innermost taps are folded, or most of each product would be zeros
+    first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
+    for level in range(first, 4 if forward else 1):
+        folded = _size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
+        size = _size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
+        count = channels * math.prod(folded)
+        load = _channels_a_load(count)
+        as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
+        packed = Packing(as_is, level, folded, size, _ceil(count, 8) * 8, load)
+        walks = []
+        for phase in direct.phases(problem):
+            if level:
+                phase = _folded_phase(phase, level)
+            walk = _walk(problem, phase, packed)
+            if walk is None:
+                break
+            walks.append(walk)
+        else:
+            return packed, tuple(sorted(walks, key=lambda walk: -math.prod(walk.taps)))
+    return None
+
+
+def _folded_phase(phase: Phase, level: int) -> Phase:
+    """A forward convolution after its innermost `level` axes were folded: there it has one tap and no stride."""
+
+    def kept(values: Size3, instead: int) -> Size3:
+        return _size3([v if i < 3 - level else instead for i, v in enumerate(values)])
+
+    return Phase(
+        phase.size, phase.origin, phase.step, kept(phase.taps, 1), kept(phase.first, 0), kept(phase.every, 1), kept(phase.stride, 1),
+        kept(phase.pad, 0), kept(phase.dilation, 1),
+    )
+
+
+# ---- what is legal
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    if device.capability != (9, 0):
+        return "it takes a GPU of compute capability 9.0"
+    return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.dtype not in ELEMENTS:
+        return f"it takes {', '.join(ELEMENTS)} arrays"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    images = problem.N * limbs(problem)
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= 2**31 - 2**20 or images >= 2**31:
+        return "it counts pixels in 32 bits"
+    if packing(problem) is None:
+        return "tensor loads can't make its padding or dilation"
+    return None
+
+
+def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.ROWS not in (64, 128):
+        return "a tile has 64 or 128 rows"
+    wide = config.PIXELS if config.ROWS == 128 else config.PIXELS // 2
+    most = 152 if products(problem) == 3 else 256
+    if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= wide <= most or config.PIXELS > 1024:
+        return f"a consumer takes a multiple of 8 pixels up to {most}"
+    if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
+        return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if config.SPLIT < 1:
+        return "it has at least one split"
+    return None
+
+
+def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of one stage of the ring: 64 of gemm k."""
+    return limbs(problem) * (config.ROWS + config.PIXELS) * 128
+
+
+def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Shared memory of a block: the ring, the consumers' staging tiles, and room to align them."""
+    return config.STAGES * stage_bytes(problem, config) + _staging_bytes(problem) + 2048
+
+
+def _staging_bytes(problem: ConvProblem) -> int:
+    return 2 * 4 * (32 * 68 if problem.layout == "NHWC" else 64 * 40)
+
+
+# ---- launches
+
+
+@dataclass(frozen=True)
+class Program:
+    """The launches of a plan.
+
+    `prepare` packs the filter into a buffer of `filter_bytes`; `stages` do the rest with `workspace_bytes` of scratch.
+    Stages follow one another; the launches of one stage don't depend on each other.
+    """
+
+    prepare: list[list[Step]]
+    stages: list[list[Step]]
+    workspace_bytes: int
+    filter_bytes: int
+
+
+class _Room:
+    """Hands out pieces of a buffer."""
+
+    def __init__(self, buffer: int) -> None:
+        self.buffer, self.used = buffer, 0
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """A place of so many bytes, as a step names it."""
+        place = self.buffer, self.used
+        self.used += _ceil(nbytes, 256) * 256
+        return place
+
+
+def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
+    """The launches of `config`, which is legal for `problem`."""
+    found = packing(problem)
+    assert found is not None
+    packed, walks = found
+    wide, count, forward = problem.dtype == "float32", limbs(problem), problem.direction == "fprop"
+    scratch, kept = _Room(WORKSPACE), _Room(PACKED)
+    groups, channels = problem.groups, problem.operand_channels // problem.groups
+    rows = problem.result_channels
+    taps, folded = math.prod(problem.filter_size), math.prod(packed.folded)
+    reduction = channels * taps
+    shape = _pack_shape(problem, packed, forward)
+    defines = {
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "FOLDED": int(packed.level > 0),
+        "CHUNKS": min(8, 1 << (_ceil(groups * packed.group, 8) - 1).bit_length()), "SLACK": max(0, int(math.log2(max(reduction, 1)) / 2)),
+    }
+    # the filter
+    w_limbs = kept.take(count * rows * (taps // folded) * packed.group * 2)
+    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
+    prepare = [[Step("pack_filter", defines, rows, PACK_THREADS, (WEIGHT, w_limbs, w_scales, w_flags), shape, "pack")]]
+    # the images
+    stages: list[list[Step]] = []
+    pixels = math.prod(packed.size)
+    x_limbs, x_scales, x_flags = (INPUT, 0), (RESULT, 0), (RESULT, 0)
+    if not packed.as_is:
+        x_limbs = scratch.take(count * problem.N * pixels * groups * packed.group * 2)
+        parts = (RESULT, 0)
+        if wide:
+            slices = _slices(problem)
+            parts, x_scales, x_flags = scratch.take(8 * problem.N * slices), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+            stages.append([Step("scan_images", defines, problem.N * slices, PACK_THREADS, (INPUT, parts), shape, "pack")])
+        tile = 32 * 16 // defines["CHUNKS"]
+        grid = problem.N * _ceil(pixels, tile) * _ceil(groups * packed.group // 8, defines["CHUNKS"])
+        stages.append([Step("pack_images", defines, grid, PACK_THREADS, (INPUT, parts, x_limbs, x_scales, x_flags), shape, "pack")])
+    # the product
+    target: int | tuple[int, int] = RESULT
+    if config.SPLIT > 1:
+        target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
+    maps = _filter_map(problem, config, packed, w_limbs)
+    stages.append([
+        _product(problem, config, packed, walk, maps, x_limbs, (x_scales, w_scales, BIAS, target), multiprocessors) for walk in walks
+    ])
+    if config.SPLIT > 1:
+        stages.append([direct.reduce_step(problem, config.SPLIT, target)])
+    if wide:
+        stages += [[step] for step in direct.guarded(problem, x_flags, w_flags, multiprocessors)]
+    return Program(prepare, stages, scratch.used, kept.used)
+
+
+def _slices(problem: ConvProblem) -> int:
+    return min(1024, max(1, math.prod(problem.input_shape) // problem.N // SCAN_SLICE))
+
+
+def _pack_shape(problem: ConvProblem, packed: Packing, forward: bool) -> tuple[int, ...]:
+    """The scalars of ``pack.cu``."""
+    groups, taps = problem.groups, math.prod(problem.filter_size)
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+
+    def where_folded(values: Size3, instead: int) -> tuple[int, ...]:
+        return tuple(v if i >= 3 - packed.level else instead for i, v in enumerate(values))
+
+    return (
+        problem.N, _slices(problem), problem.operand_channels * math.prod(problem.operand_size), groups, read, packed.group,
+        *problem.operand_size, *packed.size, *packed.folded, *where_folded(problem.stride, 1), *where_folded(problem.padding_before, 0),
+        *where_folded(problem.dilation, 1), written, read * written * taps, *((read * taps, taps) if forward else (taps, written * taps)),
+        taps // math.prod(packed.folded), math.prod(packed.folded),
+    )
+
+
+def _filter_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
+    taps = math.prod(problem.filter_size) // math.prod(packed.folded)
+    sizes = (packed.group, taps, limbs(problem) * problem.result_channels)
+    return TensorMap(
+        *place, sizes, (packed.group * 2, packed.group * 2 * taps), (packed.load, 1, config.ROWS), 2 * packed.load, problem.dtype == "bfloat16"
+    )
+
+
+def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
+    channels, copies = problem.groups * packed.group, limbs(problem)
+    if walk.flat:
+        axes, images = [problem.N * math.prod(packed.size)], copies
+        stride, low, upper = [1], [0], [0]
+    else:
+        inner = range(2, 2 - walk.rank, -1)  # W first
+        axes, images = [packed.size[i] for i in inner], copies * problem.N
+        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
+        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
+    strides = [2 * channels]
+    for n in axes:
+        strides.append(strides[-1] * n)
+    walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, problem.dtype == "bfloat16")
+
+
+def _product(
+    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, filter_map: TensorMap, x_limbs: tuple[int, int],
+    buffers: tuple[int | tuple[int, int], ...], multiprocessors: int,
+) -> Step:
+    """The launch of one phase."""
+    phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
+    groups, rows = problem.groups, problem.result_channels
+    tiles = _tiles(problem, config, phase)
+    tap_strides = [1, 1, 1]  # taps of the packed filter from one to the next along t, r, s
+    kept = [n // f if f > 1 else n for n, f in zip(problem.filter_size, packed.folded, strict=True)]
+    tap_strides[1], tap_strides[0] = kept[2], kept[2] * kept[1]
+    result = problem.result_size
+    out_strides = (result[1] * result[2], result[2], 1)
+    plane = math.prod(phase.size)
+    dense = phase.step == (1, 1, 1)
+    neighbours = rows // groups % 4 == 0 if nhwc else dense and plane % 4 == 0
+    empty = 0 in phase.taps
+    channel_blocks = _ceil(packed.group, packed.load)
+    flat = problem.N * plane
+    size, low, stride = phase.size, walk.low, walk.stride
+    load = (flat, flat, flat) if walk.flat else (plane, size[1] * size[2], size[2])
+    shape = (
+        math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], 0 if empty else channel_blocks * math.prod(walk.taps),
+        channel_blocks, rows // groups, rows, packed.group, groups * packed.group, max(walk.taps[1], 1), max(walk.taps[2], 1),
+        sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
+        *walk.dilation, problem.N * plane, 1 if walk.flat else problem.N, *load, *((1, 1, 1) if walk.flat else stride),
+        *((0, 0, 0) if walk.flat else low), plane, size[1] * size[2], size[2], math.prod(result),
+        sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
+    )
+    defines = {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
+        "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
+        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
+        "VEC": 4 if neighbours else 1, "DENSE": int(dense), "WGMMA_N": config.PIXELS if config.ROWS == 128 else config.PIXELS // 2,
+    }
+    return Step(
+        "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS, buffers, shape,
+        maps=(filter_map, _image_map(problem, config, packed, walk, x_limbs)), shared=shared_bytes(problem, config), arch="sm_90a",
+    )
+
+
+def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
+    """Tiles of a group: along its channels and along the pixels."""
+    return _ceil(problem.result_channels // problem.groups, config.ROWS), _ceil(problem.N * math.prod(phase.size), config.PIXELS)
+
+
+# ---- the choice
+
+CLOCK = 1450.0  # cycles a microsecond that an H200 keeps under this load
+FILL = 46.0     # bytes a cycle from L2 into one multiprocessor's shared memory
+TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with it
+
+
+def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
+    """The configurations worth comparing for `problem`."""
+    three = products(problem) == 3
+    steps = _steps(problem)
+    written = problem.result_channels // problem.groups
+    wide = [*range(64, 153, 8)] if three else [64, 96, 112, 128, 160, 192, 224, 256]
+    for rows in (128, 64):
+        if rows == 128 and written <= 64:
+            continue
+        for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
+            for stages in (6, 5, 4, 3, *((2,) if rows == 64 else ())):
+                config = ImplicitGemm(rows, pixels, stages)
+                if shared_bytes(problem, config) <= SHARED_BYTES:
+                    for split in (1, 2, 3, 4, 6, 8):
+                        if split == 1 or steps >= 4 * split:
+                            yield ImplicitGemm(rows, pixels, stages, split)
+                    break
+
+
+def _steps(problem: ConvProblem) -> int:
+    """Stages of the ring that a tile without splits goes through, at the most."""
+    found = packing(problem)
+    assert found is not None
+    packed, walks = found
+    return _ceil(_ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
+
+
+def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
+    """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
+    found = packing(problem)
+    assert found is not None
+    packed, walks = found
+    count = products(problem)
+    fill = stage_bytes(problem, config) / FILL
+    step = max(4 * count * config.PIXELS * config.ROWS / 128, fill)
+    cycles = 0.0
+    for walk in walks:
+        steps = _ceil(_ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
+        tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
+        rounds = _ceil(tiles, multiprocessors)
+        cycles += rounds * (_ceil(steps, config.SPLIT) * step + TILE_CYCLES + 16 * config.PIXELS * config.ROWS / 128)
+    result = math.prod(problem.result_shape)
+    time = cycles / CLOCK
+    moved = 0.0
+    if not packed.as_is:
+        moved += math.prod(problem.input_shape) * problem.itemsize * (2 if problem.dtype == "float32" else 1)
+        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
+    moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))
+    if config.SPLIT > 1:
+        time += 2
+        moved += result * (8 * config.SPLIT + problem.itemsize)
+    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
+    return time + moved / 3.5e6 + 1.5 * launches
+
+
+def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:
+    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
+    if why_not(problem):
+        return None
+    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0])
