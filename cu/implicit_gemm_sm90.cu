@@ -14,8 +14,10 @@
 //          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
 // Shared   a ring of STAGES stages; a stage holds 64 of k: for each limb ROWS x 64 of w, then PIXELS x 64 of x, as sub-tiles of
 //          KC channels whose rows of 2 * KC bytes are swizzled, as wgmma wants them. full[stage]: the bytes have arrived;
-//          empty[stage]: the 8 consumer warps have read them. Behind the ring, for each consumer, a staging tile that turns
-//          sums into rows of y: [64 channels][32 pixels], pitch 40, or [32 pixels][64 channels], pitch 68 (free of conflicts).
+//          empty[stage]: the 8 consumer warps have read them. Behind the ring, for each consumer, BUFFERS staging tiles of
+//          CHUNK pixels x 64 channels that turn sums into rows of y, and the scales of its pixels.
+// y        TENSOR_STORE = 1: rows are written by TMA from the staging tiles while the next tile is multiplied; needs rows of y
+//          whose pitch is a multiple of 16 bytes. Else warps write them, VEC elements a thread.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
@@ -34,7 +36,10 @@
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
 #define NHWC 0       // layout of y
-#define VEC 4        // elements of y a store; 4 needs them to be neighbours at a multiple of 4
+#define TENSOR_STORE 1
+#define BUFFERS 2    // staging tiles of a consumer
+#define CHUNK 32     // pixels of a staging tile: 32, 16 or 8, a divisor of WGMMA_N with TENSOR_STORE
+#define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #endif
@@ -47,17 +52,14 @@
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BYTES = ROWS * 128, B_BYTES = PIXELS * 128, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
-constexpr int CONSUMERS = 2, CHUNK = 32, PIXEL_PITCH = 40, CHANNEL_PITCH = 68;
-constexpr int STAGING = NHWC ? CHUNK * CHANNEL_PITCH : 64 * PIXEL_PITCH;  // floats
+constexpr int CONSUMERS = 2, PIXEL_PITCH = 36, CHANNEL_PITCH = 68;  // in floats; spread rows over the banks
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 
 #if OUT == 32
 typedef float out_t;
-DEVICE void store4(out_t* p, float4 v) { __stcs((float4*)p, v); }
 DEVICE out_t to_out(float v) { return v; }
 DEVICE float from_out(out_t v) { return v; }
-#else
-#if OUT == 16
+#elif OUT == 16
 typedef __half out_t;
 DEVICE out_t to_out(float v) { return __float2half_rn(v); }
 DEVICE float from_out(out_t v) { return __half2float(v); }
@@ -66,11 +68,13 @@ typedef __nv_bfloat16 out_t;
 DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
 DEVICE float from_out(out_t v) { return __bfloat162float(v); }
 #endif
-DEVICE void store4(out_t* p, float4 v) {
-  out_t four[4] = {to_out(v.x), to_out(v.y), to_out(v.z), to_out(v.w)};
-  __stcs((uint2*)p, *(const uint2*)four);
-}
-#endif
+
+// a staging tile: as TMA reads it, or floats with a pitch
+constexpr int STAGING_BYTES = TENSOR_STORE ? 64 * CHUNK * (int)sizeof(out_t) : 4 * (NHWC ? CHUNK * CHANNEL_PITCH : 64 * PIXEL_PITCH);
+struct Staging {
+  alignas(1024) uint8_t tiles[BUFFERS][STAGING_BYTES];
+  float scales[SCALED ? WGMMA_N : 1];
+};
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -170,7 +174,7 @@ DEVICE void produce(const CUtensorMap* map_w, const CUtensorMap* map_x, const Sh
   }
 }
 
-// ---- a tile's sums, scaled and so on, to y. Through shared memory, so that warps write whole rows.
+// ---- a tile's sums, scaled and so on, to y
 
 DEVICE int plane_offset(const Shape& shape, int inside) {
 #if DENSE
@@ -180,61 +184,143 @@ DEVICE int plane_offset(const Shape& shape, int inside) {
 #endif
 }
 
-DEVICE void store_tile(float (&sum)[WGMMA_N / 2], const Shape& shape, const Tile& of, int consumer, float* staging, const float* scale_n,
-                       const float* scale_k, const out_t* bias, out_t* y) {
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  const int m0 = of.m + (ROWS == 128 ? 64 * consumer : 0), pixel0 = of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer);
-  const int k0 = of.group * (int)shape.rows_group;
-  y += (long long)of.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
+// What a thread needs to finish its sums: the scales and biases of its two channels, and its share of the pixels' scales.
+// Loaded before the sums are, used after.
+struct Finish {
+  float scale[2], bias[2], pixels[(WGMMA_N + 127) / 128];
+  DEVICE Finish(const Shape& shape, int channel, int pixel0, const float* scale_n, const float* scale_k, const out_t* bias_k) {
 #pragma unroll
-  for (int base = 0; base < WGMMA_N; base += CHUNK) {
-    const int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
-    named_barrier(1 + consumer, 128);  // the last chunk has been read
-#pragma unroll
-    for (int i = 0; i < width / 8; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = 16 * warp + lane / 4 + 8 * half, column = 8 * i + 2 * (lane % 4), at = 4 * (base / 8 + i) + 2 * half;
-        if (NHWC) {
-          staging[column * CHANNEL_PITCH + row] = sum[at];
-          staging[(column + 1) * CHANNEL_PITCH + row] = sum[at + 1];
-        } else {
-          *(float2*)(staging + row * PIXEL_PITCH + column) = make_float2(sum[at], sum[at + 1]);
-        }
-      }
-    named_barrier(1 + consumer, 128);
-    constexpr int ACROSS = (NHWC ? 64 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 64;
-#pragma unroll 4
-    for (int i = 0; i < DOWN * ACROSS / 128; ++i) {
-      const int across = thread % ACROSS * VEC, down = thread / ACROSS + i * (128 / ACROSS);
-      const int column = NHWC ? down : across, row = NHWC ? across : down;
-      const int pixel = pixel0 + base + column, m = m0 + row;
-      if (column < width && pixel < (int)shape.pixels && m < (int)shape.rows_group) {
-        const int image = pixel / (int)shape.plane, offset = plane_offset(shape, pixel % (int)shape.plane), k = k0 + m;
-        const long long at = NHWC ? ((long long)image * shape.out_size + offset) * shape.rows + k
-                                  : ((long long)image * shape.rows + k) * shape.out_size + offset;
-        const float* from = staging + down * (NHWC ? CHANNEL_PITCH : PIXEL_PITCH) + across;
-        float v[VEC];
-#pragma unroll
-        for (int e = 0; e < VEC; ++e) {
-          v[e] = from[e];
-          if (SCALED) v[e] = v[e] * scale_n[image] * scale_k[NHWC ? k + e : k];
-          if (HAS_BIAS) v[e] += from_out(bias[NHWC ? k + e : k]);
-        }
-#if VEC == 4
-        store4(y + at, make_float4(v[0], v[1], v[2], v[3]));
-#else
-        y[at] = to_out(v[0]);
-#endif
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int k = min(channel + 8 * half, (int)shape.rows - 1);
+      scale[half] = SCALED ? scale_k[k] : 1;
+      bias[half] = HAS_BIAS ? from_out(bias_k[k]) : 0;
     }
+#if SCALED
+#pragma unroll
+    for (int i = 0; i < (WGMMA_N + 127) / 128; ++i) {
+      const int pixel = min(pixel0 + i * 128 + (int)threadIdx.x % 128, (int)shape.pixels - 1);
+      pixels[i] = scale_n[pixel / (int)shape.plane];
+    }
+#endif
   }
+};
+
+// the byte of a swizzled tile with rows of `span` bytes where 16-byte piece `piece` of a row lies
+DEVICE int swizzled(int row, int piece, int span) {
+  return row * span + ((piece ^ (span == 128 ? row % 8 : span == 64 ? row / 2 % 4 : row / 4 % 2)) << 4);
+}
+
+// The chunk of pixels from `base` on, and those behind it: the sums are in registers, so their numbers must be constants.
+template <int base>
+DEVICE void store_chunks(float (&sum)[WGMMA_N / 2], const Finish& finish, const Shape& shape, const Tile& of, int consumer, int m0, int pixel,
+                         Staging& staging, const CUtensorMap* map_y, out_t* y) {
+  constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  uint8_t* const tile = staging.tiles[base / CHUNK % BUFFERS];
+#if TENSOR_STORE
+  if (thread == 0) bulk_wait_read<BUFFERS - 1>();  // the tile's last chunk has been read
+#endif
+  named_barrier(1 + consumer, 128);
+#pragma unroll
+  for (int i = 0; i < width / 8; ++i) {
+    float v[2][2];  // [half of the rows][neighbouring pixels]
+    const int column = 8 * i + 2 * (lane % 4);
+    const float2 scale = SCALED ? *(const float2*)(staging.scales + base + column) : make_float2(1, 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = 4 * (base / 8 + i) + 2 * half;
+      v[half][0] = sum[at] * (scale.x * finish.scale[half]) + finish.bias[half];
+      v[half][1] = sum[at + 1] * (scale.y * finish.scale[half]) + finish.bias[half];
+    }
+#if TENSOR_STORE && OUT != 32
+    // 8 x 8 blocks of 16-bit numbers, turned for channels last, one row of 16 bytes a lane
+    const uint32_t packed[2] = {pack2(to_out(v[0][0]), to_out(v[0][1])), pack2(to_out(v[1][0]), to_out(v[1][1]))};
+    const int half = lane / 8 % 2, row = lane % 8;
+    const int place = NHWC ? swizzled(8 * i + row, 2 * warp + half, 128) : swizzled(16 * warp + 8 * half + row, i, 2 * CHUNK);
+    store_blocks<NHWC>(shared_address(tile) + place, packed);
+#else
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * warp + lane / 4 + 8 * half;
+#if TENSOR_STORE && NHWC
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4, 128) + row % 4 * 4) = v[half][e];
+#elif TENSOR_STORE
+      *(float2*)(tile + swizzled(row, column / 4, 4 * CHUNK) + column % 4 * 4) = make_float2(v[half][0], v[half][1]);
+#elif NHWC
+      ((float*)tile)[column * CHANNEL_PITCH + row] = v[half][0];
+      ((float*)tile)[(column + 1) * CHANNEL_PITCH + row] = v[half][1];
+#else
+      *(float2*)((float*)tile + row * PIXEL_PITCH + column) = make_float2(v[half][0], v[half][1]);
+#endif
+    }
+#endif
+  }
+#if TENSOR_STORE
+  fence_for_bulk();
+#endif
+  named_barrier(1 + consumer, 128);
+#if TENSOR_STORE
+  if (thread == 0) {
+#if NHWC
+#pragma unroll
+    for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
+      store_box(map_y, shared_address(tile) + part * CHUNK * 128, m0 + part * 32, of.group, pixel, of.split);
+#else
+    // a box for every image that the chunk meets; what lies outside an image is not written
+    int image = pixel / (int)shape.plane;
+    for (int start = pixel % (int)shape.plane; start > -CHUNK; start -= (int)shape.plane, ++image)
+      store_box(map_y, shared_address(tile), start, m0, image * (int)(shape.rows / shape.rows_group) + of.group, of.split);
+#endif
+    bulk_commit();
+  }
+#else
+  constexpr int ACROSS = (NHWC ? 64 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 64;
+  const int across = thread % ACROSS * VEC, k0 = of.group * (int)shape.rows_group + m0;
+  out_t* const to = y + (long long)of.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
+#if NHWC
+  const bool inside = m0 + across < shape.rows_group;
+#else
+  const bool inside = across < width && pixel + across < shape.pixels;
+  const int image = (pixel + across) / (int)shape.plane, offset = plane_offset(shape, (pixel + across) % (int)shape.plane);
+#endif
+#pragma unroll 8
+  for (int i = 0; i < DOWN * ACROSS / 128; ++i) {
+    const int down = thread / ACROSS + i * (128 / ACROSS);
+#if NHWC
+    const bool ok = inside && down < width && pixel + down < shape.pixels;
+    const int image = (pixel + down) / (int)shape.plane, offset = plane_offset(shape, (pixel + down) % (int)shape.plane);
+    const long long at = ((long long)image * shape.out_size + offset) * shape.rows + k0 + across;
+#else
+    const bool ok = inside && m0 + down < shape.rows_group;
+    const long long at = ((long long)image * shape.rows + k0 + down) * shape.out_size + offset;
+#endif
+    const float* const from = (const float*)tile + down * (NHWC ? CHANNEL_PITCH : PIXEL_PITCH) + across;
+    struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) vector.v[e] = to_out(from[e]);
+    if (ok) *(Vector*)(to + at) = vector;
+  }
+#endif
+  if constexpr (base + CHUNK < WGMMA_N)
+    store_chunks<base + CHUNK>(sum, finish, shape, of, consumer, m0, pixel + CHUNK, staging, map_y, y);
+}
+
+DEVICE void store_tile(float (&sum)[WGMMA_N / 2], const Finish& finish, const Shape& shape, const Tile& of, int consumer, Staging& staging,
+                       const CUtensorMap* map_y, out_t* y) {
+#if SCALED
+#pragma unroll
+  for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) staging.scales[i] = finish.pixels[i / 128];
+#endif
+  const int m0 = of.m + (ROWS == 128 ? 64 * consumer : 0), pixel0 = of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer);
+  store_chunks<0>(sum, finish, shape, of, consumer, m0, pixel0, staging, map_y, y);
 }
 
 // ---- the multiplication
 
-DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, float* staging, const float* scale_n,
-                    const float* scale_k, const out_t* bias, out_t* y) {
+DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, Staging& staging, const float* scale_n,
+                    const float* scale_k, const out_t* bias, const CUtensorMap* map_y, out_t* y) {
   const uint32_t a0 = ring + (ROWS == 128 ? 64 * SPAN * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at;
   float main[WGMMA_N / 2];  // hi.hi of one stage
@@ -254,6 +340,8 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
+    const int channel = of.group * (int)shape.rows_group + of.m + (ROWS == 128 ? 64 * consumer : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    const Finish finish(shape, channel, of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer), scale_n, scale_k, bias);
 #if PRODUCTS == 3
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) cross[i] = total[i] = 0;
@@ -294,19 +382,28 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     wgmma_arrived(main);
     if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * previous);
 #endif
-    store_tile(main, shape, of, consumer, staging, scale_n, scale_k, bias, y);
+#ifdef NOSTORE
+    if (main[0] == 12345.f)
+#endif
+    store_tile(main, finish, shape, of, consumer, staging, map_y, y);
   }
+#if TENSOR_STORE
+  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, out_t* __restrict__ y,
-                       const __grid_constant__ Shape shape) {
+    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x,
+#if TENSOR_STORE
+                       const __grid_constant__ CUtensorMap map_y,
+#endif
+                       const float* __restrict__ scale_n, const float* __restrict__ scale_k, const out_t* __restrict__ bias,
+                       out_t* __restrict__ y, const __grid_constant__ Shape shape) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  float* const staging = (float*)(dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES);
+  Staging* const staging = (Staging*)(dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1);
@@ -321,6 +418,11 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) produce(&map_w, &map_x, shape, ring, full, empty);
   } else {
     registers_up<232>();
-    consume(shape, ring, full, empty, warpgroup - 1, staging + (warpgroup - 1) * STAGING, scale_n, scale_k, bias, y);
+#if TENSOR_STORE
+    const CUtensorMap* const to = &map_y;
+#else
+    const CUtensorMap* const to = nullptr;
+#endif
+    consume(shape, ring, full, empty, warpgroup - 1, staging[warpgroup - 1], scale_n, scale_k, bias, to, y);
   }
 }

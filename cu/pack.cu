@@ -1,23 +1,25 @@
 // pack.cu: the operands of the implicit GEMM kernels: channels last, 16 bits, float32 as two fp16 limbs.
 //
-//   hi = fp16(x * s),  lo = fp16((x * s - hi) * 2^11): 22 bits of x, where s is a power of two that brings the largest
-//   magnitude of an image (of an output channel's filter) to [2^14, 2^15)
+//   hi = fp16(x * s),  lo = fp16((x * s - hi) * 2^11): 22 bits of x, where s is a power of two
 //
-// Values 2^(28 + SLACK) below the largest, or more, would lose too many bits; such an image or channel, and one that holds
-// Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
+// Images are packed at once with s = 2^GUESS, which holds everything of magnitude 2^-23 to 2^6, and their extremes are noted on
+// the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
+// and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
+// of an output channel is scaled so in the first place.
+// Values 2^(28 + SLACK) below the largest, or more, would lose too many bits even so; such an image or channel, and one that
+// holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
 // SLACK is half the bits of gemm k: what the rounding of a sum of that length may lose anyway.
 //
-// scan_images   largest and smallest non-zero magnitude of every image, as bit patterns, which are ordered as the values are.
-//               block -> a slice of an image; parts[image][block of it]. Memory: registers, 64 bytes shared.
-// pack_images   x to [limb][image][pixel][channel]. block -> PIXELS pixels x 8 * CHUNKS channels of one image;
-//               a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
-//               in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
-//               Channels last input needs no turning. Folded taps (below) read shifted pixels.
-// pack_filter   w to [limb][m][tap][channel], m the output channel. block -> one m.
+// pack           blocks 0 .. filter_rows - 1: one output channel of w each, to [limb][m][tap][channel], m the output channel.
+//                Further blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
+//                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
+//                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
+//                Channels last input needs no turning. Extremes go to parts[image][tile].
+// settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
 //          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
-// Groups   every group starts at a multiple of channels_group, zeros fill it up.
+// Groups   every group starts at a multiple of packed_group, zeros fill it up.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -26,8 +28,14 @@
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
 #define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are
 #define NHWC 0       // layout of x
-#define CHUNKS 8     // 8 channels each, of a block of pack_images: 1, 2, 4 or 8
+#define CHUNKS 8     // 8 channels each, of a block's tile: 1, 2, 4 or 8
+#define ITEMS 2      // 8 channels of a pixel each, of a thread
 #define SLACK 4
+#define CHANNELS 64  // of a group of x
+#define FOLDED 0     // taps are folded: so many along t, r and s
+#define FOLD_T 1
+#define FOLD_R 1
+#define FOLD_S 1
 #endif
 
 #if IN == 32
@@ -47,22 +55,21 @@ __device__ float to_float(in_t v) { return __bfloat162float(v); }
 __device__ limb_t to_limb(float v) { return __float2bfloat16_rn(v); }
 #endif
 
-constexpr int THREADS = 256, UNITS = 16;            // units of 32 pixels x 8 channels in a block of pack_images, two a warp
-constexpr int PIXELS = 32 * UNITS / CHUNKS;
+constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
 constexpr unsigned INFINITE = 0x7f800000;
-constexpr int LARGEST = 60, COVERED = 28 + SLACK;   // exponents
+constexpr int GUESS = 9, LARGEST = 60, COVERED = 28 + SLACK;  // exponents
+constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
-  long long images, slices;                          // of scan_images: slices of an image
-  long long image_size;                              // elements of an image of x
-  long long groups, channels_group, packed_group;    // channels of a group, in x and packed
+  long long filter_rows;                             // blocks of pack that take a filter's rows: all of them, or none
+  long long images, slices;                          // slices of an image, of settle_images
+  long long groups, packed_group;                    // channels of a group, packed
   long long d, h, w;                                 // x
   long long packed_d, packed_h, packed_w;            // pixels of a packed image
-  long long fold_t, fold_r, fold_s;                  // folded taps
-  long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
-  long long rows_group, w_group, w_m, w_c;           // of pack_filter: output channels of a group; elements of w from one group, m, c to the next
-  long long taps, folded;                            // taps of the packed filter, and folded ones: (tap, folded tap) counts through w
+  long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
+  long long rows_group, rows, w_group, w_m, w_c;     // output channels; elements of w from one group, m, c to the next
+  long long taps;                                    // of the packed filter; tap * FOLDS + folded tap counts through w
 };
 
 struct Extremes {
@@ -76,11 +83,12 @@ struct Extremes {
     largest = max(largest, other.largest);
     smallest = min(smallest, other.smallest);
   }
-  __device__ bool covered() const {
-    const int e = exponent(), least = (int)((smallest + 1) >> 23) - 127;
-    return largest == 0 || (largest < INFINITE && abs(e) <= LARGEST && least >= e - COVERED);
-  }
   __device__ int exponent() const { return (int)(largest >> 23) - 127; }
+  __device__ int least() const { return (int)((smallest + 1) >> 23) - 127; }
+  __device__ bool covered() const {
+    return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST && least() >= exponent() - COVERED);
+  }
+  __device__ bool guessed() const { return largest == 0 || (exponent() < 15 - GUESS && least() >= -14 - GUESS - SLACK); }
   __device__ float scale() const { return largest && covered() ? __uint_as_float((127 + 14 - exponent()) << 23) : 1; }
 };
 
@@ -94,33 +102,6 @@ __device__ Extremes over_block(Extremes mine) {
   Extremes all = warps[0];
   for (int i = 1; i < THREADS / 32; ++i) all.add(warps[i]);
   return all;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) scan_images(const in_t* __restrict__ x, Extremes* __restrict__ parts, const Shape shape) {
-  const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
-  // slices start at multiples of four elements of the image
-  const long long quads = (shape.image_size + 3) / 4, first = quads * slice / shape.slices * 4;
-  const long long last = min(quads * (slice + 1) / shape.slices * 4, shape.image_size);
-  x += image * shape.image_size;
-  Extremes found = {0, ~0u};
-#if IN == 32
-  if (shape.image_size % 4 == 0) {
-#pragma unroll 4
-    for (long long i = first + 4 * threadIdx.x; i < last; i += 4 * THREADS) {
-      const float4 v = *(const float4*)(x + i);
-      found.add(v.x);
-      found.add(v.y);
-      found.add(v.z);
-      found.add(v.w);
-    }
-  } else
-#endif
-  {
-#pragma unroll 8
-    for (long long i = first + threadIdx.x; i < last; i += THREADS) found.add(to_float(x[i]));
-  }
-  found = over_block(found);
-  if (threadIdx.x == 0) parts[blockIdx.x] = found;
 }
 
 // 8 values as 16 bytes of each limb
@@ -138,75 +119,72 @@ __device__ void split(const float (&v)[8], float scale, uint4 (&limbs)[LIMBS]) {
   for (int limb = 0; limb < LIMBS; ++limb) limbs[limb] = *(const uint4*)parts[limb];
 }
 
-// `parts` may be null: then nothing is scaled. scales[image] undoes the scale.
-extern "C" __global__ void __launch_bounds__(THREADS) pack_images(const in_t* __restrict__ x, const Extremes* __restrict__ parts,
-                                                                  uint4* __restrict__ packed, float* __restrict__ scales,
-                                                                  int* __restrict__ flags, const Shape shape) {
-  const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
-  const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS, tiles_p = (pixels + PIXELS - 1) / PIXELS;
-  const int chunk0 = (int)(blockIdx.x % tiles_c) * CHUNKS, pixel0 = (int)(blockIdx.x / tiles_c % tiles_p) * PIXELS;
-  const long long image = blockIdx.x / tiles_c / tiles_p;
-  float scale = 1;
-#if IN == 32
-  Extremes found = {0, ~0u};
-  for (int i = threadIdx.x; i < shape.slices; i += THREADS) found.add(parts[image * shape.slices + i]);
-  found = over_block(found);
-  scale = found.scale();
-  if (blockIdx.x % (tiles_c * tiles_p) == 0 && threadIdx.x == 0) {
-    scales[image] = 1 / scale;
-    flags[image] = !found.covered();
+// The 8 channels of `chunk` of a pixel of a packed image; zeros where there is nothing.
+__device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
+  const int g = 8 * chunk / (int)shape.packed_group, j0 = 8 * chunk % (int)shape.packed_group;  // packed_group is a multiple of 8
+  const long long plane = shape.d * shape.h * shape.w, from_pixel = NHWC ? shape.groups * CHANNELS : 1, from_channel = NHWC ? 1 : plane;
+  x += g * CHANNELS * from_channel;
+#if FOLDED
+  const int q = pixel % (int)shape.packed_w, p = pixel / (int)shape.packed_w % (int)shape.packed_h, o = pixel / (int)(shape.packed_w * shape.packed_h);
+  const int w0 = q * (int)shape.stride_w - (int)shape.pad_w, h0 = p * (int)shape.stride_h - (int)shape.pad_h, d0 = o * (int)shape.stride_d - (int)shape.pad_d;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const int j = j0 + e, tap = j / CHANNELS, c = j % CHANNELS;
+    const int at_w = w0 + tap % FOLD_S * (int)shape.dilation_w, at_h = h0 + tap / FOLD_S % FOLD_R * (int)shape.dilation_h;
+    const int at_d = d0 + tap / (FOLD_S * FOLD_R) * (int)shape.dilation_d;
+    const bool ok = inner && tap < FOLDS && (unsigned)at_w < (unsigned)shape.w && (unsigned)at_h < (unsigned)shape.h && (unsigned)at_d < (unsigned)shape.d;
+    const int at = (at_d * (int)shape.h + at_h) * (int)shape.w + at_w;
+    v[e] = ok ? to_float(x[at * from_pixel + c * from_channel]) : 0;
   }
+#else
+  x += pixel * from_pixel + j0 * from_channel;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) v[e] = inner && (CHANNELS % 8 == 0 || j0 + e < CHANNELS) ? to_float(x[e * from_channel]) : 0;
 #endif
-  x += image * shape.image_size;
+}
+
+// One tile of an image, scaled; returns the extremes of what this thread read.
+__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, float scale) {
+  const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
+  const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
+  const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
+  x += image * (shape.d * shape.h * shape.w * shape.groups * CHANNELS);
   const long long limb_size = shape.images * pixels * (long long)chunks;
   packed += image * pixels * (long long)chunks;
-  const int cg = (int)shape.channels_group, pg = (int)shape.packed_group;
-  const long long plane = shape.d * shape.h * shape.w;
-#if NHWC
-  // a thread takes one chunk of a pixel, neighbours the next: they read and write neighbouring bytes
-#pragma unroll 2
-  for (int i = threadIdx.x; i < PIXELS * CHUNKS; i += THREADS) {
-    const int pixel = pixel0 + i / CHUNKS, chunk = chunk0 + i % CHUNKS;
-    if (pixel >= pixels || chunk >= chunks) continue;
-#else
+  // a thread's places in the tile. Channels last: neighbours take neighbouring chunks, so that they read and write
+  // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
+  auto place = [&](int i, int& inside, int& at) {
+    const int item = threadIdx.x + i * THREADS, unit = item / 32;
+    inside = NHWC ? item / CHUNKS : unit / CHUNKS * 32 + item % 32;
+    at = NHWC ? item % CHUNKS : unit % CHUNKS;
+  };
+  float v[ITEMS][8];  // all loads are under way before the first value is used
+#pragma unroll
+  for (int i = 0; i < ITEMS; ++i) {
+    int inside, at;
+    place(i, inside, at);
+    read(v[i], x, shape, pixel0 + inside, chunk0 + at, pixel0 + inside < pixels && chunk0 + at < chunks);
+  }
+  Extremes found = {0, ~0u};
+#if !NHWC
   __shared__ uint4 turned[LIMBS][PIXELS * CHUNKS];
-#pragma unroll
-  for (int unit = threadIdx.x / 32; unit < UNITS; unit += THREADS / 32) {
-    const int inside = unit / CHUNKS * 32 + threadIdx.x % 32, pixel = pixel0 + inside, chunk = chunk0 + unit % CHUNKS;
-#endif
-    float v[8];
-    const int g = 8 * chunk / pg, j0 = 8 * chunk % pg;  // packed_group is a multiple of 8
-    const bool inner = pixel < pixels && chunk < chunks;
-#if FOLDED
-    const int q = pixel % (int)shape.packed_w, p = pixel / (int)shape.packed_w % (int)shape.packed_h, o = pixel / (int)(shape.packed_w * shape.packed_h);
 #endif
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int j = j0 + e;
-#if FOLDED
-      const int tap = j / cg, c = j % cg;
-      const int s = tap % (int)shape.fold_s, r = tap / (int)shape.fold_s % (int)shape.fold_r, t = tap / (int)(shape.fold_s * shape.fold_r);
-      const int at_w = q * (int)shape.stride_w - (int)shape.pad_w + s * (int)shape.dilation_w;
-      const int at_h = p * (int)shape.stride_h - (int)shape.pad_h + r * (int)shape.dilation_h;
-      const int at_d = o * (int)shape.stride_d - (int)shape.pad_d + t * (int)shape.dilation_d;
-      const bool ok = inner && t < shape.fold_t && (unsigned)at_w < shape.w && (unsigned)at_h < shape.h && (unsigned)at_d < shape.d;
-      const long long at = (at_d * shape.h + at_h) * shape.w + at_w;
-#else
-      const int c = j;
-      const bool ok = inner && c < cg;
-      const long long at = pixel;
+  for (int i = 0; i < ITEMS; ++i) {
+    int inside, at;
+    place(i, inside, at);
+#if IN == 32
+#pragma unroll
+    for (int e = 0; e < 8; ++e) found.add(v[i][e]);
 #endif
-      const int channel = g * cg + c;
-      v[e] = ok ? to_float(NHWC ? x[at * (shape.groups * cg) + channel] : x[channel * plane + at]) : 0;
-    }
     uint4 limbs[LIMBS];
-    split(v, scale, limbs);
+    split(v[i], scale, limbs);
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) {
 #if NHWC
-      packed[limb * limb_size + (long long)pixel * chunks + chunk] = limbs[limb];
+      if (pixel0 + inside < pixels && chunk0 + at < chunks) packed[limb * limb_size + (long long)(pixel0 + inside) * chunks + chunk0 + at] = limbs[limb];
 #else
-      turned[limb][inside * CHUNKS + ((unit % CHUNKS) ^ (inside % CHUNKS))] = limbs[limb];
+      turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = limbs[limb];
 #endif
     }
   }
@@ -222,17 +200,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_images(const in_t* __
     }
   }
 #endif
+  return found;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack_filter(const in_t* __restrict__ w, limb_t* __restrict__ packed,
-                                                                  float* __restrict__ scales, int* __restrict__ flags, const Shape shape) {
-  const int m = blockIdx.x, cg = (int)shape.channels_group, pg = (int)shape.packed_group;
-  const int taps = (int)shape.taps, folded = (int)shape.folded;
+// scales[m] undoes the scale.
+__device__ void pack_filter(const in_t* __restrict__ w, limb_t* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape) {
+  const int m = blockIdx.x, taps = (int)shape.taps, pg = (int)shape.packed_group;
   w += m / shape.rows_group * shape.w_group + m % shape.rows_group * shape.w_m;
   float scale = 1;
 #if IN == 32
   Extremes found = {0, ~0u};
-  for (int i = threadIdx.x; i < cg * taps * folded; i += THREADS) found.add(w[i / (taps * folded) * shape.w_c + i % (taps * folded)]);
+  const int all_taps = taps * FOLDS;
+  if (shape.w_c == all_taps) {  // the row is contiguous
+#pragma unroll 8
+    for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i]);
+  } else {
+#pragma unroll 8
+    for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i / all_taps * shape.w_c + i % all_taps]);
+  }
   found = over_block(found);
   scale = found.scale();
   if (threadIdx.x == 0) {
@@ -240,15 +225,54 @@ extern "C" __global__ void __launch_bounds__(THREADS) pack_filter(const in_t* __
     flags[m] = !found.covered();
   }
 #endif
-  const long long limb_size = (long long)gridDim.x * taps * pg;
   packed += (long long)m * taps * pg;
+#pragma unroll 4
   for (int i = threadIdx.x; i < taps * pg; i += THREADS) {
-    const int tap = i / pg, j = i % pg, c = j % cg, fold = j / cg;
-    const float v = fold < folded ? to_float(w[c * shape.w_c + tap * folded + fold]) * scale : 0;
+    const int tap = i / pg, j = i % pg, c = j % CHANNELS, fold = j / CHANNELS;
+    const float v = fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) * scale : 0;
     const limb_t hi = to_limb(v);
     packed[i] = hi;
 #if LIMBS == 2
-    packed[limb_size + i] = to_limb((v - to_float(hi)) * 2048);
+    packed[shape.rows * taps * pg + i] = to_limb((v - to_float(hi)) * 2048);
 #endif
   }
 }
+
+extern "C" __global__ void __launch_bounds__(THREADS) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
+                                                           Extremes* __restrict__ parts, limb_t* __restrict__ w_packed,
+                                                           float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
+  if (blockIdx.x < shape.filter_rows) {
+    pack_filter(w, w_packed, w_scales, w_flags, shape);
+    return;
+  }
+  const int block = blockIdx.x - (int)shape.filter_rows, tiles = (gridDim.x - (int)shape.filter_rows) / (int)shape.images;
+  const Extremes found = pack_tile(x, x_packed, shape, block / tiles, block % tiles, IN == 32 ? 1 << GUESS : 1);
+#if IN == 32
+  const Extremes all = over_block(found);
+  if (threadIdx.x == 0) parts[block] = all;
+#endif
+}
+
+#if IN == 32
+// scales[image] undoes the scale.
+extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
+                                                                    const Extremes* __restrict__ parts, float* __restrict__ scales,
+                                                                    int* __restrict__ flags, const long long tiles, const Shape shape) {
+  const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
+  Extremes found = {0, ~0u};
+#pragma unroll 4
+  for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
+  found = over_block(found);
+  const bool guessed = found.guessed();
+  const float scale = guessed ? 1 << GUESS : found.scale();
+  if (slice == 0 && threadIdx.x == 0) {
+    scales[image] = 1 / scale;
+    flags[image] = !guessed && !found.covered();
+  }
+  if (guessed || !found.covered()) return;
+  for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
+    __syncthreads();  // the last tile has left shared memory
+    pack_tile(x, packed, shape, image, (int)tile, scale);
+  }
+}
+#endif

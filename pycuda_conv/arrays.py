@@ -1,8 +1,14 @@
 """The caller's arrays: what they are, who owns their memory, which stream they live on.
 
 Each class here adapts one kind of array to the plans, which see addresses only. The result is of the input's kind and
-comes from that kind's own allocator. Results are C-contiguous (NCHW) whatever the strides of the inputs; inputs that
-are not, or whose address is not a multiple of 16 bytes, are copied first.
+comes from that kind's own allocator.
+
+Layouts. The problem has one for input and result: C order (NCHW) or channels last (NHWC). In a call of :mod:`ops` the input
+decides: a torch tensor that is channels last, as ``torch.channels_last`` and ``channels_last_3d`` make it, or
+``x.transpose(1, 2)`` of a contiguous (N, W, C) tensor, gives a result that is, and so has its `out` to be. All else counts
+as NCHW: other kinds of array, and tensors that are both, with one channel or one pixel. The filter has no say, unlike in
+torch. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are not in C order,
+and arrays whose address is not a multiple of 16 bytes, are copied first.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import importlib
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +25,7 @@ import numpy as np
 
 from pycuda_conv import host
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
+from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES, channels_last
 from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
 
 if TYPE_CHECKING:
@@ -51,6 +58,10 @@ class ArrayKind:
         """Where arrays of `signature` are convolved, given the caller's `device`."""
         raise NotImplementedError
 
+    def layout(self, array: Any, ndim: int) -> str:
+        """The layout of the result where `array` is the input, which has `ndim` spatial axes."""
+        return "NCHW"
+
     def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
@@ -67,7 +78,8 @@ def _check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> No
         raise ConvArgumentError(f"out must have dtype {plan.problem.dtype}, the input's, but got {out_dtype}")
 
 
-_NOT_CONTIGUOUS = "out must be C-contiguous, but its strides are {} for shape {}"
+_NOT_CONTIGUOUS = "out must be {}, but its strides are {} for shape {}"
+_LAYOUTS = {"NCHW": "C-contiguous", "NHWC": "channels last, as the result is"}
 _OVERLAP = "out overlaps {} in memory; the result can't be written over what is still being read"
 
 
@@ -88,13 +100,21 @@ class HostKind(ArrayKind):
         """Whether what is written to :meth:`to_numpy` of `array` shows in `array`."""
         return True
 
+    def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
+        """A copy of `array` whose axes lie in memory in that order, outermost first."""
+        raise NotImplementedError
+
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device)
 
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
-        kept: host.Filter | None = None,
+        kept: host.Filter | None = None, layout: str = "",
     ) -> Any:
+        """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's."""
+        layout = layout or plan.problem.layout
+        order = channels_last(len(plan.result_shape), plan.problem.ndim) if layout == "NHWC" else None
+        turned = layout != plan.problem.layout  # the plan's result is to be put in order
         named = (("input", input), ("weight", weight), ("bias", bias))
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
         target = None
@@ -106,15 +126,21 @@ class HostKind(ArrayKind):
                 raise ConvArgumentError(f"out must have the machine's byte order, but its dtype is {target.dtype.str}")
             if not target.flags.writeable or not self.writeable(out):
                 raise ConvArgumentError("out is read-only; pass a writeable array")
-            if not target.flags.c_contiguous:
-                raise ConvArgumentError(_NOT_CONTIGUOUS.format(target.strides, list(target.shape)))
+            if not (target if order is None else target.transpose(order)).flags.c_contiguous:
+                raise ConvArgumentError(_NOT_CONTIGUOUS.format(_LAYOUTS[layout], target.strides, list(target.shape)))
             for (name, _), array in zip(named, given, strict=True):
                 if array is not None and np.may_share_memory(target, array):
                     raise ConvArgumentError(_OVERLAP.format(name))
         x, w, b = given
         assert x is not None and w is not None
-        result = host.convolve(plan, x, kept or host.Filter(w, b), target, None if stream is None else stream_of(stream), devices)
-        return self.from_numpy(result, input) if out is None else out
+        place, filters = None if turned else target, kept or host.Filter(w, b)
+        result = host.convolve(plan, x, filters, place, None if stream is None else stream_of(stream), devices)
+        if target is not None:
+            if turned:
+                np.copyto(target, result)
+            return out
+        made = self.from_numpy(result, input)
+        return self.in_order(made, order) if turned and order else made
 
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
         named = (("weight", weight), ("bias", bias))
@@ -122,7 +148,7 @@ class HostKind(ArrayKind):
         assert copies[0] is not None
         filters = host.Filter(copies[0], copies[1])
         if plan.device.backend == "cuda":
-            filters.keep(plan.device)  # type: ignore[arg-type]
+            filters.keep(plan)
         w, b = (None if copy is None else self.from_numpy(copy, a) for copy, (_, a) in zip(copies, named, strict=True))
         return lambda input, out, stream: self.convolve(plan, input, w, b, out, stream, kept=filters)
 
@@ -173,15 +199,22 @@ class DeviceKind(ArrayKind):
         """Whether the memory at :meth:`pointer` holds the elements in C order."""
         raise NotImplementedError
 
+    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+        """Whether it holds them with the axes in that order, outermost first; None is C order."""
+        if order is None:
+            return self.contiguous(array)
+        (shape, dtype, _), strides = self.signature(array), self.strides(array)
+        return _is_contiguous([shape[i] for i in order], [strides[i] for i in order], DTYPE_BYTES[self.dtype_name(dtype)])
+
     def writeable(self, array: Any) -> bool:
         return True
 
-    def copy(self, array: Any) -> Any:
-        """A C-contiguous, aligned copy of the same kind."""
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        """An aligned copy of the same kind with the axes in that order."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
-        """An array of the dtype of `like` from the kind's own allocator."""
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
         raise NotImplementedError
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
@@ -205,9 +238,10 @@ class DeviceKind(ArrayKind):
             raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, packed: Any = None) -> Any:
+        """As :meth:`ArrayKind.convolve`; `packed` is what :meth:`_pack` made of the filter."""
         device: Any = plan.device
-        pointer, contiguous = self.pointer, self.contiguous
+        pointer, contiguous, order = self.pointer, self.contiguous, plan.order
         device.push()
         try:
             x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
@@ -221,7 +255,7 @@ class DeviceKind(ArrayKind):
                     if producer is not None:
                         device.order(producer, home)
             copies = {}
-            if x % ALIGNMENT or not contiguous(input):
+            if x % ALIGNMENT or not (contiguous(input) if order is None else self.lies(input, order)):
                 copies["input"] = input
             if w % ALIGNMENT or not contiguous(weight):
                 copies["weight"] = weight
@@ -230,31 +264,57 @@ class DeviceKind(ArrayKind):
             if copies:
                 if stream is not None:  # what is copied may still be written there
                     device.order(on, home)
-                copies = {name: self._copied(name, array) for name, array in copies.items()}
+                copies = {name: self._copied(name, array, order if name == "input" else None) for name, array in copies.items()}
                 x, w, b = (pointer(copies[name]) if name in copies else at for name, at in (("input", x), ("weight", w), ("bias", b)))
-            result = self.empty(plan.result_shape, input, device) if out is None else out
+            result = out
+            if out is None:
+                result = self.empty(plan.result_shape, input, device) if order is None else self.empty(plan.result_shape, input, device, order)
             if not plan.empty:
-                workspace = self.workspace(plan.workspace_bytes, input, device) if plan.workspace_bytes else None
+                nbytes, at = plan.workspace_bytes, 0
+                if packed is not None:
+                    nbytes, at = plan.program.workspace_bytes, pointer(packed)
+                workspace = self.workspace(nbytes, input, device) if nbytes else None
                 buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
                 if stream is None:
                     if on:
-                        device.launch_on(lambda own: plan.launch(buffers, own), on)
+                        device.launch_on(lambda own: plan.launch(buffers, own, at), on)
                     else:
-                        plan.launch(buffers, None)
+                        plan.launch(buffers, None, at)
                 else:  # memory of the current stream's is used on another: it was written before and is given back after
                     device.order(home, on)
-                    device.launch_on(lambda own: plan.launch(buffers, own), on)
-                    if out is None or copies or workspace is not None:
+                    device.launch_on(lambda own: plan.launch(buffers, own, at), on)
+                    if out is None or copies or workspace is not None or at:
                         device.order(on, home)
             return result
         finally:
             device.pop()
 
-    def _copied(self, name: str, array: Any) -> Any:
+    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+        if not plan.filter_bytes:
+            return super().bind(plan, weight, bias)
+        weight, packed = self._pack(plan, weight)
+        return lambda input, out, stream: self.convolve(plan, input, weight, bias, out, stream, packed=packed)
+
+    def _pack(self, plan: Plan, weight: Any) -> tuple[Any, Any]:
+        """Copies of a filter, as it is, which the kernels may look up, and packed. Every stream may use them."""
+        device: Any = plan.device
+        with device:
+            home, own = self.current_stream(device), device.pipeline_streams()[1]
+            producer = self.producer(weight)
+            if producer is not None:
+                device.order(producer, home)
+            weight = self._copied("weight", weight)
+            packed = self.workspace(plan.filter_bytes, weight, device)
+            device.order(home, own)
+            plan.pack(self.pointer(weight), self.pointer(packed), own)
+            own.synchronize()
+        return weight, packed
+
+    def _copied(self, name: str, array: Any, order: tuple[int, ...] | None = None) -> Any:
         """A copy that the kernels can read."""
         if any(stride < 0 for stride in self.strides(array)):
             raise ConvArgumentError(f"{name} has negative strides {self.strides(array)}, which are not supported; pass a copy")
-        return self.copy(array)
+        return self.copy(array, order)
 
     def _check_out(self, out: Any, plan: Plan, others: Sequence[tuple[str, Any, int]]) -> None:
         signature = shape, dtype, ordinal = self.signature(out)
@@ -265,8 +325,8 @@ class DeviceKind(ArrayKind):
             plan.accepted_out[self] = signature
         if not self.writeable(out):
             raise ConvArgumentError("out is read-only; pass a writeable array")
-        if not self.contiguous(out):
-            raise ConvArgumentError(_NOT_CONTIGUOUS.format(self.strides(out), list(shape)))
+        if not self.lies(out, plan.order):
+            raise ConvArgumentError(_NOT_CONTIGUOUS.format(_LAYOUTS[plan.problem.layout], self.strides(out), list(shape)))
         start = self.pointer(out)
         if start % ALIGNMENT:
             raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
@@ -340,15 +400,18 @@ class InterfaceKind(DeviceKind):
     def writeable(self, array: Any) -> bool:
         return not array.__cuda_array_interface__["data"][1]
 
-    def copy(self, array: Any) -> Any:
-        shape, dtype, ordinal = self.signature(array)
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        (shape, dtype, ordinal), strides = self.signature(array), self.strides(array)
         device = cuda_device(ordinal or 0)
-        fresh = self.empty(shape, array, device)
-        copy_strided(device, self.pointer(array), shape, self.strides(array), dtype.name, self.pointer(fresh))
+        fresh = self.empty(shape, array, device, order)
+        axes = order or range(len(shape))
+        copy_strided(device, self.pointer(array), [shape[i] for i in axes], [strides[i] for i in axes], dtype.name, self.pointer(fresh))
         return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
-        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, self.signature(like)[1], allocator=device.allocate)
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        dtype = self.signature(like)[1]
+        strides = None if order is None else _strides(shape, dtype.itemsize, order)
+        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, dtype, allocator=device.allocate, strides=strides)
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
         return self.empty((-(-nbytes // self.signature(like)[1].itemsize),), like, device)
@@ -403,12 +466,18 @@ class CupyKind(InterfaceKind):
 
     has_producers = False  # CuPy's calls go to its current stream
 
-    def copy(self, array: Any) -> Any:
-        return array.copy(order="C")
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        fresh = self.empty(array.shape, array, None, order)
+        fresh[...] = array
+        return fresh
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        cupy = sys.modules["cupy"]
         with like.device:
-            return sys.modules["cupy"].empty(shape, like.dtype)
+            if order is None:
+                return cupy.empty(shape, like.dtype)
+            memory = cupy.cuda.alloc(math.prod(shape) * like.dtype.itemsize)
+            return cupy.ndarray(shape, like.dtype, memory, _strides(shape, like.dtype.itemsize, order))
 
     def current_stream(self, device: Any) -> Any:
         return sys.modules["cupy"].cuda.get_current_stream(device.ordinal).ptr
@@ -441,15 +510,17 @@ class TorchKind(DeviceKind, HostKind):
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device) if signature[2] == -1 else DeviceKind.device(self, signature, device)
 
-    def convolve(
-        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
-        kept: host.Filter | None = None,
-    ) -> Any:
+    def layout(self, array: Any, ndim: int) -> str:
+        if array.layout is not self.torch.strided or array.is_contiguous():
+            return "NCHW"
+        order = channels_last(array.dim(), ndim)
+        return "NHWC" if order is not None and array.permute(order).is_contiguous() else "NCHW"
+
+    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, **options: Any) -> Any:
         if self.torch.is_grad_enabled():
             self._refuse_gradients(input, weight, bias)
-        if input.is_cuda:
-            return DeviceKind.convolve(self, plan, input, weight, bias, out, stream)
-        return HostKind.convolve(self, plan, input, weight, bias, out, stream, devices, kept)
+        convolve = DeviceKind.convolve if input.is_cuda else HostKind.convolve
+        return convolve(self, plan, input, weight, bias, out, stream, **options)
 
     @staticmethod
     def _refuse_gradients(*tensors: Any) -> None:
@@ -461,7 +532,7 @@ class TorchKind(DeviceKind, HostKind):
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
         if self.torch.is_grad_enabled():
             self._refuse_gradients(weight, bias)
-        return ArrayKind.bind(self, plan, weight, bias) if weight.is_cuda else HostKind.bind(self, plan, weight, bias)
+        return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias)
 
     # host tensors
 
@@ -474,6 +545,9 @@ class TorchKind(DeviceKind, HostKind):
     def from_numpy(self, array: np.ndarray, like: Any) -> Any:
         tensor = self.torch.from_numpy(array)
         return tensor.view(like.dtype) if like.dtype is self.torch.bfloat16 else tensor
+
+    def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
+        return self.empty(array.shape, array, None, order).copy_(array)
 
     # device tensors
 
@@ -488,22 +562,31 @@ class TorchKind(DeviceKind, HostKind):
     def writeable(self, array: Any) -> bool:
         return not array.is_neg()
 
-    def copy(self, array: Any) -> Any:
-        return array.detach().clone(memory_format=self.torch.contiguous_format)
+    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+        return self.contiguous(array) if order is None else array.permute(order).is_contiguous() and not array.is_neg()
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any) -> Any:
-        return like.new_empty(shape)
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        return self.empty(array.shape, array, None, order).copy_(array.detach())
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        return like.new_empty(shape) if order is None else like.new_empty_strided(shape, _strides(shape, 1, order))
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)
 
 
+@lru_cache(maxsize=1024)
+def _strides(shape: tuple[int, ...], itemsize: int, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an array without gaps whose axes lie in memory in that order, outermost first."""
+    strides = [0] * len(shape)
+    for i in reversed(order):
+        strides[i] = itemsize
+        itemsize *= shape[i]
+    return tuple(strides)
+
+
 def _c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides = []
-    for n in reversed(tuple(shape)):
-        strides.append(itemsize)
-        itemsize *= n
-    return tuple(reversed(strides))
+    return _strides(tuple(shape), itemsize, tuple(range(len(shape))))
 
 
 def _is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 from pycuda_conv import engines
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, get_device
+from pycuda_conv.tune import caches, lookup, tuned
 
 #: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
 CACHED_PLANS = 1024
@@ -24,12 +25,16 @@ class Plan:
     device : None, int, str or Device
         See :func:`pycuda_conv.runtime.get_device`.
     config : optional
-        One of the configurations in :mod:`pycuda_conv.engines`; by default the planner chooses.
+        One of the configurations in :mod:`pycuda_conv.engines`; by default the one that was measured to be the fastest for
+        the problem on such a GPU (see :mod:`pycuda_conv.tune`), or else the one that the engines' models predict to be.
+    tune : bool
+        Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
+        On OpenCL nothing is measured.
 
     Raises
     ------
     ValueError
-        A configuration that can't run the problem.
+        A configuration that can't run the problem, or one to tune; a problem to measure while a stream is being captured.
 
     Examples
     --------
@@ -40,22 +45,32 @@ class Plan:
     (8, 24, 32, 32)
     """
 
-    def __init__(self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None) -> None:
+    def __init__(
+        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False
+    ) -> None:
         self.problem = problem
         self.device = get_device(device)
         #: whether the caller chose the configuration
         self.fixed = config is not None
-        self.config = config or engines.choose(problem, self.device)
+        if self.fixed and tune:
+            raise ValueError(f"there is nothing to tune: config={config} was given")
+        #: the measurement that the configuration follows, or None
+        self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
+        self.config = config or (self.tuned.config if self.tuned else engines.choose(problem, self.device))
         self.program = program = engines.program(problem, self.config, self.device)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = program.filter_bytes
+        #: equal for plans whose packed filters are interchangeable
+        self.packing_key = engines.packing_key(problem, self.config)
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = program.workspace_bytes + program.filter_bytes
         self.empty = 0 in problem.result_shape
-        self._prepare, self._launchers = (
-            [] if self.empty else [self.device.stage_launcher(stage) for stage in stages] for stages in (program.prepare, program.stages)
+        self._prepare, self._launchers, self._whole = (
+            [] if self.empty else [self.device.stage_launcher(stage) for stage in stages]
+            for stages in (program.prepare, program.stages, program.whole)
         )
         # asked for on every call
+        self.order = problem.order
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
@@ -72,10 +87,7 @@ class Plan:
         """
         if self.filter_bytes:
             buffers = (*buffers, packed or buffers[4] + self.program.workspace_bytes)
-            if not packed:
-                for launcher in self._prepare:
-                    launcher(buffers, stream)
-        for launcher in self._launchers:
+        for launcher in self._launchers if packed else self._whole:
             launcher(buffers, stream)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
@@ -93,13 +105,17 @@ class Plan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
         return BoundPlan(self, weight, bias)
 
-    def explain(self) -> str:
-        """What will be launched, in words."""
-        lines = [f"{self.problem} on {self.device.name}: {self.problem.flops / 1e9:.3g} GFLOP, {self.problem.bytes / 1e6:.3g} MB at least"]
-        lines.append(f"{self.config}" + (f", workspace {self.workspace_bytes:,} bytes" if self.workspace_bytes else ""))
-        steps = [step for stage in (*self.program.prepare, *self.program.stages) for step in stage]
-        lines += [f"  cu/{step.file or step.kernel}.cu: {step.kernel}, {step.grid:,} blocks of {step.block} threads" for step in steps]
-        return "\n".join(lines)
+    def explain(self, measure: bool = False) -> str:
+        """What will be launched and why, in words: the work, the configuration and what speaks for it, each launch, the time.
+
+        Parameters
+        ----------
+        measure : bool
+            Measure the time now, on random arrays.
+        """
+        from pycuda_conv.explain import explain
+
+        return explain(self, measure)
 
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
@@ -108,8 +124,12 @@ class Plan:
 class BoundPlan:
     """A plan and its filter. Made by :meth:`Plan.bind`.
 
-    A filter in host memory is copied to the device once, when this is made: what the caller does to the arrays later makes
-    no difference. A filter on the device is kept, not copied.
+    A filter in host memory is copied to the device once, when this is made, and so is one that the plan's kernels take packed
+    (:attr:`Plan.filter_bytes`): what the caller writes to its array later makes no difference. Any other filter on the
+    device, and a bias there, is kept, not copied: calls read what the caller's memory holds then.
+
+    The packed filter is ready when this is made, for calls on any stream. It is memory of the stream that was current then:
+    wait for calls on other streams before you drop the last reference.
 
     Parameters
     ----------
@@ -152,6 +172,9 @@ class BoundPlan:
 
 
 @lru_cache(maxsize=CACHED_PLANS)
-def cached_plan(problem: ConvProblem, device: Device) -> Plan:
+def cached_plan(problem: ConvProblem, device: Device, tune: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
-    return Plan(problem, device)
+    return Plan(problem, device, tune=tune)
+
+
+caches.append(cached_plan)

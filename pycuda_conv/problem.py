@@ -24,6 +24,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: DTYPE in ``cu/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
+LAYOUTS = ("NCHW", "NHWC")
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -72,6 +73,12 @@ def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
             raise ConvArgumentError(f"expected padding to be {ndim} pairs (before, after), one an axis, but got padding={padding!r}")
         return tuple((integer("padding", before), integer("padding", after)) for before, after in padding)
     return tuple((v, v) for v in integers("padding", padding, ndim))
+
+
+def channels_last(axes: int, ndim: int) -> tuple[int, ...] | None:
+    """The axes of an array, which has so many, of them `ndim` spatial, with its channels last; None if there can't be channels."""
+    channels = axes - ndim - 1
+    return (*range(channels), *range(channels + 1, axes), channels) if channels in (0, 1) else None
 
 
 def _pad3(values: Sequence[int], fill: int) -> Size3:
@@ -134,6 +141,7 @@ class ConvProblem:
     def forward(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
+        layout: str = "NCHW",
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -144,6 +152,8 @@ class ConvProblem:
         bias_shape : (K,) or None
         stride, padding, dilation, groups
             As for :func:`pycuda_conv.conv2d`.
+        layout : {"NCHW", "NHWC"}
+            How input and result lie in memory; the shapes are the same.
 
         Raises
         ------
@@ -154,7 +164,7 @@ class ConvProblem:
         """
         name = f"conv{ndim}d"
         input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         pairs = padding_pairs(padding, ndim)
         k, channels_per_group, *filter_size = weight_shape
         groups = common.groups
@@ -192,7 +202,7 @@ class ConvProblem:
     def transposed(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
         stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, dtype: str = "float32",
-        precision: str = "fp32",
+        precision: str = "fp32", layout: str = "NCHW",
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -204,6 +214,8 @@ class ConvProblem:
         bias_shape : (C,) or None
         stride, padding, output_padding, groups, dilation
             As for :func:`pycuda_conv.conv_transpose2d`.
+        layout
+            As for :meth:`forward`.
 
         Raises
         ------
@@ -212,7 +224,7 @@ class ConvProblem:
         """
         name = f"conv_transpose{ndim}d"
         input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
-        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision)
+        common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         if isinstance(padding, str):
             raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
         pairs = padding_pairs(padding, ndim)
@@ -313,6 +325,11 @@ class ConvProblem:
         return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
 
     @property
+    def order(self) -> tuple[int, ...] | None:
+        """The axes of input and result as they lie in memory, outermost first; None for C order."""
+        return channels_last(self.ndim + 1 + self.batched, self.ndim) if self.layout == "NHWC" else None
+
+    @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
@@ -367,13 +384,15 @@ class ConvProblem:
 
 def _common(
     name: str, ndim: int, input_shape: tuple[int, ...], weight_shape: tuple[int, ...], stride: Any, dilation: Any, groups: Any,
-    dtype: str, precision: str,
+    dtype: str, precision: str, layout: str,
 ) -> ConvProblem:
     """The checks that both directions share, and the fields that they settle."""
     if dtype not in DTYPE_BYTES:
         raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
     if precision not in PRECISIONS:
         raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
+    if layout not in LAYOUTS:
+        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={layout!r}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
     groups = integer("groups", groups)
     if len(weight_shape) < 3:
@@ -408,6 +427,7 @@ def _common(
         direction="fprop", ndim=ndim, batched=batched, dtype=dtype, N=input_shape[0] if batched else 1, C=0, K=weight_shape[0],
         groups=groups, input_size=_pad3(size, 1), filter_size=_pad3(filter_size, 1), output_size=one, stride=_pad3(strides, 1),
         dilation=_pad3(dilations, 1), padding_before=(0, 0, 0), padding_after=(0, 0, 0), has_bias=False, precision=precision,
+        layout="NHWC" if layout == "NHWC" else "NCHW",
     )
 
 

@@ -177,6 +177,7 @@ REFUSED = {
     "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is no whole .npy file"),
     "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is no whole .npy file"),
     "integers": (("--filter", "w.npy", "integers.npy", "y.npy"), "integers.npy holds int64"),
+    "bfloat16": (("--filter", "w.npy", "two_bytes.npy", "y.npy"), "two_bytes.npy holds void16; float16, float32, float64 can be convolved"),
     "another dtype": (("--filter", "double.npy", "x.npy", "y.npy"), "double.npy holds float64, but x.npy float32"),
     "channels": (("--filter", "two.npy", "x.npy", "y.npy"), "expected input[2, 1, 6, 6] to have 2 channels"),
     "axes of the input": (("--filter", "w.npy", "flat.npy", "y.npy"), "input"),
@@ -224,7 +225,7 @@ REFUSED = {
 @pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, opencl, arguments, words):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3), b=draw(1), two=draw(1, 2, 3, 3), five=draw(5, 3, 3, 3), flat=draw(4, 4), old=draw(3))
-    save(integers=np.arange(72).reshape(2, 1, 6, 6), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
+    save(integers=np.arange(72).reshape(2, 1, 6, 6), two_bytes=np.zeros((2, 1, 6, 6), "V2"), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
     np.save("double.npy", np.ones((1, 1, 3, 3)))
     np.save("objects.npy", np.array([None, 1], object), allow_pickle=True)
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:-5])

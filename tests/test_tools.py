@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import importlib.util
 import json
 import math
 import os
@@ -364,6 +365,13 @@ def test_verify_passes_and_says_so(command, device, torch, rich):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
     assert (status, err) == (OK, "") and "FAIL" not in out
     assert out.count(" pass ") >= 4 and "passed in" in out and "--seed 7 repeats this" in out
+
+
+def test_verify_compares_every_dtype(command, device, torch):
+    status, out, err = command("verify", "--cases", "float16,bfloat16,float64", "--device", device, "--seed", "5", "--json")
+    assert (status, err) == (OK, "")
+    arrays = {(r["case"], r["array"]) for r in json.loads(out)["results"]}
+    assert ("bfloat16", "torch cpu") in arrays and (("bfloat16", "numpy") in arrays) == (importlib.util.find_spec("ml_dtypes") is not None)
 
 
 def test_verify_s_json_tells_every_comparison_and_a_seed_repeats_it(command, device, torch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 from pycuda_conv.engines import direct, implicit_gemm
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm, Program
 from pycuda_conv.problem import ConvProblem
@@ -10,7 +12,9 @@ from pycuda_conv.runtime.base import Device
 #: A kernel and its tile.
 Config = direct.Config | ImplicitGemm
 
-__all__ = ["Config", "Program", "choose", "legal", "program"]
+__all__ = ["Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
+
+NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
 
 
 def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
@@ -30,6 +34,24 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     return plain
 
 
+def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
+    """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
+    units = device.multiprocessors
+    found: list[tuple[float, Config]] = [(direct.gemm_time(problem, config, units), config) for config in direct.gemm_configs(problem)]
+    if implicit_gemm.unsupported(device) is None and implicit_gemm.why_not(problem) is None:
+        found += [(implicit_gemm.time(problem, config, units), config) for config in implicit_gemm.configs(problem)]
+    return sorted(((us, config) for us, config in found if legal(problem, config, device) is None), key=lambda pair: pair[0])
+
+
+def candidates(problem: ConvProblem, device: Device) -> list[Config]:
+    """The configurations that are worth measuring for `problem`, the planner's own choice first."""
+    modelled = predictions(problem, device)
+    near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
+    # never without the direct engine's best: the others' results are compared with its
+    near += [config for _, config in modelled if isinstance(config, direct.Gemm)][:2]
+    return list(dict.fromkeys([choose(problem, device), *near, *direct.unmodelled(problem)]))
+
+
 def program(problem: ConvProblem, config: Config, device: Device) -> Program:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it."""
     reason = legal(problem, config, device)
@@ -38,4 +60,16 @@ def program(problem: ConvProblem, config: Config, device: Device) -> Program:
     if isinstance(config, ImplicitGemm):
         return implicit_gemm.program(problem, config, device.multiprocessors)
     stages, workspace_bytes = direct.stages(problem, config)
-    return Program([], stages, workspace_bytes, 0)
+    return Program([], stages, stages, workspace_bytes, 0)
+
+
+def packing_key(problem: ConvProblem, config: Config) -> Hashable:
+    """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
+    if not isinstance(config, ImplicitGemm):
+        return None
+    found = implicit_gemm.packing(problem)
+    assert found is not None
+    return (
+        problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size, found[0].folded,
+        found[0].group,
+    )

@@ -375,6 +375,21 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
     yield Gemm(64, 64, 8, 4, 4, 1)
 
 
+def unmodelled(problem: ConvProblem) -> Iterator[Config]:
+    """The configurations without a model of their time that are worth measuring for `problem`."""
+    written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
+    found: list[Config] = []
+    if problem.direction == "fprop" and problem.C == problem.groups:
+        found += [*TILES, Single()]
+    if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
+        for block in (8, 4, 2, 1):
+            for reduction in (16, 4):
+                if block <= written and reduction // 4 < max(read, 1):
+                    forward = problem.direction == "fprop"
+                    found.append(Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction))
+    yield from (config for config in found if legal(problem, config) is None)
+
+
 #: The tiles that were best for some depthwise layer or image among the 40 tried on an H200.
 TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(16, 16, 4), Tile(8, 16, 2), Tile(8, 64, 8), Tile(1, 256, 1))
 

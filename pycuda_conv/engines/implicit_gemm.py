@@ -23,10 +23,10 @@ from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
 #: the plan's buffer of the packed filter
 PACKED = 5
 
-SHARED_BYTES = 227 * 1024  # what a block of an sm_90 GPU may have
+SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
 PACK_THREADS = 256
-SCAN_SLICE = 16384  # elements of an image that one block of the scan reads
+PACK_ITEMS = 2  # a thread of it takes so many pixels of 8 channels at once
 FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
@@ -215,10 +215,9 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return reason
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
-    wide = config.PIXELS if config.ROWS == 128 else config.PIXELS // 2
-    most = 152 if products(problem) == 3 else 256
-    if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= wide <= most or config.PIXELS > 1024:
-        return f"a consumer takes a multiple of 8 pixels up to {most}"
+    most, step = 152 if products(problem) == 3 else 256, 16 // problem.itemsize * 2
+    if config.PIXELS % (step if config.ROWS == 128 else 2 * step) or not step <= _consumer_pixels(config) <= most:
+        return f"a consumer takes a multiple of {step} pixels up to {most}"
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
         return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.SPLIT < 1:
@@ -231,13 +230,28 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     return limbs(problem) * (config.ROWS + config.PIXELS) * 128
 
 
-def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the ring, the consumers' staging tiles, and room to align them."""
-    return config.STAGES * stage_bytes(problem, config) + _staging_bytes(problem) + 2048
+def shared_bytes(problem: ConvProblem, config: ImplicitGemm, chunk: int = 0) -> int:
+    """Shared memory of a block: the ring, the consumers' staging tiles of `chunk` pixels and scales, and room to align them."""
+    chunk = chunk or _chunk(problem, config)
+    staging = max(2 * 64 * chunk * _stored_bytes(problem, config), 4 * (32 * 68 if problem.layout == "NHWC" else 64 * 36))
+    staging += 4 * _consumer_pixels(config)
+    return config.STAGES * stage_bytes(problem, config) + 2 * _ceil(staging, 1024) * 1024 + 1024
 
 
-def _staging_bytes(problem: ConvProblem) -> int:
-    return 2 * 4 * (32 * 68 if problem.layout == "NHWC" else 64 * 40)
+def _chunk(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Pixels of a staging tile: the more, the longer the rows that are written at once."""
+    least = 8 if _stored_bytes(problem, config) == 4 else 16
+    fitting = [n for n in (32, 16) if _consumer_pixels(config) % n == 0 and shared_bytes(problem, config, n) <= SHARED_BYTES]
+    return fitting[0] if fitting else least
+
+
+def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
+    return 4 if config.SPLIT > 1 else problem.itemsize
+
+
+def _consumer_pixels(config: ImplicitGemm) -> int:
+    return config.PIXELS if config.ROWS == 128 else config.PIXELS // 2
 
 
 # ---- launches
@@ -247,12 +261,13 @@ def _staging_bytes(problem: ConvProblem) -> int:
 class Program:
     """The launches of a plan.
 
-    `prepare` packs the filter into a buffer of `filter_bytes`; `stages` do the rest with `workspace_bytes` of scratch.
-    Stages follow one another; the launches of one stage don't depend on each other.
+    `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
+    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other.
     """
 
     prepare: list[list[Step]]
     stages: list[list[Step]]
+    whole: list[list[Step]]
     workspace_bytes: int
     filter_bytes: int
 
@@ -275,55 +290,90 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     found = packing(problem)
     assert found is not None
     packed, walks = found
-    wide, count, forward = problem.dtype == "float32", limbs(problem), problem.direction == "fprop"
-    scratch, kept = _Room(WORKSPACE), _Room(PACKED)
-    groups, channels = problem.groups, problem.operand_channels // problem.groups
-    rows = problem.result_channels
-    taps, folded = math.prod(problem.filter_size), math.prod(packed.folded)
-    reduction = channels * taps
-    shape = _pack_shape(problem, packed, forward)
-    defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "FOLDED": int(packed.level > 0),
-        "CHUNKS": min(8, 1 << (_ceil(groups * packed.group, 8) - 1).bit_length()), "SLACK": max(0, int(math.log2(max(reduction, 1)) / 2)),
-    }
-    # the filter
-    w_limbs = kept.take(count * rows * (taps // folded) * packed.group * 2)
-    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
-    prepare = [[Step("pack_filter", defines, rows, PACK_THREADS, (WEIGHT, w_limbs, w_scales, w_flags), shape, "pack")]]
-    # the images
-    stages: list[list[Step]] = []
-    pixels = math.prod(packed.size)
-    x_limbs, x_scales, x_flags = (INPUT, 0), (RESULT, 0), (RESULT, 0)
-    if not packed.as_is:
-        x_limbs = scratch.take(count * problem.N * pixels * groups * packed.group * 2)
-        parts = (RESULT, 0)
-        if wide:
-            slices = _slices(problem)
-            parts, x_scales, x_flags = scratch.take(8 * problem.N * slices), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-            stages.append([Step("scan_images", defines, problem.N * slices, PACK_THREADS, (INPUT, parts), shape, "pack")])
-        tile = 32 * 16 // defines["CHUNKS"]
-        grid = problem.N * _ceil(pixels, tile) * _ceil(groups * packed.group // 8, defines["CHUNKS"])
-        stages.append([Step("pack_images", defines, grid, PACK_THREADS, (INPUT, parts, x_limbs, x_scales, x_flags), shape, "pack")])
-    # the product
+    scratch = _Room(WORKSPACE)
+    operands = _pack(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
     if config.SPLIT > 1:
         target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
-    maps = _filter_map(problem, config, packed, w_limbs)
-    stages.append([
-        _product(problem, config, packed, walk, maps, x_limbs, (x_scales, w_scales, BIAS, target), multiprocessors) for walk in walks
-    ])
+    filter_map = _filter_map(problem, config, packed, operands.w_limbs)
+    buffers = (operands.x_scales, operands.w_scales, BIAS, target)
+    after = [[_product(problem, config, packed, walk, filter_map, operands.x_limbs, buffers, multiprocessors) for walk in walks]]
     if config.SPLIT > 1:
-        stages.append([direct.reduce_step(problem, config.SPLIT, target)])
+        after.append([direct.reduce_step(problem, config.SPLIT, target)])
+    if problem.dtype == "float32":
+        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The packed operands: where they, their scales and flags lie, and the launches that make them.
+
+    `prepare` packs the filter, `images` the images, `both` does the two in as few launches.
+    """
+
+    x_limbs: tuple[int, int]
+    x_scales: tuple[int, int]
+    x_flags: tuple[int, int]
+    w_limbs: tuple[int, int]
+    w_scales: tuple[int, int]
+    w_flags: tuple[int, int]
+    prepare: list[list[Step]]
+    images: list[list[Step]]
+    both: list[list[Step]]
+    filter_bytes: int
+
+
+def _pack(problem: ConvProblem, packed: Packing, scratch: _Room, multiprocessors: int) -> Operands:
+    """Pack the operands, the images into `scratch`."""
+    wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
+    kept = _Room(PACKED)
+    w_limbs = kept.take(2 * count * math.prod(_filter_sizes(problem, packed)) * rows)
+    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
+    chunks = problem.groups * packed.group // 8
+    defines = _pack_defines(problem, packed)
+    tiles = _ceil(math.prod(packed.size), PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * _ceil(chunks, defines["CHUNKS"])
+    # a block for each image that was guessed right, more where few images may have to be packed again
+    slices = max(1, min(tiles, 2 * multiprocessors // problem.N))
+    x_limbs = x_scales = x_flags = parts = (INPUT, 0)
+    if not packed.as_is:
+        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * 8 * chunks)
+        if wide:
+            parts, x_scales, x_flags = scratch.take(8 * problem.N * tiles), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+
+    def pack(filter_rows: int, blocks: int) -> list[Step]:
+        shape = _pack_shape(problem, packed, filter_rows, slices)
+        places = (INPUT, WEIGHT, x_limbs, parts, w_limbs, w_scales, w_flags)
+        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, places, shape)]
+
+    settle = []
     if wide:
-        stages += [[step] for step in direct.guarded(problem, x_flags, w_flags, multiprocessors)]
-    return Program(prepare, stages, scratch.used, kept.used)
+        shape, places = _pack_shape(problem, packed, 0, slices), (INPUT, x_limbs, parts, x_scales, x_flags)
+        settle = [[Step("settle_images", defines, problem.N * slices, PACK_THREADS, places, (tiles, *shape), "pack")]]
+    prepare = [pack(rows, 0)]
+    if packed.as_is:
+        images, both = [], prepare
+    else:
+        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, rows))
+    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, images, both, kept.used)
 
 
-def _slices(problem: ConvProblem) -> int:
-    return min(1024, max(1, math.prod(problem.input_shape) // problem.N // SCAN_SLICE))
+def _filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int]:
+    """Packed channels and taps of one output channel's filter."""
+    return packed.group, math.prod(problem.filter_size) // math.prod(packed.folded)
 
 
-def _pack_shape(problem: ConvProblem, packed: Packing, forward: bool) -> tuple[int, ...]:
+def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
+    reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+    defines = {
+        "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
+        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": PACK_ITEMS, "SLACK": int(math.log2(reduction) / 2),
+        "CHANNELS": problem.operand_channels // problem.groups, "FOLDED": int(packed.level > 0),
+    }
+    return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
+
+
+def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices: int) -> tuple[int, ...]:
     """The scalars of ``pack.cu``."""
     groups, taps = problem.groups, math.prod(problem.filter_size)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
@@ -332,19 +382,17 @@ def _pack_shape(problem: ConvProblem, packed: Packing, forward: bool) -> tuple[i
         return tuple(v if i >= 3 - packed.level else instead for i, v in enumerate(values))
 
     return (
-        problem.N, _slices(problem), problem.operand_channels * math.prod(problem.operand_size), groups, read, packed.group,
-        *problem.operand_size, *packed.size, *packed.folded, *where_folded(problem.stride, 1), *where_folded(problem.padding_before, 0),
-        *where_folded(problem.dilation, 1), written, read * written * taps, *((read * taps, taps) if forward else (taps, written * taps)),
-        taps // math.prod(packed.folded), math.prod(packed.folded),
+        filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
+        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, problem.result_channels,
+        read * written * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)),
+        taps // math.prod(packed.folded),
     )
 
 
 def _filter_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
-    taps = math.prod(problem.filter_size) // math.prod(packed.folded)
-    sizes = (packed.group, taps, limbs(problem) * problem.result_channels)
-    return TensorMap(
-        *place, sizes, (packed.group * 2, packed.group * 2 * taps), (packed.load, 1, config.ROWS), 2 * packed.load, problem.dtype == "bfloat16"
-    )
+    channels, taps = _filter_sizes(problem, packed)
+    sizes, strides = (channels, taps, limbs(problem) * problem.result_channels), (2 * channels, 2 * channels * taps)
+    return TensorMap(*place, sizes, strides, (packed.load, 1, config.ROWS), 2 * packed.load, _operand(problem))
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
@@ -361,7 +409,35 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
     for n in axes:
         strides.append(strides[-1] * n)
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, problem.dtype == "bfloat16")
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
+
+
+def _operand(problem: ConvProblem) -> str:
+    """The dtype of the limbs."""
+    return "bfloat16" if problem.dtype == "bfloat16" else "float16"
+
+
+def _tensor_store(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> bool:
+    """Whether TMA can write the result: it takes pitches that are multiples of 16 bytes, and here no more than two images a chunk."""
+    size = _stored_bytes(problem, config)
+    if problem.layout == "NHWC":
+        return phase.step == (1, 1, 1) and problem.result_channels // problem.groups * size % 16 == 0
+    plane = math.prod(phase.size)
+    return phase.step == (1, 1, 1) and plane * size % 16 == 0 and plane >= 32
+
+
+def _result_map(problem: ConvProblem, config: ImplicitGemm, phase: Phase, place: int | tuple[int, int]) -> TensorMap:
+    """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
+    buffer, offset = place if isinstance(place, tuple) else (place, 0)
+    size, groups, rows, chunk = _stored_bytes(problem, config), problem.groups, problem.result_channels, _chunk(problem, config)
+    plane = math.prod(phase.size)
+    dtype = "float32" if size == 4 else problem.dtype
+    whole = size * rows * problem.N * plane
+    if problem.layout == "NHWC":
+        sizes, strides = (rows // groups, groups, problem.N * plane, config.SPLIT), (size * (rows // groups), size * rows, whole)
+        return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, chunk, 1), 128, dtype)
+    sizes, strides = (plane, rows // groups, groups * problem.N, config.SPLIT), (size * plane, size * plane * (rows // groups), whole)
+    return TensorMap(buffer, offset, sizes, strides, (chunk, 64, 1, 1), size * chunk, dtype)
 
 
 def _product(
@@ -379,7 +455,11 @@ def _product(
     out_strides = (result[1] * result[2], result[2], 1)
     plane = math.prod(phase.size)
     dense = phase.step == (1, 1, 1)
-    neighbours = rows // groups % 4 == 0 if nhwc else dense and plane % 4 == 0
+    maps = [filter_map, _image_map(problem, config, packed, walk, x_limbs)]
+    tensor_store = _tensor_store(problem, config, phase)
+    if tensor_store:
+        maps.append(_result_map(problem, config, phase, buffers[-1]))
+    neighbours = rows // groups if nhwc else plane if dense else 1
     empty = 0 in phase.taps
     channel_blocks = _ceil(packed.group, packed.load)
     flat = problem.N * plane
@@ -397,11 +477,12 @@ def _product(
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
         "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
-        "VEC": 4 if neighbours else 1, "DENSE": int(dense), "WGMMA_N": config.PIXELS if config.ROWS == 128 else config.PIXELS // 2,
+        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store),
+        "BUFFERS": 2 if tensor_store else 1, "CHUNK": _chunk(problem, config) if tensor_store else 32,
     }
     return Step(
         "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS, buffers, shape,
-        maps=(filter_map, _image_map(problem, config, packed, walk, x_limbs)), shared=shared_bytes(problem, config), arch="sm_90a",
+        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
@@ -462,7 +543,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     time = cycles / CLOCK
     moved = 0.0
     if not packed.as_is:
-        moved += math.prod(problem.input_shape) * problem.itemsize * (2 if problem.dtype == "float32" else 1)
+        moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
     moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))
     if config.SPLIT > 1:

@@ -33,7 +33,7 @@ class Im2col:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA load needs to know of an array of 16-bit elements, but for its address. Innermost axis first.
+    """What TMA needs to know of an array, but for its address. Innermost axis first.
 
     Attributes
     ----------
@@ -44,10 +44,10 @@ class TensorMap:
     strides : tuple of int
         Bytes from one index to the next, for every axis but the innermost, whose elements are neighbours.
     box : tuple of int, or Im2col
-        What one load fetches.
+        What one load fetches, or one store writes.
     span : int
         Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32.
-    bfloat16 : bool
+    dtype : {"float16", "bfloat16", "float32"}
     """
 
     buffer: int
@@ -56,7 +56,7 @@ class TensorMap:
     strides: tuple[int, ...]
     box: tuple[int, ...] | Im2col
     span: int
-    bfloat16: bool = False
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,8 @@ class Device(AbstractContextManager["Device"]):
     multiprocessors: int
     #: Compute capability of an NVIDIA GPU.
     capability: tuple[int, int] = (0, 0)
+    #: What an NVIDIA GPU calls itself.
+    model: str = ""
 
     @abstractmethod
     def launcher(self, step: Step) -> Launcher:
@@ -146,6 +148,14 @@ class Device(AbstractContextManager["Device"]):
                 one(buffers, stream)
 
         return launch
+
+    def describe(self, step: Step) -> dict[str, float]:
+        """What the compiled kernel of `step` takes of the device; empty where that is not known."""
+        return {}
+
+    def capturing(self) -> bool:
+        """Whether a stream that the caller may be about to use is being captured."""
+        return False
 
     def run_on_host_arrays(
         self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any

@@ -15,8 +15,8 @@ import shutil
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import cycle
 from operator import itemgetter
@@ -31,6 +31,8 @@ from pycuda_conv.runtime.cache import cached, file_identity
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
 log = logging.getLogger("pycuda_conv")
+
+PLAIN_SHARED_BYTES = 48 * 1024  # of dynamic shared memory that a kernel may have without asking
 
 _initialised = False
 _forked = False
@@ -103,6 +105,12 @@ def _libcuda() -> Any:
     library.cuMemFreeHost.argtypes = [pointer]
     library.cuPointerGetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_uint64]
     library.cuStreamIsCapturing.argtypes = [pointer, ctypes.POINTER(ctypes.c_int)]
+    library.cuStreamBeginCapture_v2.argtypes = [pointer, ctypes.c_int]
+    library.cuStreamEndCapture.argtypes = library.cuGraphLaunch.argtypes = [pointer, pointer]
+    library.cuGraphInstantiateWithFlags.argtypes = [pointer, pointer, ctypes.c_uint64]
+    library.cuGraphDestroy.argtypes = library.cuGraphExecDestroy.argtypes = [pointer]
+    library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
+    library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [pointer, pointer, ctypes.c_int, ctypes.c_size_t]
     library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] + [pointer] * 5
     library.cuStreamUpdateCaptureDependencies.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_uint]
     return library
@@ -132,7 +140,7 @@ def encoded(described: TensorMap, address: int) -> bytes:
     at = (ctypes.addressof(room) + 63) & ~63  # the driver wants multiples of 64
     u32, u64, i32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
     rank, box = len(described.sizes), described.box
-    kind = 9 if described.bfloat16 else 6  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, _FLOAT16
+    kind = {"float16": 6, "float32": 7, "bfloat16": 9}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
     head = (ctypes.c_void_p(at), kind, u32(rank), ctypes.c_void_p(address), array(u64, described.sizes), array(u64, described.strides))
     swizzle = {32: 1, 64: 2, 128: 3}[described.span]
     tail = (0, swizzle, 2, 0)  # not interleaved; L2 fetches 128 bytes; zeros outside
@@ -146,17 +154,74 @@ def encoded(described: TensorMap, address: int) -> bytes:
     return ctypes.string_at(at, 128)
 
 
-def first_parameter(cubin: bytes, kernel: str) -> int:
-    """Where in its parameters the first one of `kernel` lies. Asked of a module of its own: PyCUDA hides the handles of its."""
+@contextmanager
+def _loaded(cubin: bytes, kernel: str) -> Iterator[ctypes.c_void_p]:
+    """The driver's handle of a kernel, in a module of its own: PyCUDA hides the handles of its."""
     library, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
-    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     _check(library.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
     try:
         _check(library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), "cuModuleGetFunction")
-        _check(library.cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size)), "cuFuncGetParamInfo")
+        yield function
     finally:
         library.cuModuleUnload(module)
+
+
+def first_parameter(cubin: bytes, kernel: str) -> int:
+    """Where in its parameters the first one of `kernel` lies."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    with _loaded(cubin, kernel) as function:
+        code = _libcuda().cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size))
+        _check(code, "cuFuncGetParamInfo")
     return offset.value
+
+
+def blocks_at_once(cubin: bytes, kernel: str, block: int, shared: int) -> int:
+    """Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at the same time."""
+    library, blocks = _libcuda(), ctypes.c_int()
+    with _loaded(cubin, kernel) as function:
+        if shared > PLAIN_SHARED_BYTES:
+            _check(library.cuFuncSetAttribute(function, 8, shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+        code = library.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, block, shared)
+        _check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+    return blocks.value
+
+
+# ---- captured launches
+
+
+class Graph:
+    """Launches captured from a stream, to be replayed there without the host's cost of each.
+
+    Parameters
+    ----------
+    stream : pycuda.driver.Stream
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._ready = ctypes.c_void_p()
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Capture what is launched on the stream inside the block, instead of running it."""
+        library, graph, handle = _libcuda(), ctypes.c_void_p(), self._stream.handle
+        _check(library.cuStreamBeginCapture_v2(handle, 1), "cuStreamBeginCapture")  # 1: other threads may do as they like
+        try:
+            yield
+        finally:
+            code = library.cuStreamEndCapture(handle, ctypes.byref(graph))
+        _check(code, "cuStreamEndCapture")
+        code = library.cuGraphInstantiateWithFlags(ctypes.byref(self._ready), graph, 0)
+        library.cuGraphDestroy(graph)
+        _check(code, "cuGraphInstantiate")
+
+    def replay(self) -> None:
+        """Launch all of it."""
+        _check(_libcuda().cuGraphLaunch(self._ready, self._stream.handle), "cuGraphLaunch")
+
+    def __del__(self) -> None:
+        if self._ready:
+            _libcuda().cuGraphExecDestroy(self._ready)
 
 
 def device_of_pointer(pointer: int) -> int:
@@ -319,6 +384,7 @@ class CudaDevice(Device):
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
         device = drv.Device(ordinal)
+        self.model = device.name()
         self.capability = device.compute_capability()
         self.multiprocessors = device.multiprocessor_count
         self.context = device.retain_primary_context()
@@ -411,10 +477,37 @@ class CudaDevice(Device):
                 found = self._functions.get(key)
                 if found is None:
                     function = self._drv.module_from_buffer(cubin).get_function(step.kernel)
-                    if step.shared > 48 * 1024:
+                    if step.shared > PLAIN_SHARED_BYTES:
                         function.set_attribute(self._drv.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, step.shared)
                     found = self._functions[key] = function, first_parameter(cubin, step.kernel) if step.maps else 0
         return found
+
+    def describe(self, step: Step) -> dict[str, float]:
+        """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
+        function, _ = self._function(step)
+        most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)
+        with self:
+            blocks = blocks_at_once(self.compile(step.source(), step.arch), step.kernel, step.block, step.shared)
+            return {
+                "registers": function.num_regs, "local": function.local_size_bytes, "shared": function.shared_size_bytes + step.shared,
+                "occupancy": blocks * step.block / most,
+            }
+
+    def capturing(self) -> bool:
+        """Whether the current stream of torch or CuPy, or any that is ordered with the default one, is being captured."""
+        handles, torch, cupy = [0], sys.modules.get("torch"), sys.modules.get("cupy")
+        if torch is not None and torch.cuda.is_initialized():
+            handles.append(torch.cuda.current_stream(self.ordinal).cuda_stream)
+        if cupy is not None:
+            handles.append(cupy.cuda.get_current_stream(self.ordinal).ptr)
+        state = ctypes.c_int()
+        with self:
+            return any(_libcuda().cuStreamIsCapturing(handle, ctypes.byref(state)) or state.value for handle in handles)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the GPU's L2 cache."""
+        return int(self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.L2_CACHE_SIZE))
 
     def compile(self, source: str, arch: str = "") -> bytes:
         """The cubin of `source` for this GPU, compiled as ``SourceModule`` would but kept in a cache of our own."""

@@ -1,0 +1,348 @@
+// implicit_gemm_sm80.cu: convolution as a matrix product on tensor cores that warps feed themselves, from Ampere on.
+//
+//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c] + bias[k]
+//   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in chunks of 8 channels
+//
+// Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
+// fp32 accuracy, because the tensor core's own sum, which truncates, is added into fp32 registers every 32 of k (promotion);
+// the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or
+// arrays that have 16 bits to begin with. implicit_gemm_sm90.cu is the same for GPUs whose tensor cores read shared memory.
+//
+// Mapping  block -> a tile of ROWS channels x PIXELS pixels. Order, fastest first: channels, split, pixels, group.
+//          Eight warps, WARPS_M x WARPS_N, of WARP_M channels x WARP_N pixels each: m16n8k16 products, [MT][NT] of them.
+//          Loads: thread -> chunk % 4 of every step, of the rows thread / 4 + 64 * i of the w tile and of the x tile.
+//          A pixel's place in x is found once; each step adds its tap and looks whether that lies in the image.
+// Memory   shared: STAGES stages of 32 of k; a stage holds, for each limb, ROWS rows of w, then PIXELS rows of x, of 4 chunks
+//          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, what ldmatrix reads at once, touch
+//          every bank once. cp.async fills stages ahead of their use, with zeros where there is padding or nothing left.
+//          In the end the same bytes turn sums into rows of y: for each warp 16 rows of channels of a pixel, or the reverse.
+//          Registers of a thread: the sums, WARP_M * WARP_N / 32, twice for three products; the x of a step.
+// Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
+//          direct_reduce.cu adds them in order.
+// Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
+//          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
+// Limits   fewer than 2^31 pixels in x and in y, and chunks in w.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+#ifndef ROWS
+#define ROWS 128     // 64 or 128
+#define PIXELS 128   // 64 or 128; 256 with 128 rows and one product
+#define STAGES 3     // 2 or more
+#define PRODUCTS 3   // 3 or 1
+#define BF16 0       // the operands' type
+#define OUT 32       // y: 32 float, 16 half, 17 bfloat16
+#define SCALED 1     // there are scales
+#define HAS_BIAS 1
+#define NHWC 0       // layout of y
+#define VEC 4        // elements of y a store; 4 needs them to be neighbours at a multiple of 4
+#define DENSE 1      // pixel i of the launch is pixel i of y's plane
+#endif
+#define DEVICE __device__ __forceinline__
+
+constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
+constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
+constexpr int WARP_M = ROWS / WARPS_M, WARP_N = PIXELS / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
+constexpr int A_BYTES = ROWS * 64, B_BYTES = PIXELS * 64, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
+constexpr int BLOCKS = MT * NT * LIMBS <= 16 ? 2 : 1;  // that a multiprocessor has registers for
+static_assert(ROWS % 64 == 0 && PIXELS % 64 == 0, "a thread loads whole rows, 64 apart");
+static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "a product has 16 channels, a piece of the result 16 pixels");
+
+// a warp's tile goes to y in pieces of 16 rows: of pixels if channels are last, else of channels
+constexpr int ACROSS = NHWC ? WARP_M : WARP_N, PIECES = (NHWC ? WARP_N : WARP_M) / 16;
+constexpr int PITCH = ACROSS + (NHWC ? 4 : 8);  // floats; free of bank conflicts when the sums are put down
+static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hold a piece for each warp");
+
+#if OUT == 32
+typedef float out_t;
+DEVICE void store4(out_t* p, float4 v) { __stcs((float4*)p, v); }
+DEVICE out_t to_out(float v) { return v; }
+DEVICE float from_out(out_t v) { return v; }
+#else
+#if OUT == 16
+typedef __half out_t;
+DEVICE out_t to_out(float v) { return __float2half_rn(v); }
+DEVICE float from_out(out_t v) { return __half2float(v); }
+#else
+typedef __nv_bfloat16 out_t;
+DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
+DEVICE float from_out(out_t v) { return __bfloat162float(v); }
+#endif
+DEVICE void store4(out_t* p, float4 v) {
+  alignas(8) out_t four[4] = {to_out(v.x), to_out(v.y), to_out(v.z), to_out(v.w)};
+  __stcs((uint2*)p, *(const uint2*)four);
+}
+#endif
+
+// Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
+struct Shape {
+  long long tiles_m, splits, tiles_pixels;              // how many tiles: along the channels, splits, along the pixels
+  long long chunks, chunks_group, chunks_pixel;         // chunks of gemm k, of a group's channels, of a pixel of x
+  long long rows_group, rows;                           // output channels of a group, and of all
+  long long w_row, w_limb, x_limb;                      // chunks from one row of w to the next, and from one limb to the other
+  long long tap_r, tap_s;                               // taps along r and s
+  long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
+  long long d, h, w;                                    // x
+  long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long dilation_d, dilation_h, dilation_w;         // offset in x from one tap to the next
+  long long pixels, plane, pq, q;                       // pixels of the launch, an image, a slice and a row, as y is written
+  long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
+};
+
+// ---- what the hardware is told in PTX
+
+DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// 16 bytes to shared memory, some time later: of `from`, or zeros
+DEVICE void copy_or_zero(uint32_t to, const uint4* from, bool copy) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copy ? 16 : 0) : "memory");
+}
+DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// until all but the last `groups` committed groups have arrived
+template <int groups> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
+
+// four matrices of 8 rows x 16 bytes; lane l names row l % 8 of matrix l / 8 and gets two elements of row l / 4 of each
+DEVICE void load_matrices(uint32_t (&v)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
+}
+
+#if BF16
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+#else
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+#endif
+// d += a * b; d[0], d[1] are row lane / 4, columns 2 * (lane % 4) and the next; d[2], d[3] are 8 rows below
+DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- loads
+
+// Where this thread's loads stand in gemm k.
+struct Cursor {
+  int chunk, c, s, r, t;  // of gemm k; of the tap's channels; the tap
+  DEVICE Cursor(const Shape& shape, int step) {
+    chunk = 4 * step + threadIdx.x % 4;
+    c = chunk % (int)shape.chunks_group;
+    const int tap = chunk / (int)shape.chunks_group;
+    s = tap % (int)shape.tap_s;
+    r = tap / (int)shape.tap_s % (int)shape.tap_r;
+    t = tap / (int)(shape.tap_s * shape.tap_r);
+  }
+  DEVICE void next(const Shape& shape) {
+    chunk += 4;
+    c += 4;
+    while (c >= (int)shape.chunks_group) {  // more than once where a tap has fewer than 4 chunks
+      c -= (int)shape.chunks_group;
+      if (++s == (int)shape.tap_s) {
+        s = 0;
+        if (++r == (int)shape.tap_r) {
+          r = 0;
+          ++t;
+        }
+      }
+    }
+  }
+};
+
+// Where in x the first tap of a pixel lies; may be outside. Unsigned: what lies before the image is past its end too.
+struct alignas(16) Corner {
+  unsigned d, h, w, pixel;  // the place in its image, and in all of x
+  DEVICE void find(const Shape& shape, int at) {
+    const int image = at / (int)shape.plane, inside = at % (int)shape.plane;
+    d = inside / (int)shape.pq * (unsigned)shape.stride_d + (unsigned)shape.low_d;
+    h = inside % (int)shape.pq / (int)shape.q * (unsigned)shape.stride_h + (unsigned)shape.low_h;
+    w = inside % (int)shape.q * (unsigned)shape.stride_w + (unsigned)shape.low_w;
+    pixel = ((image * (unsigned)shape.d + d) * (unsigned)shape.h + h) * (unsigned)shape.w + w;
+    if (at >= (int)shape.pixels) w = 1u << 31;  // outside with every tap
+  }
+};
+
+// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w and x point to the tile's first row and
+// the group's first channel.
+DEVICE void load(uint32_t stage, const Cursor& k, int end, const Corner* corners, int rows, const uint4* w, const uint4* x,
+                 const Shape& shape) {
+  const int row = threadIdx.x / 4;
+  const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
+  const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
+  const long long w_chunk = row * shape.w_row + tap * (int)shape.chunks_group + k.c;
+#pragma unroll
+  for (int i = 0; i < ROWS / 64; ++i) {
+    const bool ok = k.chunk < end && row + 64 * i < rows;
+    const uint4* const from = w + (ok ? w_chunk + i * 64 * shape.w_row : 0);
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, from + limb * shape.w_limb, ok);
+  }
+  const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, w_ = k.s * (unsigned)shape.dilation_w;
+  const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + w_;
+#pragma unroll
+  for (int i = 0; i < PIXELS / 64; ++i) {
+    const Corner at = corners[row + 64 * i];
+    const bool ok = k.chunk < end && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + w_ < (unsigned)shape.w;
+    const uint4* const from = x + (ok ? (at.pixel + shift) * shape.chunks_pixel + k.c : 0);
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, from + limb * shape.x_limb, ok);
+  }
+}
+
+// ---- the multiplication
+
+struct Sums {
+  float total[MT][NT][4];
+#if PRODUCTS == 3
+  float cross[MT][NT][4];
+#endif
+};
+
+// One stage. `a` and `b`: what this lane reads of the first m16k16 of w and the first n8k32 of x, from the stage's start.
+DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
+  uint32_t x[LIMBS][NT][4];
+#pragma unroll
+  for (int limb = 0; limb < LIMBS; ++limb)
+#pragma unroll
+    for (int j = 0; j < NT; ++j) load_matrices(x[limb][j], b + limb * LIMB_BYTES + j * 8 * 64);
+#pragma unroll
+  for (int i = 0; i < MT; ++i) {
+    uint32_t w[LIMBS][2][4];
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) load_matrices(w[limb][half], (a ^ half * 32) + limb * LIMB_BYTES + i * 16 * 64);
+#pragma unroll
+    for (int j = 0; j < NT; ++j) {
+#if PRODUCTS == 3
+      float main[4] = {};  // hi.hi of this stage
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply(main, w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+        multiply(sums.cross[i][j], w[0][half], x[1][j][2 * half], x[1][j][2 * half + 1]);
+        multiply(sums.cross[i][j], w[1][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.total[i][j][e] += main[e];
+#else
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply(sums.total[i][j], w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+#endif
+    }
+  }
+}
+
+// ---- a warp's sums, scaled and so on, to y. Through shared memory, so that it writes neighbours together.
+
+DEVICE int plane_offset(const Shape& shape, int inside) {
+#if DENSE
+  return inside;
+#else
+  return (int)(shape.out_base + inside / (int)shape.pq * shape.out_d + inside % (int)shape.pq / (int)shape.q * shape.out_h + inside % (int)shape.q * shape.out_w);
+#endif
+}
+
+// `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
+DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
+                  const float* scale_k, const out_t* bias, out_t* y) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int piece = 0; piece < PIECES; ++piece) {
+    __syncwarp();  // the last piece has been read
+#pragma unroll
+    for (int i = 0; i < (NHWC ? MT : 1); ++i)
+#pragma unroll
+      for (int j = 0; j < (NHWC ? 2 : NT); ++j)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int row = 16 * i + lane / 4 + 8 * half, column = 8 * j + 2 * (lane % 4);
+          const float* const sum = sums[NHWC ? i : piece][NHWC ? 2 * piece + j : j] + 2 * half;
+          if (NHWC) {
+            staging[column * PITCH + row] = sum[0];
+            staging[(column + 1) * PITCH + row] = sum[1];
+          } else {
+            *(float2*)(staging + row * PITCH + column) = make_float2(sum[0], sum[1]);
+          }
+        }
+    __syncwarp();
+#pragma unroll 4
+    for (int i = lane; i < 16 * ACROSS / VEC; i += 32) {
+      const int across = i % (ACROSS / VEC) * VEC, down = i / (ACROSS / VEC);
+      const int pixel = pixel0 + (NHWC ? 16 * piece + down : across), m = m0 + (NHWC ? across : 16 * piece + down);
+      if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
+        const int image = pixel / (int)shape.plane, offset = plane_offset(shape, pixel % (int)shape.plane), k = k0 + m;
+        const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : (image * shape.rows + k) * shape.out_size + offset;
+        float v[VEC];
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) {
+          v[e] = staging[down * PITCH + across + e];
+          if (SCALED) v[e] = v[e] * scale_n[image] * scale_k[NHWC ? k + e : k];
+          if (HAS_BIAS) v[e] += from_out(bias[NHWC ? k + e : k]);
+        }
+#if VEC == 4
+        store4(y + at, make_float4(v[0], v[1], v[2], v[3]));
+#else
+        y[at] = to_out(v[0]);
+#endif
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    implicit_gemm_sm80(const uint4* __restrict__ w, const uint4* __restrict__ x, const float* __restrict__ scale_n,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, out_t* __restrict__ y,
+                       const __grid_constant__ Shape shape) {
+  extern __shared__ __align__(128) uint4 dynamic[];
+  const uint32_t ring = shared_address(dynamic);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+
+  // the tile
+  int tile = blockIdx.x;
+  const int m0 = tile % (int)shape.tiles_m * ROWS;
+  tile /= (int)shape.tiles_m;
+  const int split = tile % (int)shape.splits;
+  tile /= (int)shape.splits;
+  const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
+  w += (k0 + m0) * shape.w_row;
+  x += group * shape.chunks_group;
+  y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
+  __shared__ Corner corners[PIXELS];
+  if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
+  __syncthreads();
+
+  // its steps of 32 of gemm k
+  const int all = ((int)shape.chunks + 3) / 4, each = (all + (int)shape.splits - 1) / (int)shape.splits;
+  const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
+  Cursor next(shape, first);
+  auto load_next = [&](int slot) {
+    load(ring + slot * STAGE_BYTES, next, end, corners, (int)shape.rows_group - m0, w, x, shape);
+    copies_commit();
+    next.next(shape);
+  };
+#pragma unroll
+  for (int slot = 0; slot < STAGES - 1; ++slot) load_next(slot);
+
+  const int a_row = lane % 16, b_row = lane % 8;
+  const uint32_t a = ring + (warp_m + a_row) * 64 + (lane / 16 ^ a_row / 2 % 4) * 16;
+  const uint32_t b = ring + A_BYTES + (warp_n + b_row) * 64 + (lane / 8 ^ b_row / 2) * 16;
+  Sums sums = {};
+  int slot = 0;
+  for (int step = first; step < last; ++step) {
+    copies_wait<STAGES - 2>();
+    __syncthreads();  // this step has arrived for all; all have read the step before, whose place is taken now
+    load_next(slot == 0 ? STAGES - 1 : slot - 1);
+    multiply_stage(sums, a + slot * STAGE_BYTES, b + slot * STAGE_BYTES);
+    slot = slot == STAGES - 1 ? 0 : slot + 1;
+  }
+#if PRODUCTS == 3
+#pragma unroll
+  for (int i = 0; i < MT; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sums.total[i][j][e] = fmaf(sums.cross[i][j][e], 0x1p-11f, sums.total[i][j][e]);
+#endif
+  copies_wait<0>();
+  __syncthreads();
+  store(sums.total, shape, m0 + warp_m, k0, pixel0 + warp_n, (float*)dynamic + warp * 16 * PITCH, scale_n, scale_k, bias, y);
+}

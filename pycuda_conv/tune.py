@@ -1,0 +1,262 @@
+"""Measured choices: which configuration was the fastest for a problem on a GPU, as data in JSON files.
+
+The user's table lies in the cache folder; ``tune=True`` and ``pycuda-conv tune`` write it. Behind it come tables that are
+shipped with the package, one a GPU. What no table knows is left to the engines' models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from pycuda_conv import engines
+from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device
+from pycuda_conv.runtime.cache import cache_dir
+
+FORMAT = "pycuda_conv tuned choices"
+#: Of the kernels and their configurations: raised when they change so much that old measurements tell nothing of them.
+VERSION = 1
+
+SHIPPED = Path(__file__).resolve().parent / "tuned"
+LOCK_SECONDS = 10  # another process merges its choices in milliseconds
+
+_CLASSES: dict[str, type] = {cls.__name__: cls for cls in get_args(engines.Config)}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A configuration, and the microseconds that it took."""
+
+    config: engines.Config
+    us: float
+
+
+#: (GPU, problem) -> choice
+Choices = dict[tuple[str, str], Choice]
+
+
+def key(problem: ConvProblem) -> str:
+    """The problem in a table: all of its fields, readable, the same for ever."""
+    return str(problem) + ("" if problem.batched else " unbatched") + (" bias" if problem.has_bias else "")
+
+
+# ---- the text of a table
+
+
+def _parsed(text: str) -> Choices:
+    """The choices in a table's text; a ``ValueError`` that says why there are none."""
+    try:
+        table = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    if not isinstance(table, dict) or table.get("format") != FORMAT:
+        raise ValueError(f"it has no 'format': '{FORMAT}'")
+    if table.get("version") != VERSION:
+        raise ValueError(f"it was measured with kernels of version {table.get('version')!r}, these are of version {VERSION}")
+    gpus = table.get("choices")
+    if not isinstance(gpus, dict) or not all(isinstance(entries, dict) for entries in gpus.values()):
+        raise ValueError("its 'choices' are no objects")
+    return {(gpu, problem): _choice(problem, entry) for gpu, entries in gpus.items() for problem, entry in entries.items()}
+
+
+def _choice(problem: str, entry: Any) -> Choice:
+    try:
+        ((name, values),) = entry["config"].items()
+        cls, us = _CLASSES[name], entry["us"]
+        right = values.keys() == {field.name for field in fields(cls)} and all(type(v) is int and v > 0 for v in values.values())
+        right = right and type(us) in (int, float) and 0 < us < math.inf
+    except (KeyError, TypeError, ValueError, AttributeError):
+        right = False
+    if not right:
+        raise ValueError(f"its entry for {problem!r} is no choice: {entry!r:.200}")
+    return Choice(cls(**values), us)
+
+
+def _text(choices: Mapping[tuple[str, str], Choice]) -> str:
+    """A table's text: a line for each problem, in order, so that tables compare well."""
+    gpus: dict[str, list[str]] = {}
+    for (gpu, problem), choice in sorted(choices.items()):
+        entry = {"config": {type(choice.config).__name__: asdict(choice.config)}, "us": round(choice.us, 3)}
+        gpus.setdefault(gpu, []).append(f"   {json.dumps(problem)}: {json.dumps(entry)}")
+    lines = [f"  {json.dumps(gpu)}: {{\n" + ",\n".join(entries) + "\n  }" for gpu, entries in gpus.items()]
+    inner = "{\n" + ",\n".join(lines) + "\n }" if lines else "{}"
+    return f'{{\n "format": {json.dumps(FORMAT)},\n "version": {VERSION},\n "choices": {inner}\n}}\n'
+
+
+# ---- tables in files
+
+
+class Table:
+    """The choices in one file, read at their first use, and those added since.
+
+    Parameters
+    ----------
+    path : Path
+        Need not exist.
+    shared : bool
+        Other processes may write the file at the same time.
+    """
+
+    def __init__(self, path: Path, shared: bool = True) -> None:
+        self.path, self.shared = path, shared
+        self._lock = threading.Lock()
+        self._choices: Choices | None = None
+        self._own: Choices = {}  # added by this process
+        self._warned = False
+
+    def get(self, gpu: str, problem: str) -> Choice | None:
+        """The choice for a problem, as :func:`key` writes it, on the GPU of that name."""
+        choices = self._choices
+        if choices is None:
+            with self._lock:
+                choices = self._known()
+        return choices.get((gpu, problem))
+
+    def add(self, gpu: str, problem: str, choice: Choice) -> None:
+        """Remember a choice and merge it into the file; after an ``OSError`` it is remembered all the same."""
+        with self._lock:
+            self._own[gpu, problem] = choice
+            self._choices = {**self._known(), **self._own}
+            try:
+                self._choices = self._merged()
+            except NotImplementedError as error:  # a file system without locks
+                raise OSError(str(error)) from error
+
+    def _known(self) -> Choices:
+        if self._choices is None:
+            try:
+                self._choices = self._read()
+            except (OSError, ValueError) as error:
+                self._warn(error)
+                self._choices = {}
+        return self._choices
+
+    def _read(self) -> Choices:
+        try:
+            return _parsed(self.path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def _warn(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"the tuned choices in {self.path} are ignored: {error}", RuntimeWarning, stacklevel=2)
+
+    def _merged(self) -> Choices:
+        """Write what the file holds by now and what this process added; what can't be used is set aside."""
+        from filelock import FileLock  # takes longer to import than this package
+
+        path = self.path.resolve()  # behind a link, the file is replaced and not the link
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{path}.lock", timeout=LOCK_SECONDS) if self.shared else nullcontext():
+            try:
+                found = self._read()
+            except ValueError as error:
+                self._warn(error)
+                os.replace(path, f"{path}.unusable")
+                found = {}
+            merged = {**found, **self._own}
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".tuned-")
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    file.write(_text(merged))
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        return merged
+
+
+_tables: dict[Path, Table] = {}
+
+
+def _table(path: Path) -> Table:
+    return _tables.get(path) or _tables.setdefault(path, Table(path))
+
+
+def user_table() -> Table:
+    """The table that ``tune=True`` and ``pycuda-conv tune`` write."""
+    return _table(cache_dir() / "tuned.json")
+
+
+def shipped_table(gpu: str) -> Table:
+    """The table of the GPU of that name that comes with the package; empty where there is none."""
+    return _table(SHIPPED / (re.sub(r"\W+", "_", gpu.lower()) + ".json"))
+
+
+# ---- the choice
+
+
+def lookup(problem: ConvProblem, device: Device) -> Choice | None:
+    """What was measured for `problem` on such a GPU, by the user or else by us; None if nothing was that still can run it."""
+    if not device.model:
+        return None
+    name = key(problem)
+    for table in (user_table(), shipped_table(device.model)):
+        choice = table.get(device.model, name)
+        if choice is not None and engines.legal(problem, choice.config, device) is None:
+            return choice
+    return None
+
+
+_measuring = threading.Lock()
+
+#: Of plans, emptied when something is measured: from then on calls use it.
+caches: list[Any] = []
+
+
+def tuned(problem: ConvProblem, device: Device) -> Choice | None:
+    """As :func:`lookup`, but where nothing is found it is measured and stored. On OpenCL nothing is measured.
+
+    Where there is too little memory for a second set of arrays nothing is measured either, with a warning.
+
+    Raises
+    ------
+    ConvArgumentError
+        There is something to measure while the caller's stream is being captured, as far as that can be seen: a capture of
+        another library than torch and CuPy can't.
+    """
+    found = lookup(problem, device)
+    if found is not None or device.backend != "cuda" or not problem.macs:
+        return found
+    if device.capturing():
+        raise ConvArgumentError(
+            f"tune=True has to measure {problem}, which can't be done while a stream is being captured: call it once before that"
+        )
+    with _measuring:  # one at a time, or they would slow each other down
+        found = lookup(problem, device)
+        if found is None:
+            from pycuda_conv.tools.measure import trials
+
+            try:
+                found = trials(problem, device)[0]
+            except DeviceMemoryError as error:
+                warnings.warn(f"{problem} is not tuned: {error}", RuntimeWarning, stacklevel=2)
+            else:
+                store(problem, device, found)
+    return found
+
+
+def store(problem: ConvProblem, device: Device, choice: Choice) -> None:
+    """Put a choice into the user's table; one that can't be written keeps it until the process ends, with a warning."""
+    table = user_table()
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        table.add(device.model, key(problem), choice)
+    except OSError as error:
+        warnings.warn(
+            f"tuned choices can't be written to {table.path} and are forgotten when this process ends: {error}", RuntimeWarning, stacklevel=2
+        )

@@ -1,0 +1,434 @@
+"""The implicit GEMM engine's launches in numpy: memory, tensor maps and loads as an H200 treats them, sums in float64.
+
+Everything is computed from a program's steps alone: from their scalars, whose names are read off the kernels' `struct Shape`,
+their defines, buffers and tensor maps. What a kernel must not do fails here: an address outside a buffer, a load of bytes
+that nobody has written, a coordinate or a stride that the hardware refuses, a result that is written twice or never.
+TMA's im2col mode walks as it was seen to walk on an H200: from a base pixel on, by strides, through a box that the corners
+describe, to the next row, plane and image; all of it zero outside the tensor, each pixel shifted by a tap's offsets.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+
+from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+
+ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED = range(6)
+MOST_SHARED = 227 * 1024
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@cache
+def fields(file: str) -> list[str]:
+    """The scalars of `file`'s kernels, in order."""
+    (body,) = re.findall(r"struct Shape \{(.*?)\n\};", (KERNEL_DIR / f"{file}.cu").read_text(), re.S)
+    return [name.strip() for names in re.findall(r"long long ([^;]+);", body) for name in names.split(",")]
+
+
+def named(step, *first: str) -> SimpleNamespace:
+    """The step's scalars by name; `first` come before the kernel's Shape."""
+    return SimpleNamespace(**dict(zip([*first, *fields(step.file or step.kernel)], step.scalars, strict=True)))
+
+
+class Memory:
+    """The plan's buffers: exactly as many bytes as they have to have, all NaN."""
+
+    def __init__(self, problem, program, x, w, b):
+        channels_last = problem.layout == "NHWC"
+        self.buffers = [
+            self._bytes(np.moveaxis(x, -problem.ndim - 1, -1) if channels_last else x), self._bytes(w),
+            self._bytes(np.zeros(0, x.dtype) if b is None else b),
+            *(np.full(n, 0xFF, np.uint8) for n in (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)),
+        ]  # fmt: skip
+        self.writes: dict = {}
+
+    @staticmethod
+    def _bytes(array: np.ndarray) -> np.ndarray:
+        return np.frombuffer(np.ascontiguousarray(array).tobytes(), np.uint8)
+
+    def view(self, place, dtype: str) -> np.ndarray:
+        """From `place` to the end of its buffer, as elements of `dtype`."""
+        buffer, offset = place if isinstance(place, tuple) else (place, 0)
+        size = np.dtype(dtype).itemsize
+        assert offset % max(size, 16) == 0, f"offset {offset} of buffer {buffer} is not aligned"
+        left = self.buffers[buffer][offset:]
+        return left[: len(left) // size * size].view(dtype)
+
+    def count(self, place, at: np.ndarray) -> None:
+        """Note writes of the elements `at` of the array at `place`."""
+        counts = self.writes.setdefault(place, np.zeros(0, int))
+        most = int(at.max(initial=-1)) + 1
+        if most > len(counts):
+            counts = self.writes[place] = np.pad(counts, (0, most - len(counts)))
+        np.add.at(counts, at.ravel(), 1)
+
+    def result(self, problem, dtype: str) -> np.ndarray:
+        found = self.view(RESULT, dtype)
+        shape = list(problem.result_shape)
+        if problem.layout == "NCHW":
+            return found.reshape(shape)
+        channels = shape.pop(-problem.ndim - 1)
+        return np.moveaxis(found.reshape(*shape, channels), -1, -problem.ndim - 1)
+
+
+def inside(array: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """array[at], every index inside."""
+    at = np.asarray(at)
+    assert at.size == 0 or (at.min() >= 0 and at.max() < len(array)), f"access outside an array of {len(array)} elements: {at.min()} .. {at.max()}"
+    return array[at]
+
+
+def store(array: np.ndarray, at: np.ndarray, values) -> None:
+    inside(array, at)
+    array[at] = values
+
+
+# ---- pack.cu
+
+
+class Extremes:
+    """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
+
+    def __init__(self, largest: int, smallest: int, slack: int):
+        self.largest, self.smallest, self.slack = largest, smallest, slack
+        self.exponent, self.least = (largest >> 23) - 127, (smallest >> 23) - 127
+
+    @classmethod
+    def of(cls, values: np.ndarray, slack: int = 0) -> Extremes:
+        bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        return cls(int(bits.max(initial=0)), int(bits[bits > 0].min()) if bits.any() else 2**32, slack)
+
+    def covered(self) -> bool:
+        finite = self.largest < 0x7F800000 and abs(self.exponent) <= 60
+        return self.largest == 0 or (finite and self.least >= self.exponent - 28 - self.slack)
+
+    def scale(self) -> float:
+        return 2.0 ** (14 - self.exponent) if self.largest and self.covered() else 1.0
+
+
+def split(values: np.ndarray, scale: float, limbs: int, dtype: str) -> list[np.ndarray]:
+    """The limbs of float32 (or 16-bit) values."""
+    if dtype == "bfloat16" or values.dtype != np.float32:
+        return [values.astype(dtype)]
+    with np.errstate(over="ignore", invalid="ignore"):
+        scaled = values * np.float32(scale)
+        hi = scaled.astype(np.float16)
+        return [hi, ((scaled - hi.astype(np.float32)) * np.float32(2048)).astype(np.float16)][:limbs]
+
+
+def filter_row(step, s, memory: Memory, m: int) -> None:
+    define = step.defines
+    _, source, _, _, packed, scales, flags = step.buffers
+    kind, channels = ELEMENT[define["IN"]], define["CHANNELS"]
+    folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
+    w = memory.view(source, kind)
+    first = m // s.rows_group * s.w_group + m % s.rows_group * s.w_m
+    scale = 1.0
+    if kind == "float32":
+        c, tap = np.divmod(np.arange(channels * s.taps * folds), s.taps * folds)
+        found = Extremes.of(inside(w, first + c * s.w_c + tap), define["SLACK"])
+        scale = found.scale()
+        store(memory.view(scales, "float32"), m, 1 / scale)
+        store(memory.view(flags, "int32"), m, not found.covered())
+    tap, j = np.divmod(np.arange(s.taps * s.packed_group), s.packed_group)
+    fold, c = np.divmod(j, channels)
+    at = np.where(fold < folds, first + c * s.w_c + tap * folds + fold, first)
+    values = np.where(fold < folds, inside(w, at), w.dtype.type(0))
+    target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
+    for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
+        store(target, (i * s.rows + m) * s.taps * s.packed_group + np.arange(s.taps * s.packed_group), limb)
+
+
+def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, scale: float) -> np.ndarray:
+    """Pack one tile of an image; what was read."""
+    define = step.defines
+    kind, channels, chunks = ELEMENT[define["IN"]], define["CHANNELS"], s.groups * s.packed_group // 8
+    pixels, across = s.packed_d * s.packed_h * s.packed_w, ceil(s.groups * s.packed_group // 8, define["CHUNKS"])
+    many = 512 // define["CHUNKS"]
+    chunk0, pixel0 = tile % across * define["CHUNKS"], tile // across * many
+    assert pixel0 < pixels
+    pixel = np.arange(pixel0, min(pixel0 + many, pixels))[:, None]
+    to = np.arange(8 * chunk0, 8 * min(chunk0 + define["CHUNKS"], chunks))[None]  # packed channels
+    group, j = np.divmod(to, s.packed_group)
+    if define["FOLDED"]:
+        tap, c = np.divmod(j, channels)
+        r, t = tap // define["FOLD_S"] % define["FOLD_R"], tap // (define["FOLD_S"] * define["FOLD_R"])
+        w = pixel % s.packed_w * s.stride_w - s.pad_w + tap % define["FOLD_S"] * s.dilation_w
+        h = pixel // s.packed_w % s.packed_h * s.stride_h - s.pad_h + r * s.dilation_h
+        d = pixel // (s.packed_w * s.packed_h) * s.stride_d - s.pad_d + t * s.dilation_d
+        ok = (t < define["FOLD_T"]) & (w >= 0) & (w < s.w) & (h >= 0) & (h < s.h) & (d >= 0) & (d < s.d)
+        at = (d * s.h + h) * s.w + w
+    else:
+        assert (s.packed_d, s.packed_h, s.packed_w) == (s.d, s.h, s.w)
+        c, ok, at = j, (j < channels) & (pixel >= 0), pixel + 0 * j
+    plane, all_channels = s.d * s.h * s.w, s.groups * channels
+    channel = group * channels + c
+    place = image * plane * all_channels + (at * all_channels + channel if define["NHWC"] else channel * plane + at)
+    x = memory.view(source, kind)
+    values = np.where(ok, inside(x, np.where(ok, place, 0)), x.dtype.type(0))
+    target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
+    for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
+        store(target, ((i * s.images + image) * pixels + pixel) * 8 * chunks + to, limb)
+    return values
+
+
+GUESS = 9
+
+
+def pack(step, memory: Memory) -> None:
+    s = named(step)
+    for m in range(s.filter_rows):
+        filter_row(step, s, memory, m)
+    source, _, packed, parts, *_ = step.buffers
+    blocks = step.grid - s.filter_rows
+    assert blocks % s.images == 0
+    for block in range(blocks):
+        tiles = blocks // s.images
+        values = image_tile(step, s, memory, source, packed, block // tiles, block % tiles, 2.0**GUESS)
+        if step.defines["IN"] == 32:
+            found = Extremes.of(values)
+            store(memory.view(parts, "uint32"), 2 * block + np.arange(2), [found.largest, found.smallest - 1])
+
+
+def settle_images(step, memory: Memory) -> None:
+    s = named(step, "tiles")
+    source, packed, parts, scales, flags = step.buffers
+    slack = step.defines["SLACK"]
+    assert step.grid == s.images * s.slices
+    for block in range(step.grid):
+        image, piece = divmod(block, s.slices)
+        largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
+        found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
+        guessed = found.largest == 0 or (found.exponent < 15 - GUESS and found.least >= -14 - GUESS - slack)
+        scale = 2.0**GUESS if guessed else found.scale()
+        if piece == 0:
+            store(memory.view(scales, "float32"), image, 1 / scale)
+            store(memory.view(flags, "int32"), image, not guessed and not found.covered())
+        if not guessed and found.covered():
+            for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
+                image_tile(step, s, memory, source, packed, image, tile, scale)
+
+
+# ---- tensor maps
+
+
+def check_map(described, memory: Memory) -> None:
+    """What the driver's encoder and the loads require."""
+    sizes, strides, box = described.sizes, described.strides, described.box
+    assert described.offset % 16 == 0 and described.span in (32, 64, 128)
+    assert len(strides) == len(sizes) - 1 and all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and all(0 < n <= 2**32 for n in sizes)
+    reach = 2 * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
+    assert described.offset + reach <= len(memory.buffers[described.buffer]), f"{described} is larger than its buffer"
+    if isinstance(box, Im2col):
+        rank = len(sizes) - 2
+        assert len(box.lower) == len(box.upper) == len(box.stride) == rank
+        low, high = {1: (-(2**15), 2**15 - 1), 2: (-128, 127), 3: (-16, 15)}[rank]
+        assert all(low <= corner <= high for corner in (*box.lower, *box.upper)), f"{box} has a corner that is refused"
+        assert all(1 <= s <= 8 for s in box.stride), f"{box} has a stride that is refused"
+        assert 2 * box.channels == described.span and 1 <= box.pixels <= 1024
+        assert all(n - 1 + up >= lo for n, up, lo in zip(sizes[1:-1], box.upper, box.lower, strict=True)), f"{box} is empty"
+    else:
+        assert len(box) == 3 and 2 * box[0] == described.span and all(1 <= n <= 256 for n in box)
+
+
+def load_tile(described, memory: Memory, *start: int) -> np.ndarray:
+    """The box at `start` of a 3-D map: [rows][channels] for a box that is one tap deep."""
+    channels, taps, rows = (np.arange(n) + at for n, at in zip(described.box, start, strict=True))
+    c, tap, row = channels[None, None], taps[None, :, None], rows[:, None, None]
+    ok = (c >= 0) & (c < described.sizes[0]) & (tap >= 0) & (tap < described.sizes[1]) & (row >= 0) & (row < described.sizes[2])
+    elements = memory.view((described.buffer, described.offset), "bfloat16" if described.bfloat16 else "float16")
+    at = c + tap * (described.strides[0] // 2) + row * (described.strides[1] // 2)
+    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)[:, 0]
+
+
+def walked(described, start: tuple[int, ...]) -> np.ndarray:
+    """The pixels [pixel][W.., image] that an im2col load fetches from its base `start` on, before a tap's offsets."""
+    box, sizes = described.box, described.sizes[1:-1]
+    *at, image = start
+    for here, n, low, up in zip(at, sizes, box.lower, box.upper, strict=True):
+        assert low <= here <= n - 1 + up, f"base {start} lies outside the box of {described}"
+    pixels = []
+    for _ in range(box.pixels):
+        pixels.append((*at, image))
+        for axis, (n, low, up, stride) in enumerate(zip(sizes, box.lower, box.upper, box.stride, strict=True)):
+            at[axis] += stride
+            if at[axis] <= n - 1 + up:
+                break
+            at[axis] = low
+        else:
+            image += 1
+    return np.array(pixels)
+
+
+def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, offsets: tuple[int, ...]) -> np.ndarray:
+    """[pixel][channel] of what :func:`walked` found, shifted by a tap."""
+    most = {1: 2**16 - 1, 2: 255, 3: 31}[len(offsets)]
+    assert all(0 <= offset <= most for offset in offsets), f"offsets {offsets} are refused"
+    at = pixels + np.array([*offsets, 0])
+    ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)[:, None]
+    c = channel + np.arange(described.box.channels)[None]
+    ok = ok & (c >= 0) & (c < described.sizes[0])
+    elements = memory.view((described.buffer, described.offset), "bfloat16" if described.bfloat16 else "float16")
+    place = (at * (np.array(described.strides) // 2)).sum(1)[:, None] + c
+    return np.where(ok, inside(elements, np.where(ok, place, 0)), elements.dtype.type(0)).astype(np.float64)
+
+
+# ---- implicit_gemm_sm90.cu
+
+
+def product(step, memory: Memory, finite: bool) -> None:
+    s, define = named(step), step.defines
+    w_map, x_map = step.maps
+    rows, pixels, kc = define["ROWS"], define["PIXELS"], define["KC"]
+    limbs, sub_tiles = 2 if define["PRODUCTS"] == 3 else 1, 64 // define["KC"]
+    check_map(w_map, memory)
+    check_map(x_map, memory)
+    assert w_map.box == (kc, 1, rows) and (x_map.box.channels, x_map.box.pixels) == (kc, pixels) and len(x_map.sizes) == define["RANK"] + 2
+    assert w_map.bfloat16 == x_map.bfloat16 == bool(define["BF16"])
+    assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
+    staging = 2 * 4 * (32 * 68 if define["NHWC"] else 64 * 40)
+    assert define["STAGES"] * limbs * (rows + pixels) * 128 + staging + 1024 <= step.shared <= MOST_SHARED
+    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    scale_n, scale_k, bias, y = step.buffers
+    stages = ceil(s.blocks, sub_tiles)
+    each = ceil(stages, s.splits)
+    zero = np.zeros
+    for tile in (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid)):
+        rest, m = divmod(tile, s.tiles_m)
+        rest, part = divmod(rest, s.splits)
+        group, pixel = divmod(rest, s.tiles_pixels)
+        m, pixel = m * rows, pixel * pixels
+        image, inner = divmod(pixel, s.load_plane)
+        start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
+        start = start[: define["RANK"]]
+        walks = [walked(x_map, (*start, image + limb * s.limb_images)) for limb in range(limbs)]
+        total = zero((rows, pixels))
+        for block in range(min(part * each, stages) * sub_tiles, min(min(part * each + each, stages) * sub_tiles, s.blocks)):
+            tap, c = divmod(block, s.channel_blocks)
+            t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
+            w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
+            assert 0 <= w_tap < w_map.sizes[1], f"tap {w_tap} of {w_map.sizes[1]}"
+            offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)[: define["RANK"]]
+            assert not any((across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)[define["RANK"] :]), "an offset is lost"
+            a = [load_tile(w_map, memory, c * kc, w_tap, limb * s.rows + group * s.rows_group + m) for limb in range(limbs)]
+            b = [load_im2col(x_map, memory, group * s.channels_group + c * kc, walks[limb], offsets) for limb in range(limbs)]
+            assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
+            total += a[0] @ b[0].T
+            if limbs == 2:
+                total += (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
+        write_tile(step, s, memory, total, m, pixel, group, part)
+
+
+def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
+    define = step.defines
+    scale_n, scale_k, bias, y = step.buffers
+    kind = ELEMENT[define["OUT"]]
+    m, pixel = np.arange(m0, min(m0 + define["ROWS"], s.rows_group))[:, None], np.arange(pixel0, min(pixel0 + define["PIXELS"], s.pixels))[None]
+    v = total[: m.size, : pixel.size]
+    image, inner = np.divmod(pixel, s.plane)
+    k = group * s.rows_group + m
+    if define["DENSE"]:
+        offset = inner
+    else:
+        offset = s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
+    at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else (image * s.rows + k) * s.out_size + offset
+    if define["VEC"] == 4:  # four neighbours, at a multiple of four, all or none of them in the tile
+        quads = at.reshape(-1, 4, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, 4)
+        assert (quads == quads[..., :1] + np.arange(4)).all() and (quads[..., 0] % 4 == 0).all()
+    if define["SCALED"]:
+        v = v * inside(memory.view(scale_n, "float32"), image).astype(float) * inside(memory.view(scale_k, "float32"), k)
+    if define["HAS_BIAS"]:
+        v = v + inside(memory.view(bias, kind), k).astype(float)
+    at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
+    with np.errstate(over="ignore", invalid="ignore"):
+        store(memory.view(y, kind), at, v.astype(np.float32).astype(kind))
+    memory.count(y, at)
+
+
+# ---- the direct engine's kernels beside it
+
+
+def direct_reduce(step, memory: Memory) -> None:
+    define, (size,) = step.defines, step.scalars
+    parts, bias, y = step.buffers
+    kind = ELEMENT[define["DTYPE"]]
+    assert step.grid == ceil(size, define["THREADS"])
+    i = np.arange(size)
+    total = sum(inside(memory.view(parts, "float32"), split * size + i).astype(float) for split in range(define["SPLIT_K"]))
+    if define["HAS_BIAS"]:
+        total = total + inside(memory.view(bias, kind), i // define["OUT_SIZE"] % define["CHANNELS"]).astype(float)
+    store(memory.view(y, kind), i, total.astype(np.float32).astype(kind))
+
+
+def direct_gemm(step, memory: Memory) -> None:
+    """The guarded kernel: flagged images and channels alone, by the formula at its head."""
+    d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
+    assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
+    source, filters, bias, y, image_flags, filter_flags = step.buffers
+    kind = ELEMENT[d.DTYPE]
+    x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
+    pixel = np.arange(n_pixels)
+    image, inner = np.divmod(pixel, d.O * d.P * d.Q)
+    o, p, q = inner // (d.P * d.Q), inner // d.Q % d.P, inner % d.Q
+    images = inside(memory.view(image_flags, "int32"), np.arange(n_pixels // (d.O * d.P * d.Q)))
+    channels = inside(memory.view(filter_flags, "int32"), np.arange(d.GROUPS * d.M))
+    assert np.isin(images, (0, 1)).all() and np.isin(channels, (0, 1)).all(), "flags that nobody has written"
+    if not images.any() and not channels.any():
+        return
+    x_pixel, x_channel = (d.GROUPS * d.CRED, 1) if d.NHWC else (1, d.D * d.H * d.W)
+    y_pixel, y_channel = (d.GROUPS * d.M, 1) if d.NHWC else (1, d.OUT_SIZE)
+    c, m = np.arange(d.CRED), np.arange(d.M)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for g in range(d.GROUPS):
+            total = np.zeros((d.M, n_pixels))
+            for t, r, s in np.ndindex(*((0, 0, 0) if d.EMPTY else (d.T, d.R, d.S))):
+                at_d, at_h, at_w = o * d.STRIDE_D - d.PAD_D + t * d.DIL_D, p * d.STRIDE_H - d.PAD_H + r * d.DIL_H, q * d.STRIDE_W - d.PAD_W + s * d.DIL_W
+                ok = (at_d >= 0) & (at_d < d.D) & (at_h >= 0) & (at_h < d.H) & (at_w >= 0) & (at_w < d.W)
+                place = image * (d.GROUPS * d.CRED * d.D * d.H * d.W) + ((at_d * d.H + at_h) * d.W + at_w) * x_pixel
+                values = np.where(ok, inside(x, np.where(ok, place, 0) + (g * d.CRED + c[:, None]) * x_channel), x.dtype.type(0))
+                taps = inside(w, d.W_BASE + g * d.W_G + m[:, None] * d.W_M + c * d.W_C + t * d.W_T + r * d.W_R + s * d.W_S)
+                total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
+            if d.HAS_BIAS:
+                total += inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
+            at = image * (d.GROUPS * d.M * d.OUT_SIZE) + (g * d.M + m[:, None]) * y_channel + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * y_pixel
+            wanted = (images[image] | channels[g * d.M + m][:, None]) > 0
+            store(out, at[wanted], total[wanted].astype(kind))
+
+
+# ---- a whole call
+
+
+def launch(stages, memory: Memory, finite: bool) -> None:
+    kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    for stage in stages:
+        for step in stage:
+            assert 1 <= step.grid < 2**31
+            if step.kernel == "implicit_gemm_sm90":
+                product(step, memory, finite)
+            else:
+                kernels[step.kernel](step, memory)
+
+
+def emulate(problem, config, x, w, b=None, *, multiprocessors: int = 5, finite: bool = True) -> np.ndarray:
+    """What `config` computes, of arrays that are NCHW whatever the problem's layout; with a kept filter the same."""
+    program = ig.program(problem, config, multiprocessors)
+    results = []
+    for kept in (False, True):
+        memory = Memory(problem, program, x, w, b)
+        for stages in (program.prepare, program.stages) if kept else (program.whole,):
+            launch(stages, memory, finite)
+        (counts,) = memory.writes.values()
+        assert len(counts) == config.SPLIT * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"
+        results.append(memory.result(problem, x.dtype.name))
+    assert results[0].tobytes() == results[1].tobytes(), "a kept filter gives other bits"
+    return results[0]
