@@ -21,7 +21,7 @@
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
-// Limits   fewer than 2^31 pixels in x and in y, and chunks in w.
+// Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in a limb of x or w.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -36,7 +36,7 @@
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
 #define NHWC 0       // layout of y
-#define VEC 4        // elements of y a store; 4 needs them to be neighbours at a multiple of 4
+#define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #endif
 #define DEVICE __device__ __forceinline__
@@ -56,11 +56,9 @@ static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hol
 
 #if OUT == 32
 typedef float out_t;
-DEVICE void store4(out_t* p, float4 v) { __stcs((float4*)p, v); }
 DEVICE out_t to_out(float v) { return v; }
 DEVICE float from_out(out_t v) { return v; }
-#else
-#if OUT == 16
+#elif OUT == 16
 typedef __half out_t;
 DEVICE out_t to_out(float v) { return __float2half_rn(v); }
 DEVICE float from_out(out_t v) { return __half2float(v); }
@@ -68,11 +66,6 @@ DEVICE float from_out(out_t v) { return __half2float(v); }
 typedef __nv_bfloat16 out_t;
 DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
 DEVICE float from_out(out_t v) { return __bfloat162float(v); }
-#endif
-DEVICE void store4(out_t* p, float4 v) {
-  alignas(8) out_t four[4] = {to_out(v.x), to_out(v.y), to_out(v.z), to_out(v.w)};
-  __stcs((uint2*)p, *(const uint2*)four);
-}
 #endif
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
@@ -161,30 +154,30 @@ struct alignas(16) Corner {
   }
 };
 
-// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w and x point to the tile's first row and
-// the group's first channel.
-DEVICE void load(uint32_t stage, const Cursor& k, int end, const Corner* corners, int rows, const uint4* w, const uint4* x,
+// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. Of w, `rows` rows from chunk w0 on are the
+// group's; x0 is the group's first chunk of a pixel.
+DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, int rows, const uint4* x, unsigned x0, const Corner* corners,
                  const Shape& shape) {
   const int row = threadIdx.x / 4;
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
   const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
-  const long long w_chunk = row * shape.w_row + tap * (int)shape.chunks_group + k.c;
+  const unsigned w_chunk = w0 + row * (unsigned)shape.w_row + tap * (unsigned)shape.chunks_group + k.c;
 #pragma unroll
   for (int i = 0; i < ROWS / 64; ++i) {
     const bool ok = k.chunk < end && row + 64 * i < rows;
-    const uint4* const from = w + (ok ? w_chunk + i * 64 * shape.w_row : 0);
+    const unsigned from = ok ? w_chunk + i * 64 * (unsigned)shape.w_row : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, from + limb * shape.w_limb, ok);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + limb * shape.w_limb + from, ok);
   }
-  const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, w_ = k.s * (unsigned)shape.dilation_w;
-  const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + w_;
+  const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
+  const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + v;
 #pragma unroll
   for (int i = 0; i < PIXELS / 64; ++i) {
     const Corner at = corners[row + 64 * i];
-    const bool ok = k.chunk < end && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + w_ < (unsigned)shape.w;
-    const uint4* const from = x + (ok ? (at.pixel + shift) * shape.chunks_pixel + k.c : 0);
+    const bool ok = k.chunk < end && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + v < (unsigned)shape.w;
+    const unsigned from = ok ? (at.pixel + shift) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, from + limb * shape.x_limb, ok);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, x + limb * shape.x_limb + from, ok);
   }
 }
 
@@ -271,18 +264,15 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
       if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
         const int image = pixel / (int)shape.plane, offset = plane_offset(shape, pixel % (int)shape.plane), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : (image * shape.rows + k) * shape.out_size + offset;
-        float v[VEC];
+        struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
-          v[e] = staging[down * PITCH + across + e];
-          if (SCALED) v[e] = v[e] * scale_n[image] * scale_k[NHWC ? k + e : k];
-          if (HAS_BIAS) v[e] += from_out(bias[NHWC ? k + e : k]);
+          float v = staging[down * PITCH + across + e];
+          if (SCALED) v *= scale_n[image] * scale_k[NHWC ? k + e : k];
+          if (HAS_BIAS) v += from_out(bias[NHWC ? k + e : k]);
+          vector.v[e] = to_out(v);
         }
-#if VEC == 4
-        store4(y + at, make_float4(v[0], v[1], v[2], v[3]));
-#else
-        y[at] = to_out(v[0]);
-#endif
+        *(Vector*)(y + at) = vector;
       }
     }
   }
@@ -303,8 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int split = tile % (int)shape.splits;
   tile /= (int)shape.splits;
   const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
-  w += (k0 + m0) * shape.w_row;
-  x += group * shape.chunks_group;
+  const unsigned w0 = (k0 + m0) * (unsigned)shape.w_row, x0 = group * (unsigned)shape.chunks_group;
   y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
@@ -315,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
   Cursor next(shape, first);
   auto load_next = [&](int slot) {
-    load(ring + slot * STAGE_BYTES, next, end, corners, (int)shape.rows_group - m0, w, x, shape);
+    load(ring + slot * STAGE_BYTES, next, end, w, w0, (int)shape.rows_group - m0, x, x0, corners, shape);
     copies_commit();
     next.next(shape);
   };

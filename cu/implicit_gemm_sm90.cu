@@ -14,10 +14,11 @@
 //          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
 // Shared   a ring of STAGES stages; a stage holds 64 of k: for each limb ROWS x 64 of w, then PIXELS x 64 of x, as sub-tiles of
 //          KC channels whose rows of 2 * KC bytes are swizzled, as wgmma wants them. full[stage]: the bytes have arrived;
-//          empty[stage]: the 8 consumer warps have read them. Behind the ring, for each consumer, BUFFERS staging tiles of
-//          CHUNK pixels x 64 channels that turn sums into rows of y, and the scales of its pixels.
-// y        TENSOR_STORE = 1: rows are written by TMA from the staging tiles while the next tile is multiplied; needs rows of y
-//          whose pitch is a multiple of 16 bytes. Else warps write them, VEC elements a thread.
+//          empty[stage]: the 8 consumer warps have read them. Behind the ring, for each consumer warp, a tile of 16 channels
+//          x 32 pixels that turns sums into rows of y: pitch 40 floats, or [32 pixels][16 channels], pitch 20 (no conflicts);
+//          then, for each consumer, the scales of its pixels.
+// y        is written from registers of its own while the next tile's first stages are multiplied: stores take a quarter of the
+//          time of a short tile (24 stages) where the tensor cores wait for them.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
@@ -36,10 +37,7 @@
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
 #define NHWC 0       // layout of y
-#define TENSOR_STORE 1
-#define BUFFERS 2    // staging tiles of a consumer
-#define CHUNK 32     // pixels of a staging tile: 32, 16 or 8, a divisor of WGMMA_N with TENSOR_STORE
-#define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
+#define VEC 4        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #endif
@@ -52,7 +50,7 @@
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BYTES = ROWS * 128, B_BYTES = PIXELS * 128, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
-constexpr int CONSUMERS = 2, PIXEL_PITCH = 36, CHANNEL_PITCH = 68;  // in floats; spread rows over the banks
+constexpr int CONSUMERS = 2, CHUNK = 32, PITCH = NHWC ? 20 : 40, STAGING = 32 * 20;  // floats
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 
 #if OUT == 32
@@ -68,13 +66,6 @@ typedef __nv_bfloat16 out_t;
 DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
 DEVICE float from_out(out_t v) { return __bfloat162float(v); }
 #endif
-
-// a staging tile: as TMA reads it, or floats with a pitch
-constexpr int STAGING_BYTES = TENSOR_STORE ? 64 * CHUNK * (int)sizeof(out_t) : 4 * (NHWC ? CHUNK * CHANNEL_PITCH : 64 * PIXEL_PITCH);
-struct Staging {
-  alignas(1024) uint8_t tiles[BUFFERS][STAGING_BYTES];
-  float scales[SCALED ? WGMMA_N : 1];
-};
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -184,148 +175,96 @@ DEVICE int plane_offset(const Shape& shape, int inside) {
 #endif
 }
 
-// What a thread needs to finish its sums: the scales and biases of its two channels, and its share of the pixels' scales.
-// Loaded before the sums are, used after.
-struct Finish {
-  float scale[2], bias[2], pixels[(WGMMA_N + 127) / 128];
-  DEVICE Finish(const Shape& shape, int channel, int pixel0, const float* scale_n, const float* scale_k, const out_t* bias_k) {
+// A number known to the compiler, as an argument.
+template <int n> struct Constant {
+  static constexpr int value = n;
+};
+// f(Constant<0>), f(Constant<CHUNK>), ...: sums are in registers, so which of them a chunk of pixels takes must be constant
+template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
+  f(Constant<base>());
+  if constexpr (base + CHUNK < WGMMA_N) for_chunks<base + CHUNK>(f);
+}
+
+// What a thread has to know to store its sums: where its warp's 16 channels and the consumer's pixels begin, and what finishes
+// the sums of its two channels. Loaded before a tile is multiplied, used while the next one is.
+struct Rows {
+  int m, pixel, group, split;
+  float scale[2], bias[2];
+  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* bias_k)
+      : m(of.m + (ROWS == 128 ? 64 * consumer : 0) + threadIdx.x % 128 / 32 * 16), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
+        group(of.group), split(of.split) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int k = min(channel + 8 * half, (int)shape.rows - 1);
+      const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
       scale[half] = SCALED ? scale_k[k] : 1;
       bias[half] = HAS_BIAS ? from_out(bias_k[k]) : 0;
     }
-#if SCALED
-#pragma unroll
-    for (int i = 0; i < (WGMMA_N + 127) / 128; ++i) {
-      const int pixel = min(pixel0 + i * 128 + (int)threadIdx.x % 128, (int)shape.pixels - 1);
-      pixels[i] = scale_n[pixel / (int)shape.plane];
-    }
-#endif
   }
 };
 
-// the byte of a swizzled tile with rows of `span` bytes where 16-byte piece `piece` of a row lies
-DEVICE int swizzled(int row, int piece, int span) {
-  return row * span + ((piece ^ (span == 128 ? row % 8 : span == 64 ? row / 2 % 4 : row / 4 % 2)) << 4);
-}
-
-// The chunk of pixels from `base` on, and those behind it: the sums are in registers, so their numbers must be constants.
 template <int base>
-DEVICE void store_chunks(float (&sum)[WGMMA_N / 2], const Finish& finish, const Shape& shape, const Tile& of, int consumer, int m0, int pixel,
-                         Staging& staging, const CUtensorMap* map_y, out_t* y) {
+DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, out_t* y) {
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
-  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
-  uint8_t* const tile = staging.tiles[base / CHUNK % BUFFERS];
-#if TENSOR_STORE
-  if (thread == 0) bulk_wait_read<BUFFERS - 1>();  // the tile's last chunk has been read
-#endif
-  named_barrier(1 + consumer, 128);
+  const int lane = threadIdx.x % 32;
+  __syncwarp();  // the last chunk has been read
 #pragma unroll
   for (int i = 0; i < width / 8; ++i) {
-    float v[2][2];  // [half of the rows][neighbouring pixels]
     const int column = 8 * i + 2 * (lane % 4);
-    const float2 scale = SCALED ? *(const float2*)(staging.scales + base + column) : make_float2(1, 1);
+    const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int at = 4 * (base / 8 + i) + 2 * half;
-      v[half][0] = sum[at] * (scale.x * finish.scale[half]) + finish.bias[half];
-      v[half][1] = sum[at + 1] * (scale.y * finish.scale[half]) + finish.bias[half];
+      const int row = lane / 4 + 8 * half, at = 4 * (base / 8 + i) + 2 * half;
+      const float left = sum[at] * (scale.x * rows.scale[half]) + rows.bias[half];
+      const float right = sum[at + 1] * (scale.y * rows.scale[half]) + rows.bias[half];
+      if (NHWC) {
+        staging[column * PITCH + row] = left;
+        staging[(column + 1) * PITCH + row] = right;
+      } else {
+        *(float2*)(staging + row * PITCH + column) = make_float2(left, right);
+      }
     }
-#if TENSOR_STORE && OUT != 32
-    // 8 x 8 blocks of 16-bit numbers, turned for channels last, one row of 16 bytes a lane
-    const uint32_t packed[2] = {pack2(to_out(v[0][0]), to_out(v[0][1])), pack2(to_out(v[1][0]), to_out(v[1][1]))};
-    const int half = lane / 8 % 2, row = lane % 8;
-    const int place = NHWC ? swizzled(8 * i + row, 2 * warp + half, 128) : swizzled(16 * warp + 8 * half + row, i, 2 * CHUNK);
-    store_blocks<NHWC>(shared_address(tile) + place, packed);
+  }
+  __syncwarp();
+  constexpr int ACROSS = (NHWC ? 16 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 16, STEP = 32 / ACROSS;
+  const int across = lane % ACROSS * VEC, down = lane / ACROSS, k0 = rows.group * (int)shape.rows_group + rows.m, pixel0 = rows.pixel + base;
+  y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
+  struct alignas(VEC * sizeof(out_t)) Vector {
+    out_t v[VEC];
+  };
+#if NHWC
+  const int last = rows.m + across < (int)shape.rows_group ? min(width, (int)shape.pixels - pixel0) : 0;
 #else
+  const int pixel = pixel0 + across;
+  const int last = across < width && pixel < (int)shape.pixels ? (int)shape.rows_group - rows.m : 0;
+  out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
+#endif
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * warp + lane / 4 + 8 * half;
-#if TENSOR_STORE && NHWC
+  for (int i = 0; i < DOWN / STEP; ++i) {
+    const float* const from = staging + (down + i * STEP) * PITCH + across;
+    Vector out;
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
-        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4, 128) + row % 4 * 4) = v[half][e];
-#elif TENSOR_STORE
-      *(float2*)(tile + swizzled(row, column / 4, 4 * CHUNK) + column % 4 * 4) = make_float2(v[half][0], v[half][1]);
-#elif NHWC
-      ((float*)tile)[column * CHANNEL_PITCH + row] = v[half][0];
-      ((float*)tile)[(column + 1) * CHANNEL_PITCH + row] = v[half][1];
+    for (int e = 0; e < VEC; ++e) out.v[e] = to_out(from[e]);
+    if (down + i * STEP < last) {
+#if NHWC
+      const int pixel = pixel0 + down + i * STEP;
+      const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
+      *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
-      *(float2*)((float*)tile + row * PIXEL_PITCH + column) = make_float2(v[half][0], v[half][1]);
+      *(Vector*)(to + i * STEP * shape.out_size) = out;
 #endif
     }
-#endif
   }
-#if TENSOR_STORE
-  fence_for_bulk();
-#endif
-  named_barrier(1 + consumer, 128);
-#if TENSOR_STORE
-  if (thread == 0) {
-#if NHWC
-#pragma unroll
-    for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
-      store_box(map_y, shared_address(tile) + part * CHUNK * 128, m0 + part * 32, of.group, pixel, of.split);
-#else
-    // a box for every image that the chunk meets; what lies outside an image is not written
-    int image = pixel / (int)shape.plane;
-    for (int start = pixel % (int)shape.plane; start > -CHUNK; start -= (int)shape.plane, ++image)
-      store_box(map_y, shared_address(tile), start, m0, image * (int)(shape.rows / shape.rows_group) + of.group, of.split);
-#endif
-    bulk_commit();
-  }
-#else
-  constexpr int ACROSS = (NHWC ? 64 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 64;
-  const int across = thread % ACROSS * VEC, k0 = of.group * (int)shape.rows_group + m0;
-  out_t* const to = y + (long long)of.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
-#if NHWC
-  const bool inside = m0 + across < shape.rows_group;
-#else
-  const bool inside = across < width && pixel + across < shape.pixels;
-  const int image = (pixel + across) / (int)shape.plane, offset = plane_offset(shape, (pixel + across) % (int)shape.plane);
-#endif
-#pragma unroll 8
-  for (int i = 0; i < DOWN * ACROSS / 128; ++i) {
-    const int down = thread / ACROSS + i * (128 / ACROSS);
-#if NHWC
-    const bool ok = inside && down < width && pixel + down < shape.pixels;
-    const int image = (pixel + down) / (int)shape.plane, offset = plane_offset(shape, (pixel + down) % (int)shape.plane);
-    const long long at = ((long long)image * shape.out_size + offset) * shape.rows + k0 + across;
-#else
-    const bool ok = inside && m0 + down < shape.rows_group;
-    const long long at = ((long long)image * shape.rows + k0 + down) * shape.out_size + offset;
-#endif
-    const float* const from = (const float*)tile + down * (NHWC ? CHANNEL_PITCH : PIXEL_PITCH) + across;
-    struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) vector.v[e] = to_out(from[e]);
-    if (ok) *(Vector*)(to + at) = vector;
-  }
-#endif
-  if constexpr (base + CHUNK < WGMMA_N)
-    store_chunks<base + CHUNK>(sum, finish, shape, of, consumer, m0, pixel + CHUNK, staging, map_y, y);
-}
-
-DEVICE void store_tile(float (&sum)[WGMMA_N / 2], const Finish& finish, const Shape& shape, const Tile& of, int consumer, Staging& staging,
-                       const CUtensorMap* map_y, out_t* y) {
-#if SCALED
-#pragma unroll
-  for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) staging.scales[i] = finish.pixels[i / 128];
-#endif
-  const int m0 = of.m + (ROWS == 128 ? 64 * consumer : 0), pixel0 = of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer);
-  store_chunks<0>(sum, finish, shape, of, consumer, m0, pixel0, staging, map_y, y);
 }
 
 // ---- the multiplication
 
-DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, Staging& staging, const float* scale_n,
-                    const float* scale_k, const out_t* bias, const CUtensorMap* map_y, out_t* y) {
+DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, float* staging, float* scales,
+                    const float* scale_n, const float* scale_k, const out_t* bias, out_t* y) {
   const uint32_t a0 = ring + (ROWS == 128 ? 64 * SPAN * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
-  Position at;
-  float main[WGMMA_N / 2];  // hi.hi of one stage
+  Position at, unread;  // the stage to multiply next, and the first that the producer has not been given back
+  float main[WGMMA_N / 2], total[WGMMA_N / 2];
 #if PRODUCTS == 3
-  float cross[WGMMA_N / 2], total[WGMMA_N / 2];
+  float cross[WGMMA_N / 2];
 #endif
   // the products of one stage and one pair of limbs, 16 of k at a time
   auto multiply = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
@@ -337,15 +276,52 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
       wgmma(d, a + (sub * ROWS * SPAN + inner) / 16, b + (sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
     }
   };
+  auto give_back = [&] {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
+    unread.next();
+  };
+  bool pending = false;  // total holds a tile that has not been stored
+  Rows rows(shape, Tile(shape, blockIdx.x), consumer, scale_k, bias);
+  auto store = [&](auto base) {
+    if (pending) store_chunk<decltype(base)::value>(total, rows, shape, staging, scales, y);
+  };
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
-    const int channel = of.group * (int)shape.rows_group + of.m + (ROWS == 128 ? 64 * consumer : 0) + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
-    const Finish finish(shape, channel, of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer), scale_n, scale_k, bias);
+    int step = range.first;
+    // once the last tile has been stored
+    auto look_ahead = [&] {
+      rows = Rows(shape, of, consumer, scale_k, bias);
+#if SCALED
+      named_barrier(1 + consumer, 128);  // the last tile's scales have been read
+      for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) scales[i] = scale_n[min(rows.pixel + i, (int)shape.pixels - 1) / (int)shape.plane];
+      named_barrier(1 + consumer, 128);
+#endif
+    };
 #if PRODUCTS == 3
+    // two stages at once, while the last tile is stored; from then on total is this tile's
+    for (; step < min(range.first + 2, range.last); ++step) {
+      barrier_wait(full + 8 * at.stage, at.parity);
+      wgmma_fence();
+      multiply(main, 0, 0, step == range.first);
+      multiply(cross, 0, 1, step == range.first);
+      multiply(cross, 1, 0, false);
+      wgmma_commit();
+      at.next();
+    }
+    for_chunks(store);
+    look_ahead();
+    wgmma_wait<0>();
+    wgmma_arrived(main);
+    wgmma_arrived(cross);
+    for (int i = range.first; i < step; ++i) give_back();
+    const bool any = range.first < range.last;
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) cross[i] = total[i] = 0;
-    for (int step = range.first; step < range.last; ++step) {
+    for (int i = 0; i < WGMMA_N / 2; ++i) {
+      total[i] = any ? main[i] : 0;
+      cross[i] = any ? cross[i] : 0;
+    }
+    for (; step < range.last; ++step) {
       barrier_wait(full + 8 * at.stage, at.parity);
       wgmma_fence();
       multiply(main, 0, 0, true);
@@ -353,57 +329,61 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
       multiply(cross, 0, 1, false);
       multiply(cross, 1, 0, false);
       wgmma_commit();
+      at.next();
       wgmma_wait<1>();
       wgmma_arrived(main);
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
       wgmma_wait<0>();
       wgmma_arrived(cross);
-      if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
-      at.next();
+      give_back();
     }
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = fmaf(cross[i], 0x1p-11f, total[i]);
+    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
 #else
-#pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = 0;
-    int previous = -1;
-    for (int step = range.first; step < range.last; ++step) {
+    auto multiply_stage = [&] {
       barrier_wait(full + 8 * at.stage, at.parity);
       wgmma_fence();
-      multiply(main, 0, 0, false);
+      multiply(main, 0, 0, step == range.first);
       wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
-      if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * previous);
-      previous = at.stage;
       at.next();
+    };
+    // a chunk of the last tile is stored while a stage is multiplied
+    for_chunks([&](auto base) {
+      if (step < range.last) multiply_stage();
+      store(base);
+      if (step < range.last) {
+        wgmma_wait<1>();  // the stage before this one has been read
+        if (step > range.first) give_back();
+        ++step;
+      }
+    });
+    look_ahead();
+    for (; step < range.last; ++step) {
+      multiply_stage();
+      wgmma_wait<1>();
+      if (step > range.first) give_back();
     }
     wgmma_wait<0>();
     wgmma_arrived(main);
-    if (previous >= 0 && threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * previous);
+    if (range.first < range.last) give_back();
+#pragma unroll
+    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = range.first < range.last ? main[i] : 0;
 #endif
-#ifdef NOSTORE
-    if (main[0] == 12345.f)
-#endif
-    store_tile(main, finish, shape, of, consumer, staging, map_y, y);
+    pending = true;
   }
-#if TENSOR_STORE
-  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
-#endif
+  for_chunks(store);
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
     implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x,
-#if TENSOR_STORE
-                       const __grid_constant__ CUtensorMap map_y,
-#endif
                        const float* __restrict__ scale_n, const float* __restrict__ scale_k, const out_t* __restrict__ bias,
                        out_t* __restrict__ y, const __grid_constant__ Shape shape) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  Staging* const staging = (Staging*)(dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES);
+  float* const staging = (float*)(dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1);
@@ -418,11 +398,8 @@ extern "C" __global__ void __launch_bounds__(384, 1)
     if (threadIdx.x == 0) produce(&map_w, &map_x, shape, ring, full, empty);
   } else {
     registers_up<232>();
-#if TENSOR_STORE
-    const CUtensorMap* const to = &map_y;
-#else
-    const CUtensorMap* const to = nullptr;
-#endif
-    consume(shape, ring, full, empty, warpgroup - 1, staging[warpgroup - 1], scale_n, scale_k, bias, to, y);
+    float* const mine = staging + (threadIdx.x / 32 - 4) * STAGING;  // this warp's
+    float* const scales = staging + 4 * CONSUMERS * STAGING + (warpgroup - 1) * WGMMA_N;
+    consume(shape, ring, full, empty, warpgroup - 1, mine, scales, scale_n, scale_k, bias, y);
   }
 }

@@ -29,8 +29,7 @@ DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
 DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_try(barrier, parity)) {
   }
-}
-// a barrier among `threads` threads of the block; 0 is __syncthreads()
+}// a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- tensor loads: a box of a tensor map to shared memory; what lies outside the tensor arrives as zeros
@@ -54,32 +53,6 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   } else {
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"((uint16_t)s), "h"((uint16_t)r), "h"((uint16_t)t) : "memory");
-  }
-}
-
-// ---- tensor stores: a box of shared memory to a tensor map; what lies outside the tensor is not written
-
-// order ordinary stores to shared memory before the bulk copies that a barrier lets begin
-DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-DEVICE void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-               ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// all but the last `groups` commits of this thread have read their shared memory
-template <int groups> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory"); }
-
-// ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers; lanes 0 to 15 name the rows
-
-template <class T> DEVICE uint32_t pack2(T low, T high) {
-  T both[2] = {low, high};
-  return *(const uint32_t*)both;
-}
-template <bool turned> DEVICE void store_blocks(uint32_t row, const uint32_t (&v)[2]) {
-  if constexpr (turned) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(v[0]), "r"(v[1]) : "memory");
-  } else {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(v[0]), "r"(v[1]) : "memory");
   }
 }
 

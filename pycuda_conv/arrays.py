@@ -108,7 +108,7 @@ class HostKind(ArrayKind):
         return get_device(device)
 
     def convolve(
-        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, devices: Sequence[Any] = (),
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, devices: Sequence[Any] = (),
         kept: host.Filter | None = None, layout: str = "",
     ) -> Any:
         """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's."""
@@ -238,7 +238,7 @@ class DeviceKind(ArrayKind):
             raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, packed: Any = None) -> Any:
+    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, packed: Any = None) -> Any:
         """As :meth:`ArrayKind.convolve`; `packed` is what :meth:`_pack` made of the filter."""
         device: Any = plan.device
         pointer, contiguous, order = self.pointer, self.contiguous, plan.order
@@ -266,9 +266,7 @@ class DeviceKind(ArrayKind):
                     device.order(on, home)
                 copies = {name: self._copied(name, array, order if name == "input" else None) for name, array in copies.items()}
                 x, w, b = (pointer(copies[name]) if name in copies else at for name, at in (("input", x), ("weight", w), ("bias", b)))
-            result = out
-            if out is None:
-                result = self.empty(plan.result_shape, input, device) if order is None else self.empty(plan.result_shape, input, device, order)
+            result = self.empty(plan.result_shape, input, device, order) if out is None else out
             if not plan.empty:
                 nbytes, at = plan.workspace_bytes, 0
                 if packed is not None:
@@ -300,7 +298,7 @@ class DeviceKind(ArrayKind):
         device: Any = plan.device
         with device:
             home, own = self.current_stream(device), device.pipeline_streams()[1]
-            producer = self.producer(weight)
+            producer = self.producer(weight) if self.has_producers else None
             if producer is not None:
                 device.order(producer, home)
             weight = self._copied("weight", weight)

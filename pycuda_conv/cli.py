@@ -1,8 +1,9 @@
-"""The command ``pycuda-conv``: info, verify, bench, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
+"""The command ``pycuda-conv``: info, verify, bench, tune, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds above 0, got {text!r}")
+    return seconds
+
+
 def _sizes(text: str) -> Any:
     """``"2"`` as 2 and ``"1,2"`` as (1, 2)."""
     try:
@@ -61,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Convolutions in Python, on CUDA or on OpenCL: what is here, is it right, is it fast.")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,run}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,run}")
 
     info = commands.add_parser("info", help="versions, GPUs with all their attributes, what the package would use and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -87,6 +98,17 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
     bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png")
     bench.add_argument("--readme", type=Path, metavar="FILE", help="write the results as Markdown between the file's lines that mark them")
+
+    tune = commands.add_parser("tune", help="measure which kernel and tile are the fastest for the suite of problems; calls use them then")
+    tune.add_argument("--precision", choices=("fp32", "tf32", "both"), default="fp32", help="arithmetic of float32")
+    tune.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64", "all"), default="float32", help="of the arrays")
+    tune.add_argument("--layout", choices=("NCHW", "NHWC", "both"), default="NCHW", help="of the arrays; NHWC is channels last")
+    tune.add_argument("--match", metavar="TEXT", default="", help="only problems whose text contains this; --list shows the texts")
+    tune.add_argument("--limit", type=_seconds, metavar="SECONDS", help="begin no further problem after that time")
+    tune.add_argument("--output", type=Path, metavar="FILE", help="add to this table instead of the user's")
+    tune.add_argument("--all", action="store_true", help="measure again what was measured before")
+    tune.add_argument("--device", type=_device, help="a GPU; by default the first")
+    tune.add_argument("--list", action="store_true", help="print the problems and stop")
 
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, or a picture",
@@ -130,6 +152,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
         chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
         return run.run(run.Settings(**chosen))
+    if arguments.command == "tune":
+        from pycuda_conv.tools import tune
+
+        wishes = tune.Settings(**{name: value for name, value in vars(arguments).items() if name not in ("command", "list")})
+        return tune.list_problems(wishes) if arguments.list else tune.run(wishes)
     from pycuda_conv.tools import bench, hostbench
 
     settings = bench.Settings(

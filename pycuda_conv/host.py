@@ -16,7 +16,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from pycuda_conv.engines import direct
+from pycuda_conv import engines
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
     from pycuda_conv.runtime.cuda import CudaDevice
@@ -160,23 +161,23 @@ def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
 
 
 class _Chunk:
-    """One piece ready to run: its plan, and its parts of the arrays."""
+    """One piece ready to run: its plan, and its parts of the arrays, whose axes are in the order of memory."""
 
     def __init__(self, piece: Piece, plan: Plan) -> None:
         self.piece, self.plan = piece, plan
         problem = piece.problem
-        self.in_shape = (problem.N, problem.operand_channels, *problem.operand_size[-problem.ndim :])
-        self.in_bytes = math.prod(self.in_shape) * problem.itemsize
-        self.out_shape = (problem.N, problem.result_channels, *problem.result_size[-problem.ndim :])
-        self.out_bytes = math.prod(self.out_shape) * problem.itemsize
+        self.in_bytes = problem.N * problem.operand_channels * math.prod(problem.operand_size) * problem.itemsize
+        self.out_bytes = problem.N * problem.result_channels * math.prod(problem.result_size) * problem.itemsize
+        before_rows = (piece.images,) if problem.layout == "NHWC" else (piece.images, slice(None))
+        self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 
     def of(self, x: np.ndarray) -> np.ndarray:
         """What this chunk reads of `x`."""
-        return x[self.piece.images, :, self.piece.rows_in]
+        return x[self._in]
 
     def into(self, y: np.ndarray) -> np.ndarray:
         """What this chunk writes of `y`."""
-        return y[self.piece.images, :, self.piece.rows_out]
+        return y[self._out]
 
 
 @lru_cache(maxsize=256)
@@ -187,13 +188,26 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     """
     cut = pieces(plan.problem, chunk_bytes)
     largest = max((piece.problem for piece in cut), key=lambda problem: problem.macs)
-    config = plan.config if plan.fixed or largest == plan.problem else direct.choose(largest, device.multiprocessors)
+    if plan.fixed or largest == plan.problem:
+        config = plan.config
+    else:
+        measured = lookup(largest, device)
+        config = measured.config if measured else engines.choose(largest, device)
     mine = cut[slice(*_cuts(len(cut), shares)[share])]
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in mine}:
-        fits = direct.legal(problem, config) is None
+        fits = engines.legal(problem, config, device) is None
         plans[problem] = Plan(problem, device, config=config if fits else None)
     return [_Chunk(piece, plans[piece.problem]) for piece in mine]
+
+
+@dataclass(frozen=True)
+class _OnDevice:
+    """Where a filter and a bias lie on a device, and the filter packed, by :attr:`Plan.packing_key`. Blocks of memory, or 0."""
+
+    weight: Any
+    bias: Any
+    packed: Mapping[Hashable, Any]
 
 
 class Filter:
@@ -201,28 +215,28 @@ class Filter:
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
         self.weight, self.bias = weight, bias
-        self._kept: dict[Any, list[Any]] = {}
+        self._kept: dict[Any, _OnDevice] = {}
 
-    def keep(self, device: CudaDevice) -> None:
-        """Copy them to `device`, where they stay for as long as this object does."""
+    def keep(self, plan: Plan) -> None:
+        """Copy them to the plan's device, packed too if `plan` wants that; they stay for as long as this object does."""
+        device: Any = plan.device
         with device:
-            blocks = [None if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (self.weight, self.bias)]
+            weight, bias = (0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (self.weight, self.bias))
+            packed = {plan.packing_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
-            for block, array in zip(blocks, (self.weight, self.bias), strict=True):
-                if block is not None and array is not None:
+            for block, array in ((weight, self.weight), (bias, self.bias)):
+                if block and array is not None:
                     native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
                     device.copy_in(block, native, native, stream)
+            for block in packed.values():
+                plan.pack(int(weight), int(block), stream)
             stream.synchronize()
-        self._kept[device] = blocks
+        self._kept[device] = _OnDevice(weight, bias, packed)
 
-    def on(self, device: CudaDevice) -> tuple[int, int] | None:
+    def on(self, device: CudaDevice) -> _OnDevice | None:
         """Where they are kept on `device`, if they are."""
-        blocks = self._kept.get(device)
-        if blocks is None:
-            return None
-        weight, bias = (0 if block is None else int(block) for block in blocks)
-        return weight, bias
+        return self._kept.get(device)
 
 
 @dataclass(frozen=True)
@@ -408,10 +422,10 @@ class _Pipeline:
         kept = filters.on(device)
         if kept is None:
             arrays = [a for a in (filters.weight, filters.bias) if a is not None]
-            self._blocks = [device.allocate(max(a.nbytes, 1)) for a in arrays]
-            kept = int(self._blocks[0]), int(self._blocks[-1])
-            self._going_up[0] = [part for a, at in zip(arrays, kept, strict=False) if a.nbytes for part in _parts(a, at, part_bytes)]
-        self._weight, self._bias = kept
+            blocks = [device.allocate(max(a.nbytes, 1)) for a in arrays]
+            kept = _OnDevice(blocks[0], blocks[-1], {})
+            self._going_up[0] = [part for a, at in zip(arrays, blocks, strict=True) if a.nbytes for part in _parts(a, int(at), part_bytes)]
+        self._filter = kept
         straight = x.flags.c_contiguous and x.dtype.isnative and device.is_pinned(x)
         for i, chunk in enumerate(chunks):
             staged = not straight and chunk.in_bytes > 0
@@ -435,10 +449,11 @@ class _Pipeline:
 
     def _launch(self, feeder: _Feeder | None, lander: _Lander | None) -> None:
         """Queue all copies and kernels."""
-        workspace = max(chunk.plan.workspace_bytes for chunk in self._chunks)
+        workspace = max(chunk.plan.program.workspace_bytes for chunk in self._chunks)
         block = self._device.allocate(workspace) if workspace else 0
         uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
         self._send(feeder, self._going_up[0])
+        packed = self._pack()
         for i, chunk in enumerate(self._chunks):
             slot = i % self._depth
             if i >= self._depth:
@@ -451,8 +466,8 @@ class _Pipeline:
             self._compute.wait_for_event(uploaded[slot])
             if i >= self._depth:
                 self._compute.wait_for_event(downloaded[slot])
-            buffers = (int(self._inputs[slot]), self._weight, self._bias, int(self._outputs[slot]), int(block))
-            chunk.plan.launch(buffers, self._compute)
+            buffers = (int(self._inputs[slot]), int(self._filter.weight), int(self._filter.bias), int(self._outputs[slot]), int(block))
+            chunk.plan.launch(buffers, self._compute, int(packed.get(chunk.plan.packing_key, 0)))
             computed[slot].record(self._compute)
             self._down.wait_for_event(computed[slot])
             if lander is None:
@@ -463,7 +478,19 @@ class _Pipeline:
                 self._device.copy_out(landed, landed, part.address, self._down)
                 lander.put(buffer, landed, part.view, self._device.recorded(self._down))
             downloaded[slot].record(self._down)
-        self._workspace = block  # until the streams have ended
+        self._scratch = block, packed  # until the streams have ended
+
+    def _pack(self) -> dict[Hashable, Any]:
+        """The filter packed for the chunks, once for all that take it alike: blocks of memory by :attr:`Plan.packing_key`."""
+        packed = dict(self._filter.packed)
+        wanted = {chunk.plan.packing_key: chunk.plan for chunk in self._chunks if chunk.plan.filter_bytes}
+        missing = {key: plan for key, plan in wanted.items() if key not in packed}
+        if missing:
+            self._compute.wait_for_event(self._device.recorded(self._up))
+        for key, plan in missing.items():
+            packed[key] = self._device.allocate(plan.filter_bytes)
+            plan.pack(int(self._filter.weight), int(packed[key]), self._compute)
+        return packed
 
     def _send(self, feeder: _Feeder | None, parts: Sequence[_Part]) -> None:
         """Let the upward stream copy `parts` to the device."""
@@ -488,25 +515,40 @@ def convolve(
         Of the plan's shape and :attr:`~ConvProblem.storage`, as the filter's arrays; any strides that are not negative, either byte order.
     filters : Filter
     out : numpy array, optional
-        C-contiguous; by default a page-locked array from the pool, or an ordinary one when the pool is at its limit.
+        Without gaps in the plan's layout; by default a page-locked array from the pool, or an ordinary one when the pool is at
+        its limit.
     stream : optional
         A stream whose work so far comes first.
     devices : sequence of CudaDevice
         The GPUs to share the work; by default the plan's own.
     """
+    if plan.order is None:
+        return _convolve(plan, x, filters, out, stream, devices)
+    # arrays as they lie in memory: from here on their axes are in that order
+    y = _convolve(plan, x.transpose(plan.order), filters, None if out is None else out.transpose(plan.order), stream, devices)
+    return y.transpose(np.argsort(plan.order))
+
+
+def _convolve(
+    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any, devices: Sequence[CudaDevice]
+) -> np.ndarray:
     problem, device = plan.problem, plan.device
+    shape = plan.result_shape if plan.order is None else tuple(plan.result_shape[i] for i in plan.order)
     if device.backend != "cuda":
-        y = np.empty(plan.result_shape, problem.storage) if out is None else out
+        y = np.empty(shape, problem.storage) if out is None else out
         if not plan.empty:
             arrays = (x, filters.weight, filters.bias)
             ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
             device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
-    if plan.empty or (not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES):
-        return _convolve_small(gpu, plan, x, filters, out, stream)
     with gpu:
-        y = gpu.pinned_or_ordinary(plan.result_shape, np.dtype(problem.storage)) if out is None else out
+        y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
+        if plan.empty:
+            return y
+        if not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES:
+            _convolve_small(gpu, plan, x, filters, y, stream)
+            return y
     batch_x, batch_y = (x, y) if problem.batched else (x[None], y[None])
     chunk_bytes = max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
     gpus = devices or (gpu,)
@@ -528,31 +570,30 @@ def convolve(
     return y
 
 
-def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any) -> np.ndarray:
-    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls."""
+def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any) -> None:
+    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current."""
     dtype = np.dtype(plan.problem.storage)
-    with gpu:
-        y = gpu.pinned_or_ordinary(plan.result_shape, dtype) if out is None else out
-        if plan.empty:
-            return y
-        host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
-        if stream is not None:
-            gpu.order(stream, own)
-        kept = filters.on(gpu)
-        places, used = [], 0
-        for array in (x,) if kept else (x, filters.weight, filters.bias):
-            places.append(device + used if array is not None else 0)
-            if array is not None:
-                np.copyto(np.ndarray(array.shape, dtype, host, used), array)
-                used += -(-array.nbytes // 256) * 256
-        places += kept or ()
-        workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
-        if workspace is not None:
-            gpu.order(None, own)  # the pool's memory may still be in use by the default stream
-        try:
-            gpu.copy_in(device, host[:used], host[:used], own)
-            plan.launch((*places, device + used, 0 if workspace is None else int(workspace)), own)
-            gpu.copy_out(y, y, device + used, own)
-        finally:
-            own.synchronize()
-    return y
+    host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
+    if stream is not None:
+        gpu.order(stream, own)
+    kept = filters.on(gpu)
+    places, used = [], 0
+    for array in (x,) if kept else (x, filters.weight, filters.bias):
+        places.append(device + used if array is not None else 0)
+        if array is not None:
+            np.copyto(np.ndarray(array.shape, dtype, host, used), array)
+            used += -(-array.nbytes // 256) * 256
+    packed = 0
+    if kept:
+        places += int(kept.weight), int(kept.bias)
+        packed = int(kept.packed.get(plan.packing_key, 0))
+    nbytes = plan.program.workspace_bytes if packed else plan.workspace_bytes
+    workspace = gpu.allocate(nbytes) if nbytes else None
+    if workspace is not None:
+        gpu.order(None, own)  # the pool's memory may still be in use by the default stream
+    try:
+        gpu.copy_in(device, host[:used], host[:used], own)
+        plan.launch((*places, device + used, 0 if workspace is None else int(workspace)), own, packed)
+        gpu.copy_out(y, y, device + used, own)
+    finally:
+        own.synchronize()

@@ -13,22 +13,29 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import PRECISIONS, ConvProblem, integer
 from pycuda_conv.runtime import device_count, get_device
+from pycuda_conv.tune import caches
 
 
 @lru_cache(maxsize=1024)
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
-    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any,
+    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
 ) -> Plan:
     """The plan for a call, from the hashable part of its arguments."""
     common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
     check_same_type(kind, input, weight, bias)
+    if input[2] not in (None, -1):  # arrays in host memory are put in order on their way
+        common["layout"] = layout
     shapes = (ndim, input[0], weight[0], None if bias is None else bias[0])
     if transposed:
         problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
     else:
         problem = ConvProblem.forward(*shapes, **common, precision=precision)
-    return cached_plan(problem, kind.device(input, device))
+    own = kind.device(input, device)
+    return cached_plan(problem, own, True) if tune else cached_plan(problem, own)
+
+
+caches.append(_plan)
 
 
 def _key(name: str, value: Any) -> Any:
@@ -40,7 +47,7 @@ def _key(name: str, value: Any) -> Any:
 
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
-    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any,
+    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any,
 ) -> Any:
     kind = same_kind(input, weight, bias, out)
     if stride.__class__ is not int:
@@ -55,24 +62,27 @@ def _convolve(
         groups = _key("groups", groups)
     if precision.__class__ is not str:
         raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if tune.__class__ is not bool:
+        raise TypeError(f"tune must be True or False, got {tune!r}")
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = _gpus(devices, device)
         device = gpus[0]
     elif device is not None:
         device = get_device(device)
-    sign = kind.signature
+    sign, layout = kind.signature, kind.layout(input, ndim)
     plan = _plan(
         transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
-        groups, precision, device,
+        groups, precision, device, layout, tune,
     )
+    options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
             raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
         if stream is not None:
             raise ConvArgumentError(f"stream belongs to one GPU, so it excludes devices, but got stream={stream!r} and devices={devices!r}")
-        return kind.convolve(plan, input, weight, bias, out, stream, gpus)
-    return kind.convolve(plan, input, weight, bias, out, stream)
+        return kind.convolve(plan, input, weight, bias, out, stream, devices=gpus, **options)
+    return kind.convolve(plan, input, weight, bias, out, stream, **options)
 
 
 def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
@@ -122,6 +132,7 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
 def conv2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
     out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
 
@@ -154,6 +165,10 @@ def conv2d(
         GPUs that share the work on host arrays, instead of `device`; the numbers are those of one GPU, bit for bit.
     stream : optional
         A stream of PyCUDA, torch or CuPy, or its handle as an int; by default the array library's current stream.
+    tune : bool
+        Measure which kernel and tile are the fastest for a problem that has not been measured on such a GPU, which takes
+        seconds, and keep what is found for all later calls, of other processes too. Not while a stream is being captured.
+        On OpenCL nothing is measured.
 
     Returns
     -------
@@ -178,12 +193,13 @@ def conv2d(
     >>> pc.conv2d(image, sharpen, padding=1).shape
     (1, 1, 512, 512)
     """
-    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
+    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
 
 
 def conv1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
     out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """1-d convolution: :func:`conv2d` with one spatial axis.
 
@@ -192,7 +208,7 @@ def conv1d(
     input : array of shape (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, devices, stream
+    bias, stride, dilation, groups, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -204,12 +220,13 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
+    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
 
 
 def conv3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
     out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """3-d convolution: :func:`conv2d` with three spatial axes.
 
@@ -218,7 +235,7 @@ def conv3d(
     input : array of shape (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, devices, stream
+    bias, stride, dilation, groups, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -230,12 +247,13 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream)
+    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
 
 
 def conv_transpose2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
     dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
 
@@ -253,7 +271,7 @@ def conv_transpose2d(
         Rows and columns taken off the result.
     output_padding : int or (int, int)
         Rows and columns added at the result's bottom and right, less than the stride or the dilation.
-    stride, dilation, groups, out, precision, device, devices, stream
+    stride, dilation, groups, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -267,13 +285,14 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
     )
 
 
 def conv_transpose1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
     dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
 
@@ -282,7 +301,7 @@ def conv_transpose1d(
     input : array of shape (N, K, Q) or (K, Q)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
-    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream
+    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream, tune
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -295,13 +314,14 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
     )
 
 
 def conv_transpose3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
     dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
 ) -> Any:
     """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
 
@@ -310,7 +330,7 @@ def conv_transpose3d(
     input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
-    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream
+    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream, tune
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -323,7 +343,7 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream
+        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
     )
 
 
@@ -342,7 +362,7 @@ def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any
     ----------
     inputs : iterable of arrays
         Batches; they may differ in shape.
-    weight, bias, stride, padding, dilation, groups, precision, device, devices
+    weight, bias, stride, padding, dilation, groups, precision, device, devices, tune
         As for :func:`conv2d`.
     ahead : int
         How many calls may be under way, at least 1.

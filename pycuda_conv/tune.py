@@ -137,13 +137,14 @@ class Table:
     def _known(self) -> Choices:
         if self._choices is None:
             try:
-                self._choices = self._read()
+                self._choices = self.read()
             except (OSError, ValueError) as error:
                 self._warn(error)
                 self._choices = {}
         return self._choices
 
-    def _read(self) -> Choices:
+    def read(self) -> Choices:
+        """What the file holds; an ``OSError`` or a ``ValueError`` that says what is wrong if it can't be used."""
         try:
             return _parsed(self.path.read_text(encoding="utf-8"))
         except (FileNotFoundError, NotADirectoryError):
@@ -162,7 +163,7 @@ class Table:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{path}.lock", timeout=LOCK_SECONDS) if self.shared else nullcontext():
             try:
-                found = self._read()
+                found = self.read()
             except ValueError as error:
                 self._warn(error)
                 os.replace(path, f"{path}.unusable")
@@ -241,7 +242,7 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
             from pycuda_conv.tools.measure import trials
 
             try:
-                found = trials(problem, device)[0]
+                found = trials(problem, device)[0]  # type: ignore[arg-type]  # CUDA's
             except DeviceMemoryError as error:
                 warnings.warn(f"{problem} is not tuned: {error}", RuntimeWarning, stacklevel=2)
             else:
@@ -258,5 +259,5 @@ def store(problem: ConvProblem, device: Device, choice: Choice) -> None:
         table.add(device.model, key(problem), choice)
     except OSError as error:
         warnings.warn(
-            f"tuned choices can't be written to {table.path} and are forgotten when this process ends: {error}", RuntimeWarning, stacklevel=2
+            f"tuned choices can't be written to {table.path} and end with this process: {error}", RuntimeWarning, stacklevel=2
         )

@@ -154,7 +154,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], define["CHANNELS"], s.groups * s.packed_group // 8
     pixels, across = s.packed_d * s.packed_h * s.packed_w, ceil(s.groups * s.packed_group // 8, define["CHUNKS"])
-    many = 512 // define["CHUNKS"]
+    many = step.block * define["ITEMS"] // define["CHUNKS"]
     chunk0, pixel0 = tile % across * define["CHUNKS"], tile // across * many
     assert pixel0 < pixels
     pixel = np.arange(pixel0, min(pixel0 + many, pixels))[:, None]
@@ -227,7 +227,7 @@ def check_map(described, memory: Memory) -> None:
     sizes, strides, box = described.sizes, described.strides, described.box
     assert described.offset % 16 == 0 and described.span in (32, 64, 128)
     assert len(strides) == len(sizes) - 1 and all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and all(0 < n <= 2**32 for n in sizes)
-    reach = 2 * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
+    reach = np.dtype(described.dtype).itemsize * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
     assert described.offset + reach <= len(memory.buffers[described.buffer]), f"{described} is larger than its buffer"
     if isinstance(box, Im2col):
         rank = len(sizes) - 2
@@ -238,7 +238,7 @@ def check_map(described, memory: Memory) -> None:
         assert 2 * box.channels == described.span and 1 <= box.pixels <= 1024
         assert all(n - 1 + up >= lo for n, up, lo in zip(sizes[1:-1], box.upper, box.lower, strict=True)), f"{box} is empty"
     else:
-        assert len(box) == 3 and 2 * box[0] == described.span and all(1 <= n <= 256 for n in box)
+        assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == described.span and all(1 <= n <= 256 for n in box)
 
 
 def load_tile(described, memory: Memory, *start: int) -> np.ndarray:
@@ -246,7 +246,7 @@ def load_tile(described, memory: Memory, *start: int) -> np.ndarray:
     channels, taps, rows = (np.arange(n) + at for n, at in zip(described.box, start, strict=True))
     c, tap, row = channels[None, None], taps[None, :, None], rows[:, None, None]
     ok = (c >= 0) & (c < described.sizes[0]) & (tap >= 0) & (tap < described.sizes[1]) & (row >= 0) & (row < described.sizes[2])
-    elements = memory.view((described.buffer, described.offset), "bfloat16" if described.bfloat16 else "float16")
+    elements = memory.view((described.buffer, described.offset), described.dtype)
     at = c + tap * (described.strides[0] // 2) + row * (described.strides[1] // 2)
     return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)[:, 0]
 
@@ -278,7 +278,7 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
     ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)[:, None]
     c = channel + np.arange(described.box.channels)[None]
     ok = ok & (c >= 0) & (c < described.sizes[0])
-    elements = memory.view((described.buffer, described.offset), "bfloat16" if described.bfloat16 else "float16")
+    elements = memory.view((described.buffer, described.offset), described.dtype)
     place = (at * (np.array(described.strides) // 2)).sum(1)[:, None] + c
     return np.where(ok, inside(elements, np.where(ok, place, 0)), elements.dtype.type(0)).astype(np.float64)
 
@@ -291,13 +291,14 @@ def product(step, memory: Memory, finite: bool) -> None:
     w_map, x_map = step.maps
     rows, pixels, kc = define["ROWS"], define["PIXELS"], define["KC"]
     limbs, sub_tiles = 2 if define["PRODUCTS"] == 3 else 1, 64 // define["KC"]
-    check_map(w_map, memory)
-    check_map(x_map, memory)
+    for described in step.maps:
+        check_map(described, memory)
     assert w_map.box == (kc, 1, rows) and (x_map.box.channels, x_map.box.pixels) == (kc, pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert w_map.bfloat16 == x_map.bfloat16 == bool(define["BF16"])
+    assert w_map.dtype == x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
-    staging = 2 * 4 * (32 * 68 if define["NHWC"] else 64 * 40)
-    assert define["STAGES"] * limbs * (rows + pixels) * 128 + staging + 1024 <= step.shared <= MOST_SHARED
+    staging = 8 * 4 * 32 * 20
+    assert define["STAGES"] * limbs * (rows + pixels) * 128 + staging + 1023 <= step.shared
+    assert step.shared + 16 * define["STAGES"] <= MOST_SHARED
     assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
     scale_n, scale_k, bias, y = step.buffers
     stages = ceil(s.blocks, sub_tiles)
@@ -330,28 +331,32 @@ def product(step, memory: Memory, finite: bool) -> None:
 
 
 def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
+    """Scales, biases and writes a tile's sums."""
     define = step.defines
     scale_n, scale_k, bias, y = step.buffers
     kind = ELEMENT[define["OUT"]]
-    m, pixel = np.arange(m0, min(m0 + define["ROWS"], s.rows_group))[:, None], np.arange(pixel0, min(pixel0 + define["PIXELS"], s.pixels))[None]
-    v = total[: m.size, : pixel.size]
-    image, inner = np.divmod(pixel, s.plane)
-    k = group * s.rows_group + m
+    m, pixel = m0 + np.arange(define["ROWS"])[:, None], pixel0 + np.arange(define["PIXELS"])[None]
+    k, image = group * s.rows_group + m, pixel // s.plane
+    if define["SCALED"]:
+        on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, s.pixels // s.plane - 1)).astype(float)
+        total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
+    if define["HAS_BIAS"]:
+        total = total + inside(memory.view(bias, kind), np.minimum(k, s.rows - 1)).astype(float)
+    with np.errstate(over="ignore", invalid="ignore"):
+        v = total.astype(np.float32).astype(kind)
+    m, pixel = m[m < s.rows_group][:, None], pixel[pixel < s.pixels][None]
+    k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
     if define["DENSE"]:
         offset = inner
     else:
         offset = s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else (image * s.rows + k) * s.out_size + offset
-    if define["VEC"] == 4:  # four neighbours, at a multiple of four, all or none of them in the tile
-        quads = at.reshape(-1, 4, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, 4)
-        assert (quads == quads[..., :1] + np.arange(4)).all() and (quads[..., 0] % 4 == 0).all()
-    if define["SCALED"]:
-        v = v * inside(memory.view(scale_n, "float32"), image).astype(float) * inside(memory.view(scale_k, "float32"), k)
-    if define["HAS_BIAS"]:
-        v = v + inside(memory.view(bias, kind), k).astype(float)
+    vec = define["VEC"]
+    if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
+        lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
+        assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
     at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
-    with np.errstate(over="ignore", invalid="ignore"):
-        store(memory.view(y, kind), at, v.astype(np.float32).astype(kind))
+    store(memory.view(y, kind), at, v[: m.size, : pixel.size])
     memory.count(y, at)
 
 

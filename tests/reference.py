@@ -182,6 +182,19 @@ TORCH_LAYOUTS = {
     "parameter": lambda torch, t: torch.nn.Parameter(t, requires_grad=False),
 }
 
+
+def channels_last(t: Any) -> Any:
+    """The batched tensor `t` with its channels last in memory, as torch says it where it has a word for it."""
+    torch = pytest.importorskip("torch")
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return t.contiguous(memory_format=formats[t.dim()]) if t.dim() in formats else t.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def is_channels_last(t: Any) -> bool:
+    """Whether the channels of the batched tensor `t` are last in memory, and it has no gaps."""
+    return not t.is_contiguous() and t.movedim(1, -1).is_contiguous()
+
+
 # ---- a fresh interpreter
 
 

@@ -368,6 +368,7 @@ def test_out_tensors_that_cannot_hold_the_result(refuses, device):
         (torch.zeros(1).expand(SHAPE), "out must be C-contiguous"),
     ):
         refuses(ConvArgumentError, text, "conv2d", x, w, b, out=out)
+    refuses(ConvArgumentError, "out must be channels last, as the result is", "conv2d", x.to(memory_format=torch.channels_last), w, b, out=good)
     refuses(ConvArgumentError, "dtype bfloat16, the input's, but got int16", "conv2d", *(t.bfloat16() for t in (x, w, b)), out=good.short())
 
 

@@ -1,12 +1,15 @@
 """The six public functions against torch's: parameters, layouts, dtypes, and a search over everything at once."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, check, dgrad, fprop, tensor
+from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, check, dgrad, fprop, is_channels_last, tensor
 
 import pycuda_conv as pc
+from pycuda_conv import Plan
 
 torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
 F = torch.nn.functional
@@ -179,15 +182,82 @@ def test_torch_layouts(device, layout, which):
     tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
     expected = F.conv2d(*tensors, padding=1)
     got = call(CASE, *tensors, device)
-    assert isinstance(got, torch.Tensor) and got.is_contiguous()
+    assert isinstance(got, torch.Tensor)
+    assert is_channels_last(got) if (layout, which) == ("channels_last", 0) else got.is_contiguous()
     assert torch.equal(got, expected)
 
 
 def test_channels_last_with_one_channel_or_one_pixel(device):
-    """Strides are ambiguous there, and libraries get them wrong."""
-    for shape, weight in (((2, 1, 4, 5), (3, 1, 2, 2)), ((2, 4, 1, 1), (3, 4, 1, 1))):
+    """Strides are ambiguous there, and libraries get them wrong; the result is contiguous."""
+    for shape, weight in (((2, 1, 4, 5), (3, 1, 2, 2)), ((2, 4, 1, 1), (3, 4, 1, 1)), ((2, 4, 1, 1), (3, 4, 3, 3))):
         x, w = (torch.randint(-8, 9, s).float().contiguous(memory_format=torch.channels_last) for s in (shape, weight))
-        assert torch.equal(pc.conv2d(x, w, device=device), F.conv2d(x, w))
+        got = pc.conv2d(x, w, padding=1, device=device)
+        assert got.is_contiguous() and torch.equal(got, F.conv2d(x, w, padding=1))
+
+
+@pytest.mark.parametrize("weight_last", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_the_input_decides_whether_the_result_is_channels_last(device, transposed, ndim, last, weight_last):
+    """Not the filter; `out` has to follow."""
+    case = small(transposed, ndim, groups=2)
+    x, w, b = (torch.from_numpy(a) for a in case.integers("float32"))
+    expected = torch.from_numpy(case.reference(x.numpy(), w.numpy(), b.numpy())).float()
+    x, w = channels_last(x) if last else x, channels_last(w) if weight_last else w
+    got = call(case, x, w, b, device)
+    assert (is_channels_last(got) if last else got.is_contiguous()) and torch.equal(got, expected)
+    for out_last in (False, True):
+        out = torch.full_like(expected, float("nan"))
+        out = channels_last(out) if out_last else out
+        if out_last == last:
+            assert call(case, x, w, b, device, out=out) is out and torch.equal(out, expected) and is_channels_last(out) == last
+        else:
+            with pytest.raises(pc.ConvArgumentError, match=r"out must be (channels last, as the result is|C-contiguous), but its strides are"):
+                call(case, x, w, b, device, out=out)
+            assert torch.isnan(out).all()
+
+
+def test_channels_last_without_a_batch_axis(device):
+    for ndim in (1, 2, 3):
+        x, w = torch.randint(-8, 9, (4, 3, 5, 6)[: ndim + 1]).float(), torch.randint(-8, 9, (5, 4, 2, 2, 2)[: ndim + 2]).float()
+        last = x.movedim(0, -1).contiguous().movedim(-1, 0)
+        got = getattr(pc, f"conv{ndim}d")(last, w, device=device)
+        assert got.movedim(0, -1).is_contiguous() and not got.is_contiguous()
+        assert torch.equal(got, getattr(F, f"conv{ndim}d")(x, w))
+    # torch's word for four axes means other ones there
+    x, w = torch.randint(-8, 9, (2, 3, 5, 6)).float(), torch.randint(-8, 9, (3, 2, 2, 2, 2)).float()
+    got = pc.conv3d(x.contiguous(memory_format=torch.channels_last), w, device=device)
+    assert got.is_contiguous() and torch.equal(got, F.conv3d(x, w))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"groups": 4}], ids=["plain", "strided", "depthwise"])
+def test_channels_last_of_every_dtype(device, options, dtype):
+    for ndim in (1, 2, 3):
+        x, w = torch.randint(-8, 9, (2, 4, *(6,) * ndim)), torch.randint(-8, 9, (4, 4 // options.get("groups", 1), *(3,) * ndim))
+        x, w = (t.to(getattr(torch, dtype)) for t in (x, w))
+        got = getattr(pc, f"conv{ndim}d")(channels_last(x), w, device=device, **options)
+        assert is_channels_last(got) and got.dtype is x.dtype
+        assert torch.equal(got, getattr(F, f"conv{ndim}d")(x.double(), w.double(), **options).to(x.dtype))
+
+
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_a_plan_keeps_the_layout_of_its_problem(device, transposed, ndim):
+    case = small(transposed, ndim, stride=2)
+    x, w, b = case.integers("float32")
+    expected = case.reference(x, w, b)
+    for last in (False, True):
+        plan = Plan(replace(case.problem(), layout="NHWC" if last else "NCHW"), device)
+        got = plan(x, w, b)
+        assert np.array_equal(got, expected) and (got if not last else np.moveaxis(got, 1, -1)).flags.c_contiguous
+        out = np.full_like(got, np.nan)  # of the same strides
+        assert plan(x, w, b, out=out) is out and np.array_equal(out, expected)
+        assert np.array_equal(plan.bind(w, b)(x), expected)
+        with pytest.raises(pc.ConvArgumentError, match="out must be channels last" if last else "out must be C-contiguous"):
+            plan(x, w, b, out=np.zeros(expected.shape, "f") if last else np.moveaxis(np.zeros(np.moveaxis(expected, 1, -1).shape, "f"), -1, 1))
+        for tensors in ([torch.from_numpy(a) for a in (x, w, b)], [channels_last(torch.from_numpy(x)), torch.from_numpy(w), torch.from_numpy(b)]):
+            got = plan(*tensors)
+            assert is_channels_last(got) == last and np.array_equal(got.numpy(), expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

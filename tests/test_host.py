@@ -29,11 +29,12 @@ from hypothesis import assume, example, given, settings
 from reference import DTYPES, Case, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, host, ops, runtime
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import Batched, Dgrad, Gemm
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, host, ops, runtime
+from pycuda_conv.engines.direct import WEIGHT, Batched, Dgrad, Gemm
+from pycuda_conv.engines.implicit_gemm import PACKED, Program
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import cuda, get_device, pinned
+from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.runtime import Step, cuda, get_device, pinned
 from pycuda_conv.runtime.opencl import opencl_device
 from pycuda_conv.runtime.pinned import PinnedPool
 
@@ -223,17 +224,24 @@ def test_the_reference_of_pieces_is_the_reference():
 
 
 def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(monkeypatch):
-    monkeypatch.setattr(host, "Plan", lambda problem, device, config: SimpleNamespace(problem=problem, config=config, workspace_bytes=0))
-    for case in (fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))):
-        plan = SimpleNamespace(problem=case.problem(), config=direct.choose(case.problem(), 132), fixed=False)
+    monkeypatch.setattr(host, "Plan", lambda problem, device, config: SimpleNamespace(problem=problem, config=config))
+    cases = [fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))]
+    sizes, large = [20_000] * 3, fprop((7, 64, 60, 60), (64, 64, 3, 3), padding=1)
+    for case, chunk_bytes, capability in (*zip(cases, sizes, [(7, 0)] * 3, strict=True), (large, 2_000_000, (7, 0)), (large, 2_000_000, (9, 0))):
+        device = SimpleNamespace(multiprocessors=132, backend="cuda", capability=capability, model="")
+        plan = SimpleNamespace(problem=case.problem(), config=engines.choose(case.problem(), device), fixed=False)
         seen = []
         for shares in range(1, 10):
-            chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, 20_000, SimpleNamespace(multiprocessors=132), share, shares)]
+            chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, chunk_bytes, device, share, shares)]
             seen.append([(chunk.piece, chunk.plan.config) for chunk in chunks])
-        assert [piece for piece, _ in seen[0]] == host.pieces(plan.problem, 20_000)
+        assert [piece for piece, _ in seen[0]] == host.pieces(plan.problem, chunk_bytes)
         assert all(one == seen[0] for one in seen)
+        assert len({config for _, config in seen[0]}) == 1
+        if capability == (9, 0):
+            assert len({engines.packing_key(piece.problem, config) for piece, config in seen[0]}) == 1
+            assert isinstance(seen[0][0][1], engines.ImplicitGemm)
         mine = SimpleNamespace(problem=case.problem(), config=Gemm(64, 64, 8, 4, 4, 1), fixed=True)
-        chunks = host._chunks.__wrapped__(mine, 20_000, SimpleNamespace(multiprocessors=132), 0, 1)
+        chunks = host._chunks.__wrapped__(mine, chunk_bytes, device, 0, 1)
         assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
 
@@ -672,7 +680,7 @@ class Simulated(cuda.CudaDevice):
     current = Current()
 
     def __init__(self, ordinal):
-        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (9, 0)
+        self.ordinal, self.name, self.multiprocessors, self.capability = ordinal, f"cuda:{ordinal}", 132, (7, 0)  # without the tensor cores' engines
         self.push, self.pop = lambda: self.current.stack.append(self), lambda: self.current.stack.pop()
         self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
         self.broken, self.launched, self.fail = None, 0, None
@@ -693,7 +701,7 @@ class Simulated(cuda.CudaDevice):
         return block
 
     def _find(self, at, nbytes=1):
-        for start, array in list(self.memory.items()):
+        for start, array in self.memory.copy().items():  # in one step: other threads allocate and free
             if start <= at and at + nbytes <= start + array.nbytes:
                 return array[at - start :]
         raise RuntimeError(f"{nbytes} bytes at {at:#x} are not in the memory of {self.name}")
@@ -729,7 +737,7 @@ class Simulated(cuda.CudaDevice):
                 with cl._lock:
                     for launcher in launchers:
                         launcher(memory, None)
-                    for i in (3, 4):
+                    for i in range(3, len(memory)):
                         if memory[i] is not None:
                             cl._cl.enqueue_copy(cl.queue, arrays[i], memory[i])
 
@@ -821,7 +829,93 @@ WAYS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def packing(monkeypatch):
+    """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
+    original, packed, pack = engines.program, [], Plan.pack
+
+    def program(problem, config, device):
+        plain = original(problem, config, device)
+        if device.backend != "cuda":
+            return plain
+        size = math.prod(problem.weight_shape)
+        defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 1, "THREADS": 256}
+        copy = Step("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (size, 1, 1, 1, 1, size, 0, 0, 0, 0, 1))
+        stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.stages]
+        return Program([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
+
+    def counted(plan, *args):
+        packed.append(plan.filter_bytes)
+        pack(plan, *args)
+
+    monkeypatch.setattr(engines, "program", program)
+    monkeypatch.setattr(engines, "packing_key", lambda problem, config: (problem.weight_shape, problem.dtype))
+    monkeypatch.setattr(Plan, "pack", counted)
+    return packed
+
+
 # ---- values
+
+
+@needs_torch
+@pytest.mark.parametrize("chunk_bytes", [700, 4000, 1 << 30])
+@pytest.mark.parametrize("way", WAYS)
+def test_channels_last_plans_on_host_arrays(gpu, cut, monkeypatch, way, chunk_bytes):
+    case = WAYS[way]
+    x, w, b = case.integers("float32")
+    expected, order = case.reference(x, w, b), replace(case.problem(), layout="NHWC").order
+    last = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
+    cut(chunk_bytes)
+    for small in (0, 1 << 20):
+        monkeypatch.setattr(host, "SMALL_BYTES", small)
+        plan = Plan(replace(case.problem(), layout="NHWC"), gpu)
+        for laid in (x, last, locked(gpu, x.transpose(order)).transpose(np.argsort(order))):
+            got = plan(laid, w, b)
+            assert got.transpose(order).flags.c_contiguous and gpu.is_pinned(got) and np.array_equal(got, expected)
+        out = np.full_like(got, np.nan)
+        assert plan(last, w, b, out=out) is out and np.array_equal(out, expected)
+
+
+@needs_torch
+@pytest.mark.parametrize("chunk_bytes", [700, 1 << 30])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_filter_is_packed_once_a_call(simulated, cut, packing, way, chunk_bytes):
+    case = WAYS[way]
+    arrays, expected = case.integers("float32"), case.reference(*case.integers("float32"))
+    cut(chunk_bytes)
+    for devices in ([0], [0, 1]):
+        packing.clear()
+        assert np.array_equal(call(case, *arrays, devices=devices), expected)
+        assert 1 <= len(packing) <= len(devices) and set(packing) == {arrays[1].nbytes}
+
+
+@needs_torch
+@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize("way", ["images", "transposed rows", "unbatched"])
+def test_a_bound_filter_is_packed_once_for_all_calls(simulated, cut, packing, monkeypatch, way, small):
+    case = WAYS[way]
+    monkeypatch.setattr(host, "SMALL_BYTES", small)
+    x, w, b = case.integers("float32")
+    expected, before = case.reference(x, w, b), memory(simulated)
+    bound = Plan(case.problem(), 0).bind(w.copy(), b)
+    assert len(packing) == 1 and sum(memory(simulated)[0]) == sum(before[0]) + 2 + case.bias
+    with ThreadPoolExecutor(4) as pool:
+        assert all(np.array_equal(y, expected) for y in pool.map(bound, [x] * 8))
+    assert len(packing) == 1
+    assert np.array_equal(Plan(case.problem(), 0)(x, w, b), expected) and len(packing) == (1 if small else 2)
+    del bound
+    assert memory(simulated)[0] == before[0]
+
+
+@needs_torch
+def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(simulated, cut, packing, monkeypatch):
+    monkeypatch.setattr(engines, "packing_key", lambda problem, config: problem.input_shape)
+    x, w, b = ROWS.integers("float32")
+    bound = Plan(ROWS.problem(), 0).bind(w, b)
+    for _ in range(2):
+        packing.clear()
+        assert np.array_equal(bound(x), ROWS.reference(x, w, b))
+        assert len(packing) == len({piece.problem.input_shape for piece in host.pieces(ROWS.problem(), host.LEAST_CHUNK_BYTES)}) > 1
 
 
 @needs_torch

@@ -108,9 +108,9 @@ def test_effort_lies_between_its_bounds(round_seconds, rounds):
 @pytest.mark.parametrize("problem", suite.suite(), ids=bench.label)
 def test_operand_sets_and_checked_images(problem):
     for cache in (0, 2**20, 50 * 2**20):
-        sets = bench.operand_sets(problem, cache)
-        assert 1 <= sets <= bench.MOST_SETS
-        assert sets == bench.MOST_SETS or sets * problem.bytes >= 2 * cache
+        sets = timing.operand_sets(problem, cache)
+        assert 1 <= sets <= timing.MOST_SETS
+        assert sets == timing.MOST_SETS or sets * problem.bytes >= 2 * cache
         assert sets == 1 or (sets - 1) * problem.bytes < 2 * cache
     images = bench.checked_images(problem)
     assert images[0] == 0 and images[-1] == problem.N - 1 and images == sorted(set(images))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pycuda_conv.engines import direct, implicit_gemm
+from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm, Program
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: A kernel and its tile.
-Config = direct.Config | ImplicitGemm
+Config = direct.Config | ImplicitGemm | ImplicitGemm80
 
 __all__ = ["Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
@@ -21,15 +22,22 @@ def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     """Why `config` can't run `problem` on `device`, or None if it can."""
     if isinstance(config, ImplicitGemm):
         return implicit_gemm.unsupported(device) or implicit_gemm.legal(problem, config)
+    if isinstance(config, ImplicitGemm80):
+        return implicit_gemm_sm80.unsupported(device) or implicit_gemm_sm80.legal(problem, config)
     return direct.legal(problem, config)
 
 
 def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration that should be the fastest for `problem` on `device`."""
-    plain = direct.choose(problem, device.multiprocessors, device.backend)
-    if isinstance(plain, direct.Gemm) and implicit_gemm.unsupported(device) is None:
-        found = implicit_gemm.choose(problem, device.multiprocessors)
-        if found is not None and found[0] < direct.gemm_time(problem, plain, device.multiprocessors):
+    units = device.multiprocessors
+    plain = direct.choose(problem, units, device.backend)
+    if isinstance(plain, direct.Gemm):
+        found: tuple[float, Config] | None = None
+        if implicit_gemm.unsupported(device) is None:
+            found = implicit_gemm.choose(problem, units)
+        elif implicit_gemm_sm80.unsupported(device) is None:
+            found = implicit_gemm_sm80.choose(problem, units, device.capability)
+        if found is not None and found[0] < direct.gemm_time(problem, plain, units):
             return found[1]
     return plain
 
@@ -38,8 +46,12 @@ def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Confi
     """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
     units = device.multiprocessors
     found: list[tuple[float, Config]] = [(direct.gemm_time(problem, config, units), config) for config in direct.gemm_configs(problem)]
-    if implicit_gemm.unsupported(device) is None and implicit_gemm.why_not(problem) is None:
-        found += [(implicit_gemm.time(problem, config, units), config) for config in implicit_gemm.configs(problem)]
+    if implicit_gemm.unsupported(device) is None:
+        if implicit_gemm.why_not(problem) is None:
+            found += [(implicit_gemm.time(problem, config, units), config) for config in implicit_gemm.configs(problem)]
+    elif implicit_gemm_sm80.unsupported(device) is None and implicit_gemm_sm80.why_not(problem) is None:
+        configs, capability = implicit_gemm_sm80.configs(problem), device.capability
+        found += [(implicit_gemm_sm80.time(problem, config, units, capability), config) for config in configs]
     return sorted(((us, config) for us, config in found if legal(problem, config, device) is None), key=lambda pair: pair[0])
 
 
@@ -59,13 +71,15 @@ def program(problem: ConvProblem, config: Config, device: Device) -> Program:
         raise ValueError(f"{config} can't run {problem}: {reason}")
     if isinstance(config, ImplicitGemm):
         return implicit_gemm.program(problem, config, device.multiprocessors)
+    if isinstance(config, ImplicitGemm80):
+        return implicit_gemm_sm80.program(problem, config, device.multiprocessors)
     stages, workspace_bytes = direct.stages(problem, config)
     return Program([], stages, stages, workspace_bytes, 0)
 
 
 def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
-    if not isinstance(config, ImplicitGemm):
+    if not isinstance(config, (ImplicitGemm, ImplicitGemm80)):
         return None
     found = implicit_gemm.packing(problem)
     assert found is not None

@@ -215,9 +215,9 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return reason
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
-    most, step = 152 if products(problem) == 3 else 256, 16 // problem.itemsize * 2
-    if config.PIXELS % (step if config.ROWS == 128 else 2 * step) or not step <= _consumer_pixels(config) <= most:
-        return f"a consumer takes a multiple of {step} pixels up to {most}"
+    most = 136 if products(problem) == 3 else 192  # their sums, twice or three times, fill the registers
+    if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
+        return f"a consumer takes a multiple of 8 pixels up to {most}"
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
         return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.SPLIT < 1:
@@ -230,24 +230,9 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     return limbs(problem) * (config.ROWS + config.PIXELS) * 128
 
 
-def shared_bytes(problem: ConvProblem, config: ImplicitGemm, chunk: int = 0) -> int:
-    """Shared memory of a block: the ring, the consumers' staging tiles of `chunk` pixels and scales, and room to align them."""
-    chunk = chunk or _chunk(problem, config)
-    staging = max(2 * 64 * chunk * _stored_bytes(problem, config), 4 * (32 * 68 if problem.layout == "NHWC" else 64 * 36))
-    staging += 4 * _consumer_pixels(config)
-    return config.STAGES * stage_bytes(problem, config) + 2 * _ceil(staging, 1024) * 1024 + 1024
-
-
-def _chunk(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Pixels of a staging tile: the more, the longer the rows that are written at once."""
-    least = 8 if _stored_bytes(problem, config) == 4 else 16
-    fitting = [n for n in (32, 16) if _consumer_pixels(config) % n == 0 and shared_bytes(problem, config, n) <= SHARED_BYTES]
-    return fitting[0] if fitting else least
-
-
-def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
-    return 4 if config.SPLIT > 1 else problem.itemsize
+def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Shared memory of a block: the ring, a staging tile for each of 8 consumer warps, scales, and room to align them."""
+    return config.STAGES * stage_bytes(problem, config) + 4 * (8 * 32 * 20 + 2 * _consumer_pixels(config)) + 1024
 
 
 def _consumer_pixels(config: ImplicitGemm) -> int:
@@ -417,29 +402,6 @@ def _operand(problem: ConvProblem) -> str:
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
 
 
-def _tensor_store(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> bool:
-    """Whether TMA can write the result: it takes pitches that are multiples of 16 bytes, and here no more than two images a chunk."""
-    size = _stored_bytes(problem, config)
-    if problem.layout == "NHWC":
-        return phase.step == (1, 1, 1) and problem.result_channels // problem.groups * size % 16 == 0
-    plane = math.prod(phase.size)
-    return phase.step == (1, 1, 1) and plane * size % 16 == 0 and plane >= 32
-
-
-def _result_map(problem: ConvProblem, config: ImplicitGemm, phase: Phase, place: int | tuple[int, int]) -> TensorMap:
-    """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
-    buffer, offset = place if isinstance(place, tuple) else (place, 0)
-    size, groups, rows, chunk = _stored_bytes(problem, config), problem.groups, problem.result_channels, _chunk(problem, config)
-    plane = math.prod(phase.size)
-    dtype = "float32" if size == 4 else problem.dtype
-    whole = size * rows * problem.N * plane
-    if problem.layout == "NHWC":
-        sizes, strides = (rows // groups, groups, problem.N * plane, config.SPLIT), (size * (rows // groups), size * rows, whole)
-        return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, chunk, 1), 128, dtype)
-    sizes, strides = (plane, rows // groups, groups * problem.N, config.SPLIT), (size * plane, size * plane * (rows // groups), whole)
-    return TensorMap(buffer, offset, sizes, strides, (chunk, 64, 1, 1), size * chunk, dtype)
-
-
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, filter_map: TensorMap, x_limbs: tuple[int, int],
     buffers: tuple[int | tuple[int, int], ...], multiprocessors: int,
@@ -455,10 +417,6 @@ def _product(
     out_strides = (result[1] * result[2], result[2], 1)
     plane = math.prod(phase.size)
     dense = phase.step == (1, 1, 1)
-    maps = [filter_map, _image_map(problem, config, packed, walk, x_limbs)]
-    tensor_store = _tensor_store(problem, config, phase)
-    if tensor_store:
-        maps.append(_result_map(problem, config, phase, buffers[-1]))
     neighbours = rows // groups if nhwc else plane if dense else 1
     empty = 0 in phase.taps
     channel_blocks = _ceil(packed.group, packed.load)
@@ -477,12 +435,11 @@ def _product(
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
         "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
-        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store),
-        "BUFFERS": 2 if tensor_store else 1, "CHUNK": _chunk(problem, config) if tensor_store else 32,
+        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config),
     }
     return Step(
         "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS, buffers, shape,
-        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        maps=(filter_map, _image_map(problem, config, packed, walk, x_limbs)), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
@@ -503,7 +460,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     three = products(problem) == 3
     steps = _steps(problem)
     written = problem.result_channels // problem.groups
-    wide = [*range(64, 153, 8)] if three else [64, 96, 112, 128, 160, 192, 224, 256]
+    wide = [*range(64, 137, 8)] if three else [64, 80, 96, 112, 128, 144, 160, 176, 192]
     for rows in (128, 64):
         if rows == 128 and written <= 64:
             continue

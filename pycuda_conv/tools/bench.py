@@ -43,9 +43,8 @@ from pycuda_conv.tools.report import (
 )
 from pycuda_conv.tools.suite import suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
-from pycuda_conv.tools.timing import Effort, gpu_times, host_times, wall_times
+from pycuda_conv.tools.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 
-MOST_SETS = 256
 REFERENCE_FLOPS = 50e9  # in float64, for a row; the errors are taken over as many images as that pays for
 REFERENCE_IMAGES = 4  # but over no fewer
 SLICE_BYTES = 2**31  # of float64 arrays at a time
@@ -134,11 +133,6 @@ class Operands:
         """Fill every output with NaN."""
         for out in self.out:
             out.fill_(math.nan)
-
-
-def operand_sets(problem: ConvProblem, cache_bytes: int) -> int:
-    """How many sets of operands make twice the cache."""
-    return max(1, min(MOST_SETS, math.ceil(2 * cache_bytes / max(problem.bytes, 1))))
 
 
 def checked_images(problem: ConvProblem) -> list[int]:

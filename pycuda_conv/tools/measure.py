@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -33,16 +33,249 @@ class WrongResultError(RuntimeError):
     """Two configurations compute different results, so one of them is wrong."""
 
 
+class Compiler:
+    """Compiles what is worth trying for problems, several kernels at a time and each once, until the end of a ``with`` block."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+        self._begun: dict[ConvProblem, tuple[list[engines.Config], list[Future[Any]]]] = {}
+        self._pool = ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1))
+        self._coming: dict[tuple[str, str], Future[Any]] = {}
+
+    def __enter__(self) -> Compiler:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def start(self, problem: ConvProblem) -> None:
+        """Begin with the kernels for `problem`, after all that was begun before."""
+        if problem in self._begun:
+            return
+        configs = engines.candidates(problem, self._device)
+        kernels = []
+        for step in _steps(problem, configs, self._device):
+            name = step.kernel, step.source()
+            if name not in self._coming:
+                self._coming[name] = self._pool.submit(self._device.launcher, step)
+            kernels.append(self._coming[name])
+        self._begun[problem] = configs, kernels
+
+    def configs(self, problem: ConvProblem) -> list[engines.Config]:
+        """What is worth trying for `problem`, compiled."""
+        self.start(problem)
+        configs, kernels = self._begun[problem]
+        for kernel in kernels:
+            kernel.result()
+        return configs
+
+
+def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[Step]:
+    for config in configs:
+        program = engines.program(problem, config, device)
+        for stages in (program.prepare, program.stages, program.whole):
+            for stage in stages:
+                yield from stage
+
+
 def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None = None) -> list[Choice]:
-    """What is worth trying for `problem`, the fastest first.
+    """Everything that is worth trying for `problem`, the fastest first.
 
     Raises
     ------
     WrongResultError
     DeviceMemoryError
     """
-    configs = engines.candidates(problem, device)
-    with compiler or Compiler(device) as own:
-        own.wait(problem, configs)
+    if compiler is None:
+        with Compiler(device) as own:
+            return trials(problem, device, own)
+    configs = compiler.configs(problem)
     times = device_times([Plan(problem, device, config=config) for config in configs])
     return sorted((Choice(config, us) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
+
+
+# ---- on a GPU
+
+
+def device_times(plans: Sequence[Plan]) -> list[float]:
+    """Microseconds that each of `plans`, all of one problem, takes on the GPU, the packing of the filter included.
+
+    Their results are compared first.
+    """
+    device: Any = plans[0].device
+    with device:
+        clock = _Clock(device)
+        operands = _Operands(device, clock.own, plans)
+        operands.compare(plans)
+        ways = [_way(plan, operands.buffers, clock.own) for plan in plans]
+        times = _medians(clock, ways, operands.count, FIRST)
+        chosen = [i for i, us in enumerate(times) if us <= NEARLY * min(times)]
+        for i, us in zip(chosen, _medians(clock, [ways[i] for i in chosen], operands.count, AGAIN), strict=True):
+            times[i] = us
+        del operands
+        device.pool.free_held()
+    return times
+
+
+def _way(plan: Plan, buffers: Sequence[Any], stream: Any) -> Callable[[int], None]:
+    return lambda i: plan.launch(buffers[i], stream)
+
+
+def _medians(clock: _Clock, ways: Sequence[Callable[[int], None]], sets: int, effort: Effort) -> list[float]:
+    times, _ = gpu_times(clock, ways, sets, effort)
+    return [median(taken) * 1e6 for taken in times]
+
+
+class _Event:
+    def __init__(self, event: Any, stream: Any) -> None:
+        self._event, self._stream = event, stream
+
+    def record(self) -> None:
+        self._event.record(self._stream)
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return float(end._event.time_since(self._event))
+
+
+class _Clock:
+    """As much of ``torch.cuda`` as :func:`gpu_times` asks for, made of PyCUDA: everything happens on one stream of ours."""
+
+    def __init__(self, device: CudaDevice) -> None:
+        self.cuda = self
+        self._driver = device._drv
+        self.own = device.pipeline_streams()[1]
+
+    def Event(self, enable_timing: bool) -> _Event:
+        return _Event(self._driver.Event(), self.own)
+
+    def CUDAGraph(self) -> Graph:
+        return Graph(self.own)
+
+    def graph(self, graph: Graph) -> Any:
+        return graph.capture()
+
+    def synchronize(self) -> None:
+        self.own.synchronize()
+
+    # other streams need no warming up: none is used
+
+    def Stream(self) -> _Clock:
+        return self
+
+    current_stream = Stream
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+
+class _Operands:
+    """Random arrays for plans of one problem, so many sets that a launch does not find in the cache what the last one left."""
+
+    def __init__(self, device: CudaDevice, stream: Any, plans: Sequence[Plan]) -> None:
+        self._drv, self._stream = device._drv, stream
+        self.problem = problem = plans[0].problem
+        self.count = operand_sets(problem, device.cache_bytes)
+        self._blocks: list[Any] = []
+        device.order(None, stream)  # the pool's memory may still be in use by the default stream
+        values = operands(problem, RANDOM_ELEMENTS)
+        self._workspace_bytes = max(max(plan.workspace_bytes for plan in plans), 1)
+
+        def room(nbytes: int) -> int:
+            self._blocks.append(device.allocate(max(nbytes, 1)))
+            return int(self._blocks[-1])
+
+        workspace = room(self._workspace_bytes)
+        self.buffers = []
+        for _ in range(self.count):
+            places = [room(nbytes) for nbytes in (*plans[0].operand_bytes, plans[0].result_bytes)]
+            for address, array, nbytes in zip(places, values, plans[0].operand_bytes, strict=False):
+                if nbytes:
+                    self._fill(address, array, nbytes)
+            self.buffers.append((*places, workspace))
+
+    def _fill(self, address: int, values: np.ndarray, nbytes: int) -> None:
+        """Write `values` over and over."""
+        self._drv.memcpy_htod_async(address, values, self._stream)
+        done = values.nbytes
+        while done < nbytes:
+            part = min(done, nbytes - done)
+            self._drv.memcpy_dtod_async(address + done, address, part, self._stream)
+            done += part
+
+    def compare(self, plans: Sequence[Plan]) -> None:
+        """Run each of `plans` once; a ``WrongResultError`` if one computes something else than the others."""
+        *_, result, workspace = self.buffers[0]
+        expected = None
+        for plan in plans:
+            self._drv.memset_d8_async(result, 0xFF, plan.result_bytes, self._stream)  # NaN in every dtype
+            self._drv.memset_d8_async(workspace, 0xFF, self._workspace_bytes, self._stream)
+            plan.launch(self.buffers[0], self._stream)
+            found = self._sample(result, plan.result_bytes)
+            if expected is None:
+                expected = found
+            wrong = difference(self.problem, found, expected)
+            if wrong:
+                raise WrongResultError(f"{plan.config} and {plans[0].config} differ on {self.problem}: {wrong}")
+
+    def _sample(self, address: int, nbytes: int) -> np.ndarray:
+        """The result, or parts of it, in float64."""
+        itemsize = self.problem.itemsize
+        count = nbytes // itemsize
+        part = min(count, SAMPLE_ELEMENTS)
+        starts = [0] if count <= SAMPLES * part else [i * (count - part) // (SAMPLES - 1) for i in range(SAMPLES)]
+        host = np.empty((len(starts), count if len(starts) == 1 else part), self.problem.storage)
+        for row, start in zip(host, starts, strict=True):
+            self._drv.memcpy_dtoh_async(row, address + start * itemsize, self._stream)
+        self._stream.synchronize()
+        if self.problem.dtype == "bfloat16":
+            return (host.view(np.uint16).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        return host.astype(np.float64)
+
+
+def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
+    """Normal numbers for the input, the filter and the bias, at most so many each; the result's are about 1 then."""
+    rng = np.random.default_rng(0)
+    scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0)
+    shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
+    return [_normal(rng, problem.dtype, min(math.prod(shape), most), scale) for shape, scale in zip(shapes, scales, strict=True)]
+
+
+def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> np.ndarray:
+    values = rng.standard_normal(count, np.float32) * np.float32(scale)
+    return (values.view(np.uint32) >> 16).astype(np.int16) if dtype == "bfloat16" else values.astype(dtype)
+
+
+def difference(problem: ConvProblem, found: np.ndarray, expected: np.ndarray) -> str | None:
+    """In words, how far two results are apart, if it is more than rounding explains."""
+    scale = float(np.sqrt(np.mean(expected * expected)))
+    error = np.abs(found - expected)
+    relative = float(np.sqrt(np.mean(error * error))) / scale
+    limit = relative_limit(problem)
+    within = error <= 16 * limit * scale + 2 * SPACING[problem.dtype][0] * np.abs(expected)
+    if relative <= 2 * limit and within.all():  # <=: NaN is a difference
+        return None
+    return f"{error.size - int(within.sum()):,} of {error.size:,} elements by more than rounding, relative error {relative:.1e}"
+
+
+# ---- on OpenCL
+
+
+def wall_time(plan: Plan) -> float:
+    """Microseconds by the host's clock that one call of `plan` takes on OpenCL."""
+    x, w, b = operands(plan.problem, 2**62)
+    arrays = [x, w, b if plan.problem.has_bias else None]
+    out = np.empty(math.prod(plan.result_shape), plan.problem.storage)
+
+    def call(_: int) -> None:
+        plan.device.run_on_host_arrays(plan.launch, arrays, out, plan.workspace_bytes, None)
+
+    return median(wall_times((call,), 1, AGAIN)[0]) * 1e6
+
+
+def measured(plan: Plan) -> float:
+    """Microseconds that `plan` takes on random arrays."""
+    return device_times([plan])[0] if plan.device.backend == "cuda" else wall_time(plan)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.tools.report import median
 
 log = logging.getLogger("pycuda_conv")
@@ -21,6 +22,7 @@ Way = Callable[[int], Any]
 LONG = 1e-3  # seconds; a launch that takes longer hides its own overhead
 ROUND = 4e-3  # seconds that one way should take in one round
 MOST_LAUNCHES = 1024  # in one graph
+MOST_SETS = 256
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,11 @@ class Effort:
     def count(self, round_seconds: float) -> int:
         """Rounds to take, if one takes so long."""
         return max(self.rounds, min(self.most_rounds, math.ceil(self.seconds / max(round_seconds, 1e-9))))
+
+
+def operand_sets(problem: ConvProblem, cache_bytes: int) -> int:
+    """How many sets of operands make twice the cache."""
+    return max(1, min(MOST_SETS, math.ceil(2 * cache_bytes / max(problem.bytes, 1))))
 
 
 def launches(seconds: float, sets: int) -> int:

@@ -1,0 +1,234 @@
+"""The implicit GEMM engine where warps feed the tensor cores themselves: Ampere, Ada, Blackwell (``cu/implicit_gemm_sm80.cu``).
+
+The same packed operands, products and exact path as in :mod:`pycuda_conv.engines.implicit_gemm`, which is for Hopper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pycuda_conv.engines import direct
+from pycuda_conv.engines import implicit_gemm as shared
+from pycuda_conv.engines.direct import BIAS, RESULT, WORKSPACE
+from pycuda_conv.engines.implicit_gemm import ELEMENTS, FLOAT, Packing, Program, Walk, limbs, packing, products
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, Step
+
+SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
+THREADS = 256
+STEP = 32  # of gemm k, in a stage
+
+
+@dataclass(frozen=True)
+class ImplicitGemm80:
+    """One tile of ``implicit_gemm_sm80.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
+
+    ROWS: int = 128
+    PIXELS: int = 128
+    STAGES: int = 3
+    SPLIT: int = 1
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+# ---- what is legal
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    if device.capability < (8, 0):
+        return "it takes a GPU of compute capability 8.0 or more"
+    return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    reason = shared.why_not(problem)
+    if reason:
+        return reason
+    packed = _packing(problem)[0]
+    x_chunks = problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
+    w_chunks = problem.result_channels * _taps(problem, packed) * packed.group // 8
+    if x_chunks >= 2**32 or w_chunks >= 2**31:
+        return "it counts eights of channels in 32 bits"
+    return None
+
+
+def legal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.ROWS not in (64, 128) or config.PIXELS not in (64, 128, 256):
+        return "a tile has 64 or 128 rows and 64, 128 or 256 pixels"
+    if config.PIXELS == 256 and (config.ROWS != 128 or products(problem) != 1):
+        return "a tile of 256 pixels has 128 rows and takes one product"
+    stages, staging = shared_bytes(problem, config), _staging_bytes(problem, config)
+    if config.STAGES < 2 or stages + _corner_bytes(config) > SHARED_BYTES:
+        return f"its {config.STAGES} stages take {stages + _corner_bytes(config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if stages < staging:
+        return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
+    if config.SPLIT < 1:
+        return "it has at least one split"
+    if any(_blocks(problem, config, walk) > direct.GRID_LIMIT for walk in _packing(problem)[1]):
+        return f"its grid is larger than {direct.GRID_LIMIT:,} blocks"
+    return None
+
+
+def stage_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
+    """Bytes of one stage of the ring: 32 of gemm k."""
+    return limbs(problem) * (config.ROWS + config.PIXELS) * 2 * STEP
+
+
+def shared_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
+    """Dynamic shared memory of a block: the ring."""
+    return config.STAGES * stage_bytes(problem, config)
+
+
+def _corner_bytes(config: ImplicitGemm80) -> int:
+    """Static shared memory of a block: where its pixels lie in x."""
+    return 16 * config.PIXELS
+
+
+def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
+    """Bytes of the stages through which the result passes: 16 rows of pixels or channels a warp."""
+    rows, pixels = _warp(config)
+    return 8 * 16 * 4 * (rows + 4 if problem.layout == "NHWC" else pixels + 8)
+
+
+def _warp(config: ImplicitGemm80) -> tuple[int, int]:
+    """Channels and pixels of a warp's share of the tile."""
+    warps = 4 if (config.ROWS, config.PIXELS) == (128, 64) else 2
+    return config.ROWS // warps, config.PIXELS // (8 // warps)
+
+
+# ---- launches
+
+
+def _packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
+    found = packing(problem)
+    assert found is not None
+    return found
+
+
+def _taps(problem: ConvProblem, packed: Packing) -> int:
+    """Taps of the packed filter."""
+    return math.prod(problem.filter_size) // math.prod(packed.folded)
+
+
+def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
+    """The launches of `config`, which is legal for `problem`."""
+    packed, walks = _packing(problem)
+    scratch = shared._Room(WORKSPACE)
+    operands = shared._pack(problem, packed, scratch, multiprocessors)
+    target: int | tuple[int, int] = RESULT
+    if config.SPLIT > 1:
+        target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
+    buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+    after = [[_product(problem, config, packed, walk, buffers) for walk in walks]]
+    if config.SPLIT > 1:
+        after.append([direct.reduce_step(problem, config.SPLIT, target)])
+    if problem.dtype == "float32":
+        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+
+
+def _product(
+    problem: ConvProblem, config: ImplicitGemm80, packed: Packing, walk: Walk, buffers: tuple[int | tuple[int, int], ...]
+) -> Step:
+    """The launch of one phase."""
+    phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
+    groups, rows, chunks, taps = problem.groups, problem.result_channels, packed.group // 8, _taps(problem, packed)
+    tiles_m, tiles_pixels = _tiles(problem, config, walk)
+    kept = [n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)]
+    tap_strides = (kept[1] * kept[2], kept[2], 1)  # taps of the packed filter from one to the next along t, r, s
+    result = problem.result_size
+    out_strides = (result[1] * result[2], result[2], 1)
+    plane, row = math.prod(phase.size), phase.size[2]
+    dense = phase.step == (1, 1, 1)
+    shape = (
+        tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, groups * chunks, rows // groups, rows,
+        taps * chunks, rows * taps * chunks, problem.N * math.prod(packed.size) * groups * chunks,
+        max(walk.taps[1], 1), max(walk.taps[2], 1),
+        sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
+        *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane, phase.size[1] * row, row, math.prod(result),
+        sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
+    )
+    defines = {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem),
+        "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
+        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
+        "VEC": math.gcd(rows // groups if nhwc else plane if dense else 1, 4), "DENSE": int(dense),
+    }
+    grid = _blocks(problem, config, walk)
+    return Step("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
+
+
+def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> tuple[int, int]:
+    """Tiles of a group: along its channels and along the pixels."""
+    return _ceil(problem.result_channels // problem.groups, config.ROWS), _ceil(problem.N * math.prod(walk.phase.size), config.PIXELS)
+
+
+def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> int:
+    return math.prod(_tiles(problem, config, walk)) * config.SPLIT * problem.groups
+
+
+# ---- the choice
+
+#: Products of 16-bit numbers with float32 sums, a cycle and multiprocessor, from NVIDIA's tables; Hopper's as seen through
+#: mma.sync. GeForce cards have half of what workstation cards of the same capability have, and are not told apart.
+RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
+OTHER_RATE = 256
+SUSTAINED = 0.8     # of that rate, by tiles that nothing else holds up
+CLOCK = 1450.0      # cycles a microsecond
+SHARED_RATE = 128   # bytes a cycle into or out of shared memory
+FILL = 46.0         # bytes a cycle from L2 into it
+TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with it
+
+
+def configs(problem: ConvProblem) -> Iterator[ImplicitGemm80]:
+    """The configurations worth comparing for `problem`."""
+    packed, walks = _packing(problem)
+    steps = _ceil(packed.group * math.prod(walks[0].taps), STEP)
+    for rows in (128, 64):
+        if rows == 128 and problem.result_channels // problem.groups <= 64:
+            continue
+        for pixels in (256, 128, 64):
+            stages = next((n for n in (4, 3) if legal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
+            for split in (1, 2, 3, 4, 6, 8):
+                if stages and (split == 1 or steps >= 8 * split):
+                    yield ImplicitGemm80(rows, pixels, stages, split)
+
+
+def time(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int, capability: tuple[int, int]) -> float:
+    """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
+    packed, walks = _packing(problem)
+    tile, filled = config.ROWS * config.PIXELS, stage_bytes(problem, config)
+    read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
+    arithmetic = products(problem) * tile * STEP / (SUSTAINED * RATES.get(capability, OTHER_RATE))
+    step = max(arithmetic, (filled + read) / SHARED_RATE, filled / FILL)
+    cycles = 0.0
+    for walk in walks:
+        steps = _ceil(packed.group * math.prod(walk.taps), STEP)
+        cycles += _ceil(_blocks(problem, config, walk), multiprocessors) * (_ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
+    moved = 0.0
+    if not packed.as_is:
+        moved += math.prod(problem.input_shape) * problem.itemsize
+        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
+    moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))
+    if config.SPLIT > 1:
+        moved += math.prod(problem.result_shape) * (8 * config.SPLIT + problem.itemsize)
+    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
+    return cycles / CLOCK + (2 if config.SPLIT > 1 else 0) + moved / 3.5e6 + 1.5 * launches
+
+
+def choose(problem: ConvProblem, multiprocessors: int, capability: tuple[int, int]) -> tuple[float, ImplicitGemm80] | None:
+    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
+    if why_not(problem):
+        return None
+    timed = ((time(problem, config, multiprocessors, capability), config) for config in configs(problem))
+    return min(timed, key=lambda pair: pair[0], default=None)

@@ -1,0 +1,932 @@
+"""The implicit GEMM engine: its planning in numpy (emulator.py), its kernels compiled, and, on an sm_90 GPU, its numbers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+from functools import cache
+from types import SimpleNamespace
+
+import emulator
+import numpy as np
+import pytest
+from hypothesis import Phase, assume, given, seed, settings
+from hypothesis import strategies as st
+from reference import DTYPES, EPS, TINY, Case, assert_close, assert_exact, dgrad, fprop, tensor
+from test_kernels import FORWARD, TRANSPOSED_CASES
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import direct
+from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+from pycuda_conv.tools.suite import suite
+
+H200 = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="NVIDIA H200")
+
+#: What is asked of the engine: (dtype, precision, layout).
+MODES = {
+    "fp32": ("float32", "fp32", "NCHW"), "fp32 last": ("float32", "fp32", "NHWC"),
+    "tf32": ("float32", "tf32", "NCHW"), "tf32 last": ("float32", "tf32", "NHWC"),
+    "fp16": ("float16", "fp32", "NCHW"), "fp16 last": ("float16", "fp32", "NHWC"),
+    "bf16": ("bfloat16", "fp32", "NCHW"), "bf16 last": ("bfloat16", "fp32", "NHWC"),
+}  # fmt: skip
+if "bfloat16" not in DTYPES:
+    MODES = {name: mode for name, mode in MODES.items() if mode[0] != "bfloat16"}
+
+
+def asked(case: Case, mode: str) -> ConvProblem:
+    dtype, precision, layout = MODES[mode]
+    return replace(case.problem(dtype), precision=precision, layout=layout)
+
+
+def dtype_of(mode: str) -> str:
+    return MODES[mode][0]
+
+
+def bound(case: Case, mode: str, x, w, b, ref) -> np.ndarray:
+    """How far from `ref` a result may be: an honest fp32 sum; for tf32 the rounding of each factor to 11 bits as well."""
+    allowed = case.bound(x, w, b, ref)
+    if "tf32" in mode:
+        allowed = allowed + 2.0**-9 * case.reference(np.abs(x), np.abs(w), None)
+    return allowed
+
+
+# ---- the problems and the tiles
+
+BASE = fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1)
+SHAPES = [
+    # channels: tails of every load, one load and several, packed or as they are
+    *(fprop((2, c, 7, 5), (9, c, 3, 2), padding=(1, 0)) for c in (8, 15, 16, 20, 24, 33, 40, 72, 136)),
+    *(fprop((2, c, 6, 6), (k, c, 1, 1)) for c, k in ((3, 8), (40, 24), (64, 70), (130, 4))),  # one row of pixels to the loads
+    fprop((3, 20, 5, 6), (12, 20, 1, 1), stride=2), fprop((2, 20, 5, 6), (12, 20, 1, 1), padding=(1, 2)),
+    fprop((1, 70, 1, 1), (66, 70, 1, 1)), fprop((150, 16, 1, 1), (8, 16, 1, 1)),
+    # rows, columns and images
+    BASE, fprop((5, 16, 3, 4), (200, 16, 3, 3), padding=1), fprop((1, 16, 40, 40), (5, 16, 3, 3)), fprop((7, 16, 2, 3), (8, 16, 2, 3), padding=1),
+    # strides, uneven padding, dilation
+    fprop((2, 20, 13, 9), (24, 20, 3, 2), padding=((1, 2), (0, 3)), dilation=(2, 1)), fprop((2, 20, 11, 17), (24, 20, 3, 2), stride=(2, 3), padding=(2, 1)),
+    fprop((1, 16, 30, 41), (8, 16, 3, 2), stride=(8, 7), padding=(3, 1)), fprop((1, 16, 9, 31), (8, 16, 3, 3), stride=(2, 9), padding=1),
+    fprop((2, 9, 40, 20), (8, 9, 2, 3), stride=(17, 2)), fprop((2, 5, 9, 40), (8, 5, 3, 20), stride=(1, 17), padding=(1, 3)),
+    fprop((1, 16, 4, 6), (8, 16, 9, 2), padding=((128, 3), (1, 126))), fprop((1, 16, 4, 6), (8, 16, 2, 2), padding=(0, 129)),
+    fprop((1, 16, 3, 5), (8, 16, 1, 2), padding=(129, 0)), fprop((1, 16, 6, 40), (8, 16, 2, 2), padding=(0, 127), dilation=(3, 255)),
+    fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), fprop((2, 16, 6, 7), (8, 16, 3, 3), dilation=4, padding=6),
+    # few channels: folded taps
+    fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), fprop((2, 3, 9, 10), (10, 3, 3, 3), padding=1), fprop((2, 1, 11, 8), (4, 1, 5, 5), padding=2),
+    fprop((1, 7, 8, 9), (8, 7, 3, 4), padding=(1, 2), dilation=(1, 2)), fprop((2, 4, 9, 8), (8, 4, 3, 1), padding=1),
+    # groups
+    fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), fprop((2, 64, 7, 6), (12, 16, 3, 1), padding=1, groups=4),
+    fprop((2, 15, 7, 6), (21, 5, 3, 3), padding=1, groups=3), fprop((2, 128, 6, 5), (4, 64, 2, 2), groups=2), fprop((2, 3, 8, 7), (6, 1, 3, 3), padding=1, groups=3),
+    fprop((2, 160, 4, 4), (70, 80, 1, 1), groups=2),
+    # one and three axes
+    fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), fprop((2, 16, 100), (9, 16, 3), padding=((300, 7),), dilation=90), fprop((3, 16, 60), (8, 16, 2), stride=11),
+    fprop((2, 4, 50), (6, 4, 9), stride=4, padding=4), fprop((2, 16, 64), (8, 16, 2), padding=((16, 0),), dilation=70),
+    fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((1, 20, 6, 7, 9), (8, 20, 2, 3, 2), stride=(1, 2, 3), padding=((0, 2), (2, 1), (1, 0)), dilation=(2, 1, 2)),
+    fprop((2, 3, 4, 7, 8), (8, 3, 3, 3, 3), stride=2, padding=1), fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 2), padding=((16, 15), (0, 16), (3, 14))),
+    fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 2), padding=(0, 0, 17)), fprop((1, 16, 3, 3, 4), (8, 16, 2, 2, 1), padding=(17, 0, 0)), fprop((1, 16, 33, 4, 4), (8, 16, 2, 2, 2), dilation=(31, 1, 1)),
+    fprop((1, 16, 34, 4, 4), (8, 16, 2, 2, 2), dilation=(32, 1, 1)), fprop((2, 16, 3, 4, 5), (8, 16, 1, 1, 1)), fprop((2, 16, 1, 4, 5), (8, 16, 1, 3, 3), padding=(0, 1, 1)),
+    fprop((1, 12, 20, 4, 5), (8, 6, 3, 2, 2), stride=(9, 1, 1), groups=2),
+    # the gradient of the input: phases
+    dgrad((2, 20, 5, 6), (20, 40, 3, 3), padding=1), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)),
+    dgrad((2, 16, 4, 3), (16, 9, 3, 4), stride=(3, 2), padding=((1, 0), (0, 2)), output_padding=1), dgrad((1, 16, 3, 4), (16, 8, 2, 2), stride=3, output_padding=(1, 2)),
+    dgrad((2, 16, 4, 5), (16, 8, 3, 3), stride=2, dilation=2, padding=1), dgrad((1, 16, 4, 5), (16, 8, 3, 4), stride=(2, 6), dilation=(3, 4), output_padding=(2, 1)),
+    dgrad((2, 48, 5, 4), (48, 20, 3, 3), stride=2, padding=1, groups=2), dgrad((2, 3, 6, 5), (3, 9, 3, 3), stride=2, padding=1), dgrad((2, 16, 20), (16, 70, 5), stride=3, padding=2, output_padding=1),
+    dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 3), stride=(1, 2, 2), padding=(1, 0, 1), output_padding=(0, 1, 0)), dgrad((2, 72, 4, 4), (72, 16, 1, 1), stride=2, output_padding=1),
+    dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 5, 3), (16, 8, 3, 4), stride=17),
+    # without the axis N
+    fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),
+]  # fmt: skip
+AWKWARD = [*SHAPES, *FORWARD, *TRANSPOSED_CASES]
+
+
+def widest(mode: str, rows: int, stages: int, split: int = 1) -> ImplicitGemm:
+    """The widest tile that is legal."""
+    tiles = (ImplicitGemm(rows, pixels, stages, split) for pixels in range(1024, 0, -8))
+    return next(tile for tile in tiles if ig.legal(asked(BASE, mode), tile) is None)
+
+
+# ---- A. Planning, emulated
+
+#: A tile for each mode: both numbers of rows, splits, and few pixels, so that small problems have many tiles.
+TILES = {
+    "fp32": ImplicitGemm(64, 32, 2, 1), "fp32 last": ImplicitGemm(128, 24, 2, 2), "tf32": ImplicitGemm(128, 8, 3, 3), "tf32 last": ImplicitGemm(64, 16, 3, 1),
+    "fp16": ImplicitGemm(64, 32, 2, 1), "fp16 last": ImplicitGemm(64, 64, 4, 2), "bf16": ImplicitGemm(128, 16, 2, 3), "bf16 last": ImplicitGemm(128, 48, 3, 1),
+}  # fmt: skip
+
+
+def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, **options) -> np.ndarray:
+    problem, config = asked(case, mode), config or TILES[mode]
+    assert ig.legal(problem, config) is None
+    return emulator.emulate(problem, config, *arrays, **options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", AWKWARD, ids=str)
+def test_the_plan_computes_the_convolution(case, mode):
+    """Every scalar, offset and tensor map, in numpy: exact integers, then numbers that need both limbs."""
+    problem = asked(case, mode)
+    if ig.packing(problem) is None:
+        assert case.transposed, "a forward convolution can always be folded"
+        pytest.skip("the loads can't make it")
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays), case.reference(*arrays), problem)
+    if dtype_of(mode) == "float32":
+        arrays = case.normals("float32", seed=1)
+        ref = case.reference(*arrays)
+        limbs = 2.0**-9.9 if "tf32" in mode else 2.0**-20.9  # half a unit in each of two factors, and what three products leave out
+        allowed = limbs * case.reference(*map(np.abs, arrays[:2])) + EPS["float32"] * np.abs(ref)
+        assert_close(emulated(case, mode, arrays), ref, allowed, problem)
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+@pytest.mark.parametrize("split", [1, 2, 5, 30])
+@pytest.mark.parametrize("multiprocessors", [1, 7, 1000])
+def test_every_split_and_grid(rows, split, multiprocessors):
+    arrays = BASE.integers("float32")
+    for mode in ("fp32", "tf32 last"):
+        got = emulated(BASE, mode, arrays, ImplicitGemm(rows, 48, 2, split), multiprocessors=multiprocessors)
+        assert_exact(got, BASE.reference(*arrays))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [BASE, fprop((3, 40, 9, 11), (72, 40, 3, 3), padding=1), dgrad((2, 64, 7, 7), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)], ids=str)
+def test_what_the_planner_chooses_computes_the_convolution(case, mode):
+    found = ig.choose(asked(case, mode), 132)
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, found[1], multiprocessors=132), case.reference(*arrays))
+
+
+@st.composite
+def requests(draw) -> tuple[Case, str, int, int]:
+    """A convolution that the engine takes, a mode, rows of a tile, and splits."""
+    transposed, ndim, mode = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.sampled_from(list(MODES)))
+
+    def each(values):
+        return tuple(draw(values) for _ in range(ndim))
+
+    groups = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    read, written = draw(st.sampled_from([1, 3, 8, 16, 20, 40, 64, 72])), draw(st.sampled_from([1, 4, 9, 16, 40, 70]))
+    size = each(st.integers(1, {1: 60, 2: 14, 3: 6}[ndim]))
+    taps = each(st.integers(1, {1: 9, 2: 5, 3: 3}[ndim]))
+    stride = each(st.sampled_from([1, 1, 2, 3] if transposed else [1, 1, 2, 3, 9]) if ndim < 3 else st.integers(1, 2))
+    dilation = each(st.integers(1, 3))
+    pairs = each(st.tuples(st.integers(0, 3), st.integers(0, 3)))
+    options = {"stride": stride, "dilation": dilation, "padding": pairs, "groups": groups}
+    n, bias = draw(st.integers(1, 4)), draw(st.booleans())
+    if transposed:
+        options["output_padding"] = tuple(draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True))
+        lengths = zip(size, stride, pairs, dilation, taps, options["output_padding"], strict=True)
+        assume(all((m - 1) * s - a - b + d * (f - 1) + e + 1 > 0 for m, s, (a, b), d, f, e in lengths))
+        case = Case(True, (n, read * groups, *size), (read * groups, written, *taps), options, bias)
+    else:
+        size = tuple(max(m, d * (f - 1) + 1 - a - b, 1) for m, d, f, (a, b) in zip(size, dilation, taps, pairs, strict=True))
+        case = Case(False, (n, read * groups, *size), (written * groups, read, *taps), options, bias)
+    assume(ig.packing(asked(case, mode)) is not None)
+    return case, mode, draw(st.sampled_from([64, 128])), draw(st.sampled_from([1, 1, 2, 3]))
+
+
+@given(requests())
+def test_any_plan_computes_the_convolution(request):
+    case, mode, rows, split = request
+    arrays = case.integers(dtype_of(mode))
+    config = replace(TILES[mode], ROWS=rows, SPLIT=split, PIXELS=64)
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), f"{asked(case, mode)} {config}")
+
+
+# ---- the form of the loads, and its limits
+
+
+@pytest.mark.parametrize(
+    ("case", "level"),
+    [
+        (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=128), 0), (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=(0, 129)), 1),
+        (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=(129, 0)), 2), (fprop((1, 16, 9, 9), (8, 16, 1, 2), padding=((0, 0), (0, 128))), 0),
+        (fprop((1, 16, 9, 9), (8, 16, 1, 2), padding=((0, 0), (0, 129))), 1),  # the corner is at 128
+        (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=8), 0), (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=(8, 9)), 1),
+        (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=(9, 8)), 2), (fprop((1, 16, 40, 40), (8, 16, 1, 1), stride=(1, 9)), 1),
+        (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(127, 0), dilation=(255, 1)), 0), (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(126, 0), dilation=(255, 1)), 2),
+        (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(128, 0), dilation=(256, 1)), 2),
+        (fprop((1, 16, 9, 300), (8, 16, 2, 2), dilation=(1, 100)), 0),
+        (fprop((1, 16, 9, 9, 9), (8, 16, 2, 2, 2), padding=16), 0), (fprop((1, 16, 9, 9, 9), (8, 16, 2, 2, 2), padding=(0, 0, 17)), 1),
+        (fprop((1, 16, 9, 9, 9), (8, 16, 2, 2, 2), padding=(0, 17, 0)), 2), (fprop((1, 16, 9, 9, 9), (8, 16, 2, 2, 2), padding=(17, 0, 0)), 3),
+        (fprop((1, 16, 40, 9, 9), (8, 16, 2, 2, 2), padding=(10, 0, 0), dilation=(31, 1, 1)), 3),  # the corner is at 10 - 31
+        (fprop((1, 16, 40, 9, 9), (8, 16, 2, 2, 2), padding=(16, 0, 0), dilation=(31, 1, 1)), 0),
+        (fprop((1, 16, 99), (8, 16, 2), padding=32768), 0), (fprop((1, 16, 99), (8, 16, 2), padding=32769), 1), (fprop((1, 16, 99), (8, 16, 2), stride=9), 1),
+        (fprop((1, 16, 70000), (8, 16, 2), padding=32767, dilation=65535), 0), (fprop((1, 16, 70000), (8, 16, 2), padding=32768, dilation=65536), 1),
+        (fprop((1, 3, 40, 40), (8, 3, 7, 7), stride=2, padding=3), 1), (fprop((1, 15, 9, 9), (8, 15, 3, 3)), 1), (fprop((1, 15, 9, 9), (8, 15, 3, 1)), 0), (BASE, 0),
+        (dgrad((1, 16, 9, 9), (16, 8, 2, 2), padding=0, dilation=128), 0), (dgrad((1, 16, 9, 9), (16, 8, 2, 2), dilation=129), None),
+        (dgrad((1, 16, 30, 9), (16, 8, 3, 2), padding=(128, 0), dilation=(128, 1)), None), (dgrad((1, 16, 9, 9), (16, 8, 3, 3), stride=9, padding=1), 0),
+        (dgrad((1, 16, 9, 9, 9), (16, 8, 2, 2, 2), dilation=(16, 1, 1)), 0), (dgrad((1, 16, 9, 9, 9), (16, 8, 2, 2, 2), dilation=(1, 17, 1)), None),
+        (dgrad((1, 3, 9, 9), (3, 8, 7, 7)), 0),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["fp32", "fp16 last"])
+def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
+    """Just inside a limit and just outside: folded from the innermost axis on, or refused."""
+    problem = asked(case, mode)
+    found = ig.packing(problem)
+    if level is None:
+        assert found is None and ig.choose(problem, 132) is None
+        assert "tensor loads can't" in ig.legal(problem, ImplicitGemm()) and "tensor loads can't" in engines.legal(problem, ImplicitGemm(), H200)
+        assert not isinstance(engines.choose(problem, H200), ImplicitGemm)
+        return
+    packed, walks = found
+    assert packed.level == level
+    assert packed.folded == tuple(n if i >= 3 - level else 1 for i, n in enumerate(problem.filter_size))
+    assert sum(math.prod(walk.taps) for walk in walks) * math.prod(packed.folded) == math.prod(problem.filter_size)
+    _, config = ig.choose(problem, 132)
+    memory = SimpleNamespace(buffers=[range(2**40)] * 6)  # for its sizes
+    for step in (step for stage in ig.program(problem, config, 132).whole for step in stage):
+        for described in step.maps:
+            emulator.check_map(described, memory)
+            if isinstance(described.box, Im2col):
+                assert len(described.box.lower) == step.defines["RANK"]
+
+
+def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
+    def as_is(case, mode="fp16 last"):
+        return ig.packing(asked(case, mode))[0].as_is
+
+    assert as_is(BASE) and as_is(fprop((2, 8, 5, 5), (4, 8, 3, 1))) and as_is(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2))
+    assert as_is(dgrad((2, 24, 5, 5), (24, 8, 3, 3), stride=2))
+    assert not as_is(BASE, "fp16") and not as_is(BASE, "fp32 last") and not as_is(BASE, "tf32 last")
+    assert not as_is(fprop((2, 20, 5, 5), (4, 20, 3, 3)))  # pitches of 40 bytes
+    assert not as_is(fprop((2, 3, 5, 5), (4, 3, 3, 3))) and not as_is(fprop((2, 16, 5, 40), (4, 16, 3, 3), stride=(1, 9)))  # folded
+    assert not as_is(fprop((2, 48, 5, 5), (8, 24, 3, 3), groups=2))  # loads would run on into the next group
+    problem = asked(BASE, "fp16 last")
+    program = ig.program(problem, TILES["fp16 last"], 132)
+    assert program.workspace_bytes == 4 * 2 * math.prod(problem.result_shape)  # the parts of a split sum alone
+    assert [step.kernel for stage in program.stages for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "config", "reason"),
+    [
+        (BASE, "fp32", ImplicitGemm(96, 128, 3), "64 or 128 rows"),
+        *((BASE, mode, ImplicitGemm(rows, pixels, 2), "a consumer takes a multiple of 8 pixels up to") for mode in ("fp32", "tf32 last", "fp16") for rows, pixels in (
+            (128, 100), (128, 0), (128, 264), (64, 72), (64, 8), (64, 528))),
+        (BASE, "fp32", ImplicitGemm(128, 128, 1), "stages"), (BASE, "fp32", ImplicitGemm(128, 128, 4), "bytes of shared memory"),
+        (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
+        (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),
+        (fprop((2**11, 8, 2**10, 2**10), (8, 8, 1, 1)), "fp16 last", ImplicitGemm(), "counts pixels in 32 bits"),
+        (dgrad((2**9, 8, 2**10, 2**10), (8, 8, 2, 2), stride=2), "fp16", ImplicitGemm(), "counts pixels in 32 bits"),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
+    problem = asked(case, mode)
+    assert reason in ig.legal(problem, config)
+    with pytest.raises(ValueError, match="can't run") as raised:
+        engines.program(problem, config, H200)
+    assert reason in str(raised.value) and str(problem) in str(raised.value)
+
+
+def test_the_engine_wants_its_dtypes_and_its_gpu():
+    assert "takes float32, float16, bfloat16 arrays" in ig.legal(BASE.problem("float64"), ImplicitGemm())
+    assert not isinstance(engines.choose(BASE.problem("float64"), H200), ImplicitGemm)
+    for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
+        device = SimpleNamespace(capability=capability, multiprocessors=80, backend=backend, name="", model="")
+        assert engines.legal(BASE.problem(), ImplicitGemm(), device) is not None
+        for problem in suite():
+            assert not isinstance(engines.choose(problem, device), ImplicitGemm)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp32 last", "tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last"])
+def test_the_planner_s_choices_for_the_suite_are_legal(mode):
+    dtype, precision, layout = MODES.get(mode) or ("bfloat16", "fp32", "NHWC" if "last" in mode else "NCHW")
+    taken = 0
+    for problem in (replace(p, dtype=dtype, precision=precision, layout=layout) for p in suite()):
+        chosen = engines.choose(problem, H200)
+        assert engines.legal(problem, chosen, H200) is None
+        taken += isinstance(chosen, ImplicitGemm)
+        found = ig.choose(problem, 132)
+        if found is None:
+            assert ig.why_not(problem)
+            continue
+        us, config = found
+        assert ig.legal(problem, config) is None and 0 < us < 1e5
+        candidates = list(ig.configs(problem))
+        assert config in candidates and len(candidates) == len(set(candidates))
+        times = [ig.time(problem, one, 132) for one in candidates]
+        assert all(ig.legal(problem, one) is None for one in candidates) and min(times) == us > 0
+    assert taken > len(suite()) // 2
+
+
+def test_the_model_knows_that_more_work_takes_longer():
+    def us(problem, config=ImplicitGemm(128, 128, 3), units=132):  # noqa: B008
+        return ig.time(problem, config, units)
+
+    problem = fprop((32, 256, 56, 56), (256, 256, 3, 3), padding=1).problem()
+    assert us(replace(problem, N=64)) > 1.8 * us(problem) > us(problem, units=264) > 0
+    assert us(replace(problem, precision="tf32")) < us(problem) and us(replace(problem, dtype="float16", layout="NHWC")) < us(replace(problem, dtype="float16"))
+    small = fprop((1, 512, 7, 7), (512, 512, 3, 3), padding=1).problem()
+    assert us(small, ImplicitGemm(128, 128, 3, 4)) < us(small)
+
+
+def test_steps_fit_their_kernels():
+    """The scalars are those of the kernel's Shape, one each, and every define is one that the kernel's file gives a default."""
+    for case in (BASE, fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2)):
+        for mode in MODES:
+            program = ig.program(asked(case, mode), replace(TILES[mode], SPLIT=2), 132)
+            for step in (step for stage in (*program.prepare, *program.stages, *program.whole) for step in stage):
+                text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
+                defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
+                assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
+                if step.kernel.startswith("implicit_gemm"):
+                    assert len(step.scalars) == len(emulator.fields(step.kernel)) and set(step.defines) == defaults
+                assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.scalars)
+
+
+# ---- how far the limbs reach: the arithmetic of packing, in numpy here and on the GPU below
+
+WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
+RNG = np.random.default_rng
+
+
+def halves(x: np.ndarray, exponent: int) -> np.ndarray:
+    """`x` with its right half far smaller than its left: results far enough right depend on small values alone."""
+    x = x.copy()
+    x[..., x.shape[-1] // 2 :] *= np.float32(2.0**exponent)
+    return x
+
+
+def _spread(shape, low: float, high: float, rng) -> np.ndarray:
+    return (rng.choice([-1.0, 1.0], shape) * 10.0 ** rng.uniform(low, high, shape)).astype("f")
+
+
+def _scaled(a: np.ndarray, axis: int, exponents) -> np.ndarray:
+    shape = [1] * a.ndim
+    shape[axis] = -1
+    return (a.astype(float) * np.resize(np.asarray(exponents, float), a.shape[axis]).reshape(shape)).astype("f")
+
+
+def _with(a: np.ndarray, at, value) -> np.ndarray:
+    a = a.copy()
+    a[at] = value
+    return a
+
+
+def _few_channels(x: np.ndarray, w: np.ndarray, exponent: int, axis: int) -> tuple:
+    """Half of the channels carry small weights, the other half weights of 1 that meet zeros: sums of small products alone."""
+    half = x.shape[1] // 2
+    x, w, cut = x.copy(), w.copy(), [slice(None)] * w.ndim
+    x[:, :half] = 0
+    cut[axis] = slice(half, None)
+    w[tuple(cut)] *= np.float32(2.0**exponent)
+    return x, w
+
+
+def data(name: str, case: Case) -> tuple:
+    """Input and filter of a scenario; `case` has four images."""
+    x, w, _ = case.normals("float32", seed=3)
+    rng = RNG(4)
+    word, _, number = name.partition(" 2^")
+    exponent = int(number or 0)
+    return {
+        "ordinary": lambda: (x, w),
+        "1e-38 to 1e38": lambda: (_spread(x.shape, -38, 38, rng), w),
+        "1e-38 to 1e38 in one image": lambda: (_with(x, 2, _spread(x.shape[1:], -38, 38, rng)), w),
+        "images of their own ranges": lambda: (_scaled(x, 0, [1e-38, 1e-9, 1e12, 1e30]), w),
+        "an outlier of 1e30": lambda: (_with(x, (1, 0, 3, 4), 1e30), w),
+        "an outlier of 3e4": lambda: (_with(x, (1, 0, 3, 4), 3e4), w),
+        "an outlier among small values": lambda: (_with(_scaled(x, 0, [1, 1e-5, 1, 1]), (1, 0, 3, 4), 1e4), w),
+        "subnormals": lambda: ((rng.integers(-1000, 1001, x.shape) * 2.0**-149).astype("f"), w),
+        "near the least normal": lambda: (_scaled(x, 0, [2.0**-126] * 4), w),
+        "zeros": lambda: (x * 0, w),
+        "an image of zeros": lambda: (_with(x, 1, 0), w),
+        "a filter of zeros": lambda: (x, w * 0),
+        "channels of wide range": lambda: (x, _with(w, (slice(None), 3), _spread(w[:, 3].shape, -20, 18, rng)) if case.transposed else _with(w, 3, _spread(w[3].shape, -20, 18, rng))),
+        "channels of their own ranges": lambda: (x, _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
+        "both of their own ranges": lambda: (_scaled(x, 0, [1e-17, 1e-9, 1e12, 1e17]), _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
+        "small": lambda: (x * np.float32(2.0**exponent), w),
+        "halves": lambda: (halves(x, exponent), w),
+        "small channels": lambda: _few_channels(x, w, exponent, 1 - int(case.transposed)),
+        "halves and small channels": lambda: _few_channels(halves(x, exponent), w, exponent, 1 - int(case.transposed)),
+    }[word]()
+
+
+SCENARIOS = [
+    "ordinary", "1e-38 to 1e38", "1e-38 to 1e38 in one image", "images of their own ranges", "an outlier of 1e30", "an outlier of 3e4", "an outlier among small values",
+    "subnormals", "near the least normal", "zeros", "an image of zeros", "a filter of zeros", "channels of wide range", "channels of their own ranges", "both of their own ranges",
+    *(f"small 2^{e}" for e in (-70, -61, -59, -45, -32, -29, -27, -25, -23, -20, -12, 4, 5, 6, 7, 20, 45, 59, 61, 90)),
+    *(f"halves 2^{e}" for e in (-10, -20, -24, -26, -28, -30, -31, -32, -34, -40)), *(f"small channels 2^{e}" for e in (-20, -26, -28, -30, -32, -40)),
+    *(f"halves and small channels 2^{e}" for e in (-12, -20, -24, -28, -30, -31, -32)),
+]  # fmt: skip
+
+
+def check_range(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, what: str) -> None:
+    """Element by element within the bound wherever no order of summation overflows; not finite wherever every one does."""
+    ref, magnitude = case.reference(x, w), case.reference(np.abs(x), np.abs(w))
+    allowed = bound(case, mode, x, w, None, ref) + case.depth * TINY["float32"]  # products round too where they are subnormal
+    safe = magnitude < 3e38
+    assert safe.any()
+    got = got.astype(float)
+    assert_close(np.where(safe, got, 0), np.where(safe, ref, 0), np.where(safe, allowed, 0), f"{case} {mode} {what}")
+    assert not np.isfinite(got[np.abs(ref) > 3.5e38]).any()
+
+
+def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, what: str) -> None:
+    """Where all numbers are of one size the error is that of fp32 in the mean too, whatever the size."""
+    ref = case.reference(x, w)
+    error = np.linalg.norm(got.astype(float) - ref) / np.linalg.norm(ref)
+    assert error <= (1e-3 if "tf32" in mode else 6e-7), f"{case} {mode} {what}: relative error {error:.2g}"
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_limbs_and_the_exact_path_keep_every_range(scenario, mode):
+    x, w = data(scenario, WIDE)
+    got = emulated(WIDE, mode, (x, w), finite=False)
+    check_range(WIDE, mode, x, w, got, scenario)
+    if scenario.startswith("small 2^") and abs(int(scenario[8:])) < 100:
+        check_norm(WIDE, mode, x, w, got, scenario)
+
+
+# ---- the infinities and NaNs of the data reach the results that depend on them, and no others
+
+SPREAD = {  # by mode: where a number that is not one could reach results that don't depend on it
+    "fp32": (WIDE, dgrad((2, 24, 6, 5), (24, 9, 3, 2), stride=2, padding=1), fprop((2, 48, 5, 6), (16, 24, 3, 3), groups=2)),
+    "fp16": (WIDE, fprop((2, 48, 5, 6), (16, 24, 3, 3), groups=2), fprop((2, 15, 5, 6), (9, 5, 3, 3), groups=3, padding=1), dgrad((2, 48, 5, 6), (48, 12, 3, 3), groups=2, stride=2)),
+    "fp16 last": (WIDE, fprop((2, 48, 5, 6), (16, 24, 3, 3), groups=2), fprop((2, 128, 5, 6), (16, 64, 3, 3), groups=2), fprop((2, 96, 5, 6), (18, 32, 3, 3), groups=3)),
+}  # fmt: skip
+SPREAD["tf32"] = SPREAD["fp32"]
+NOT_FINITE = [(case, mode) for mode, cases in SPREAD.items() for case in cases]
+
+
+def check_not_finite(case: Case, mode: str, run) -> None:
+    """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64."""
+    x, w, b = replace(case, bias=False).integers(dtype_of(mode), seed=5)
+    w[w == 0] = 1  # a tap of 0 would make "depends on" a matter of taste
+    clean = run(x, w, b)
+    for value in (np.nan, np.inf, -np.inf):
+        for which, at in ((0, (1, 2, 3, 2)), (1, (2, 1, 1, 1))):
+            given = [x.copy(), w.copy()]
+            given[which][at] = value
+            with np.errstate(invalid="ignore"):
+                got, ref = run(*given, b), case.reference(*given)
+            what = f"{case} {mode}: {value} at {at} of the {('input', 'filter')[which]}"
+            assert np.array_equal(np.isnan(got), np.isnan(ref)), f"{what}: {np.isnan(got).sum()} NaNs, expected {np.isnan(ref).sum()}"
+            assert np.array_equal(got[np.isinf(ref)], ref[np.isinf(ref)].astype(got.dtype)), what
+            assert not np.isinf(got[np.isfinite(ref)]).any(), what
+            same = np.isfinite(ref)  # integers: whichever kernel computed them
+            assert np.array_equal(got[same], clean[same]), what
+
+
+@pytest.mark.parametrize(("case", "mode"), NOT_FINITE, ids=[f"{mode}-{case}" for case, mode in NOT_FINITE])
+def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
+    case = replace(case, bias=False)
+    check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, finite=False))
+
+
+# ---- the emulator itself: a test that can't fail proves nothing
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "scalars"),
+    [
+        (fprop((3, 24, 5, 6, 7), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32",
+         "tiles tiles_m tiles_pixels blocks channel_blocks rows_group rows tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
+         "load_q stride_h stride_w low_d low_h low_w"),
+        (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(1, 2, 0), groups=2), "tf32",
+         "tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),
+    ],
+    ids=["fprop", "dgrad"],
+)  # fmt: skip
+def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
+    arrays = case.integers("float32")
+    problem, config = asked(case, mode), TILES[mode]
+    program, names = ig.program(problem, config, 5), emulator.fields("implicit_gemm_sm90")
+    for name in scalars.split():
+        at = names.index(name)
+
+        def changed(step, at=at):
+            if step.kernel != "implicit_gemm_sm90":
+                return step
+            return replace(step, scalars=(*step.scalars[:at], step.scalars[at] + 1, *step.scalars[at + 1 :]))
+
+        wrong = {f.name: [[changed(s) for s in stage] for stage in getattr(program, f.name)] for f in fields(program) if f.name in ("stages", "whole")}
+        monkeypatch.setattr(ig, "program", lambda *_, wrong=wrong: replace(program, **wrong))
+        with pytest.raises((AssertionError, ZeroDivisionError, pytest.fail.Exception)):
+            assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+        monkeypatch.undo()
+    assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("field", ["sizes", "strides", "lower", "upper", "stride", "offset", "box"])
+def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
+    case = fprop((3, 24, 6, 7), (80, 24, 3, 2), stride=(1, 2), padding=((1, 0), (2, 1)))
+    arrays, problem, config = case.integers("float32"), asked(case, "fp32"), TILES["fp32"]
+    program, wrongs = ig.program(problem, config, 5), 0
+
+    def moved(values, at, by):
+        return (*values[:at], values[at] + by, *values[at + 1 :])
+
+    for which in (0, 1, 2):
+        for at in range(4):
+
+            def changed(step, which=which, at=at):
+                if step.kernel != "implicit_gemm_sm90" or which >= len(step.maps):
+                    return step
+                described = step.maps[which]
+                if field in ("lower", "upper", "stride"):
+                    if not isinstance(described.box, Im2col) or at >= 2:
+                        return step
+                    new = replace(described, box=replace(described.box, **{field: moved(getattr(described.box, field), at, 1)}))
+                elif field == "offset":
+                    new = replace(described, offset=described.offset + 256)
+                elif field == "box" and isinstance(described.box, Im2col):
+                    new = replace(described, box=replace(described.box, pixels=described.box.pixels - 8))
+                else:
+                    values = getattr(described, field)
+                    if at >= len(values):
+                        return step
+                    # one element fewer, or of the filter's taps, which no load asks for in excess, two
+                    new = replace(described, **{field: moved(values, at, {"strides": 16, "box": -8}.get(field, -2))})
+                return replace(step, maps=(*step.maps[:which], new, *step.maps[which + 1 :]))
+
+            stages = [[changed(s) for s in stage] for stage in program.whole]
+            if stages == program.whole:
+                continue
+            wrongs += 1
+            monkeypatch.setattr(ig, "program", lambda *_, stages=stages: replace(program, whole=stages))
+            with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+                assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+            monkeypatch.undo()
+    assert wrongs
+
+
+# ---- the kernels, compiled
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+
+
+def _compiled_variants() -> list:
+    """(problem, config): the widest tiles of every kind, and the packing beside them."""
+    found = []
+
+    def add(mode, config, case=BASE):
+        if mode in MODES:
+            found.append((asked(case, mode), config))
+
+    strided, dense, odd = dgrad((2, 64, 5, 6), (64, 72, 3, 2), stride=2), fprop((2, 64, 10, 20), (72, 64, 3, 3)), fprop((2, 16, 4, 5, 9), (70, 16, 3, 3, 3), bias=False)
+    for mode in MODES:
+        add(mode, widest(mode, 128, 2), dense)
+    for mode in ("fp32", "tf32 last", "fp16 last", "bf16"):
+        add(mode, widest(mode, 64, 3), strided)
+    for mode in ("fp32", "fp32 last", "tf32", "fp16 last"):
+        add(mode, widest(mode, 128, 2, 2), odd)
+    add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
+    add("bf16", ImplicitGemm(64, 128, 5), fprop((2, 3, 20, 20), (64, 3, 7, 7), stride=2))
+    add("fp32 last", ImplicitGemm(64, 128, 3), fprop((2, 3, 20, 20), (64, 3, 7, 7), stride=2))
+    return found
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+    """Nor does ptxas say that it waits for a wgmma where none was asked for (C7508, C7510, C7517) or ignores setmaxnreg."""
+    sources = {}
+    for problem, config in _compiled_variants():
+        assert ig.legal(problem, config) is None, f"{problem} {config}: {ig.legal(problem, config)}"
+        for step in (step for stage in ig.program(problem, config, 132).whole for step in stage):
+            if step.kernel in ("implicit_gemm_sm90", "pack"):
+                sources.setdefault(step.source(), (step, f"{problem} {config}"))
+
+    def compiled(item):
+        i, (source, (step, _)) = item
+        file = tmp_path / f"{i}.cu"
+        file.write_text(source)
+        command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={step.arch or 'sm_90'}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = list(pool.map(compiled, enumerate(sources.items())))
+    wrong = []
+    for (step, what), result in zip(sources.values(), done, strict=True):
+        said = result.stderr
+        spills = re.findall(r"(\d+) bytes spill stores", said)
+        if result.returncode or not spills or any(int(n) for n in spills) or re.search(r"warning|C75(08|10|17)|setmaxnreg", said, re.I):
+            wrong.append(f"{what}: {dict(step.defines)}\n{said[-800:]}")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- B. On the GPU
+
+
+@pytest.fixture(scope="module")
+def torch():
+    """torch, where the GPU is one that the engine runs on."""
+    if get_device("cuda").capability != (9, 0):
+        pytest.skip("the GPU is not of compute capability 9.0")
+    module = pytest.importorskip("torch")
+    if not module.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return module
+
+
+WIDER = fprop((5, 72, 13, 14), (200, 72, 3, 3), padding=1)
+DENSE = fprop((3, 64, 9, 12), (72, 64, 3, 3), padding=1)  # rows of y that TMA can write
+POINT = fprop((3, 40, 10, 12), (136, 40, 1, 1))
+SPLITS = ImplicitGemm(128, 64, 3, 3)
+RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larger than the problem
+    *((case, "fp32", config) for case in (WIDER, DENSE) for config in (
+        ImplicitGemm(128, 128, 3), widest("fp32", 128, 2), widest("fp32", 128, 3), ImplicitGemm(128, 8, 6), ImplicitGemm(64, 128, 3), widest("fp32", 64, 2), ImplicitGemm(64, 16, 6),
+        SPLITS, widest("fp32", 128, 2, 2), ImplicitGemm(128, 72, 4, 8), ImplicitGemm(64, 96, 2, 30))),
+    *((case, "fp32 last", config) for case in (WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
+        ImplicitGemm(128, 128, 3), ImplicitGemm(64, 128, 3, 2), ImplicitGemm(128, 40, 4), ImplicitGemm(64, 48, 3))),
+    *((case, mode, config) for case in (WIDER, DENSE) for mode in ("tf32", "fp16", "bf16 last") for config in (
+        widest(mode, 128, 4), widest(mode, 64, 3), ImplicitGemm(128, 96, 4, 2), ImplicitGemm(128, 64, 7))),
+    *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
+        widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
+    *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
+    *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
+        fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
+        dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
+        fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2))),
+]  # fmt: skip
+RUNS = [(case, mode, config) for case, mode, config in RUNS if mode in MODES]
+GPU_TILES = {mode: ImplicitGemm(64, 128, 3) if "p32" in mode else ImplicitGemm(128, 128, 4) for mode in MODES}
+AWKWARD_RUNS = [
+    (case, mode, GPU_TILES[mode]) for case in AWKWARD for mode in ("fp32", "fp16", "bf16 last")
+    if mode in MODES and ig.packing(asked(case, mode)) is not None
+]  # fmt: skip
+RANGES = [
+    (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
+        (WIDE, ImplicitGemm(64, 128, 3)), (dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False), ImplicitGemm(64, 128, 3)),
+        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)))
+]  # fmt: skip
+NOT_FINITE_RUNS = [(replace(case, bias=False), mode, GPU_TILES[mode]) for case, mode in NOT_FINITE]
+SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
+
+
+@cache
+def random_runs() -> list:
+    """So many different problems at random, the same for the same seed."""
+    found: dict = {}
+
+    @seed(SEED)
+    @settings(max_examples=3 * RANDOM, database=None, phases=[Phase.generate], deadline=None)
+    @given(requests())
+    def collect(request):
+        case, mode, rows, split = request
+        found[case, mode, replace(GPU_TILES[mode], ROWS=rows, SPLIT=split)] = None
+
+    collect()
+    return list(found)[:RANDOM]
+
+
+GROUPS = {
+    "runs": lambda: RUNS, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE_RUNS, "random": random_runs,
+}  # fmt: skip
+
+
+@cache
+def plans(group: str) -> dict:
+    """The plans of a group, compiled side by side."""
+    def made(run):
+        case, mode, config = run
+        return Plan(asked(case, mode), "cuda", config=config)
+
+    runs = GROUPS[group]()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(map(str, runs), pool.map(made, runs), strict=True))
+
+
+MARGIN = 1024  # bytes of 0xff, which is NaN in every dtype, before and after every array
+
+
+class Arrays:
+    """A plan's arrays on the GPU, NaN round each of them; workspace and result are NaN before a launch."""
+
+    def __init__(self, torch, plan: Plan, x, w, b=None):
+        self.torch, self.plan, self.dtype = torch, plan, x.dtype
+        if plan.problem.order:
+            x = x.transpose(plan.problem.order)
+        given = [None if a is None else np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (x, w, b)]
+        self.given = [None if a is None else self._surrounded(a) for a in given]
+
+    def _surrounded(self, content):
+        """A whole array of bytes on the GPU: `content`, an array or a number of bytes, between margins."""
+        size = content if isinstance(content, int) else content.size
+        whole = self.torch.full((2 * MARGIN + size,), 0xFF, dtype=self.torch.uint8, device="cuda")
+        if not isinstance(content, int):
+            whole[MARGIN : MARGIN + size] = self.torch.from_numpy(content.copy()).cuda()
+        return whole
+
+    def launch(self, kept: bool = False) -> np.ndarray:
+        plan, torch = self.plan, self.torch
+        result = self._surrounded(math.prod(plan.result_shape) * self.dtype.itemsize)
+        workspace = self._surrounded(plan.program.workspace_bytes if kept else plan.workspace_bytes)
+        packed = self._surrounded(plan.filter_bytes)
+        wholes = [*self.given, result, workspace]
+        addresses = [0 if whole is None else whole.data_ptr() + MARGIN for whole in wholes]
+        with plan.device:
+            if kept:
+                plan.pack(addresses[1], packed.data_ptr() + MARGIN)
+            plan.launch(addresses, None, packed.data_ptr() + MARGIN if kept else 0)
+        torch.cuda.synchronize()
+        for whole in filter(lambda whole: whole is not None, (*wholes, packed)):
+            assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
+        order = plan.problem.order or range(len(plan.result_shape))
+        found = result[MARGIN:-MARGIN].cpu().numpy().view(self.dtype).reshape([plan.result_shape[i] for i in order])
+        return found.transpose(np.argsort(list(order)))
+
+
+def _ids(runs) -> list[str]:
+    return [f"{mode}-{'_'.join(str(v) for v in vars(config).values())}-{case}" for case, mode, config in runs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=_ids(RUNS))
+def test_integers_are_exact(torch, run):
+    case, mode, _ = run
+    plan, arrays = plans("runs")[str(run)], case.integers(dtype_of(mode))
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=_ids(RUNS))
+def test_random_data_stays_within_the_bound(torch, run):
+    case, mode, _ = run
+    plan, arrays = plans("runs")[str(run)], case.normals(dtype_of(mode))
+    ref = case.reference(*arrays)
+    assert_close(Arrays(torch, plan, *arrays).launch(), ref, bound(case, mode, *arrays, ref), plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=_ids(RUNS))
+def test_twice_and_with_a_kept_filter_the_same_bits(torch, run):
+    case, mode, _ = run
+    arrays = Arrays(torch, plans("runs")[str(run)], *case.normals(dtype_of(mode), seed=2))
+    assert arrays.launch().tobytes() == arrays.launch().tobytes() == arrays.launch(kept=True).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", AWKWARD_RUNS, ids=_ids(AWKWARD_RUNS))
+def test_awkward_shapes_are_exact(torch, run):
+    case, mode, _ = run
+    plan, arrays = plans("awkward")[str(run)], case.integers(dtype_of(mode), seed=1)
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+
+
+@pytest.mark.gpu
+def test_random_problems(torch):
+    """Integers exactly, then numbers at random within the bound; all that fail are named, and the seed that made them."""
+    failures = []
+    for run in random_runs():
+        case, mode, _ = run
+        plan = plans("random")[str(run)]
+        try:
+            arrays = case.integers(dtype_of(mode))
+            assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), "integers")
+            arrays = case.normals(dtype_of(mode))
+            ref = case.reference(*arrays)
+            assert_close(Arrays(torch, plan, *arrays).launch(kept=True), ref, bound(case, mode, *arrays, ref), "normals")
+        except (AssertionError, pytest.fail.Exception) as error:
+            failures.append(f"{case!r} {mode} {plan.config}: {error}")
+    assert not failures, f"PYCUDA_CONV_TEST_SEED={SEED}: {len(failures)} of {RANDOM} fail\n" + "\n".join(failures)
+
+
+# ---- the exact path
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("run", RANGES, ids=_ids(RANGES))
+def test_every_range_is_kept(torch, run, scenario):
+    case, mode, _ = run
+    x, w = data(scenario, case)
+    got = Arrays(torch, plans("ranges")[str(run)], x, w).launch()
+    check_range(case, mode, x, w, got, scenario)
+    if scenario.startswith("small 2^"):
+        check_norm(case, mode, x, w, got, scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RANGES, ids=_ids(RANGES))
+def test_an_image_that_takes_the_exact_path_leaves_the_others_their_bits(torch, run):
+    case, _, _ = run
+    plan, (x, w, _) = plans("ranges")[str(run)], case.normals("float32", seed=6)
+    clean = Arrays(torch, plan, x, w).launch()
+    for value in (np.nan, np.inf, 1e30, 1e-30, 3e38, 2.0**-149):
+        got = Arrays(torch, plan, _with(x, (1, 0, 2, 3), np.float32(value)), w).launch()
+        others = [0, 2, 3]
+        assert got[others].tobytes() == clean[others].tobytes(), f"{plan}: {value} in image 1 changed another"
+    axis = int(case.transposed)
+    got = Arrays(torch, plan, x, _with(w, (slice(None), 5) if axis else 5, np.float32(1e25))).launch()
+    others = [k for k in range(plan.result_shape[1]) if k != 5]
+    assert got[:, others].tobytes() == clean[:, others].tobytes(), f"{plan}: a filter that takes the exact path changed another"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", NOT_FINITE_RUNS, ids=_ids(NOT_FINITE_RUNS))
+def test_what_is_not_finite_reaches_its_own_results_only_on_the_gpu(torch, run):
+    case, mode, _ = run
+    plan = plans("not finite")[str(run)]
+    check_not_finite(case, mode, lambda *arrays: Arrays(torch, plan, *arrays).launch())
+
+
+# ---- through the public functions
+
+PUBLIC = [
+    (fprop((8, 64, 28, 28), (128, 64, 3, 3), padding=1), "fp32"), (fprop((8, 64, 28, 28), (128, 64, 3, 3), padding=1), "tf32 last"),
+    (fprop((8, 128, 300), (256, 128, 5), padding=2), "fp32"), (fprop((2, 32, 12, 14, 16), (64, 32, 3, 3, 3), padding=1, bias=False), "tf32"),
+    (dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1), "fp32"), (dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1), "fp16 last"),
+    (fprop((8, 256, 28, 28), (256, 64, 3, 3), padding=1, groups=4), "fp32 last"), (fprop((16, 64, 28, 28), (128, 64, 3, 3), padding=((0, 2), (1, 1))), "bf16"),
+    (fprop((4, 3, 112, 112), (64, 3, 7, 7), stride=2, padding=3), "fp16"),
+]  # fmt: skip
+PUBLIC = [(case, mode) for case, mode in PUBLIC if mode in MODES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode"), PUBLIC, ids=[f"{mode}-{case}" for case, mode in PUBLIC])
+def test_the_public_functions(torch, case, mode):
+    """torch tensors, kept filters, an out, a side stream, a graph and numpy arrays: the same bits, within the bound."""
+    dtype, precision, layout = MODES[mode]
+    plan = Plan(asked(case, mode), "cuda")
+    assert isinstance(plan.config, ImplicitGemm)
+    x, w, b = case.normals(dtype, seed=7)
+    ref = case.reference(x, w, b)
+    given = [None if a is None else tensor(a).cuda() for a in (x, w, b)]
+    if layout == "NHWC":
+        given[0] = given[0].movedim(1, -1).contiguous().movedim(-1, 1)
+    function = getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")
+    options = {**case.options, **({"precision": precision} if dtype == "float32" else {})}
+
+    def host(result) -> np.ndarray:
+        result = result.cpu()
+        return result.numpy() if dtype != "bfloat16" else result.contiguous().view(torch.int16).numpy().view("bfloat16")
+
+    y = function(*given, **options)
+    assert y.stride() == torch.empty_like(y.movedim(1, -1) if layout == "NHWC" else y, memory_format=torch.contiguous_format).movedim(-1, 1).stride() or layout == "NCHW"
+    assert_close(host(y), ref, bound(case, mode, x, w, b, ref), plan)
+    out = torch.full_like(y, float("nan"))
+    assert function(*given, **options, out=out) is out and torch.equal(out, y)
+    assert torch.equal(plan(*given), y) and torch.equal(plan.bind(*given[1:])(given[0]), y)
+    side, late = torch.cuda.Stream(), torch.full_like(given[0], float("nan"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(20_000_000)
+        late.copy_(given[0])
+        found = function(late, *given[1:], **options)
+        copy = found + 0
+        late.fill_(float("nan"))
+        found.fill_(float("nan"))
+    side.synchronize()
+    assert torch.equal(copy, y), "work on a side stream was not ordered"
+    graph = torch.cuda.CUDAGraph()
+    late.copy_(given[0])
+    with torch.cuda.graph(graph):
+        captured = function(late, *given[1:], **options)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, y), "a replayed graph gives other bits"
+    if layout == "NCHW":
+        got = function(x, w, b, **options, device="cuda")
+        assert_close(got, ref, bound(case, mode, x, w, b, ref), f"{plan} of numpy arrays")
+
+
+# ---- large; last, since an access outside an array would end the context for the tests after it
+
+LARGE = [  # (case, mode): arrays of more than 2^31 elements, and nearly as many pixels as the engine counts
+    (fprop((3, 16, 8200, 8192), (16, 16, 3, 3), padding=1), "fp16"),
+    (fprop((3, 16, 8200, 8192), (16, 16, 3, 3), padding=1), "fp32"),
+    (fprop((32, 8, 8189, 8189), (8, 8, 1, 1), bias=False), "fp16 last"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode"), LARGE, ids=[f"{mode}-{case}" for case, mode in LARGE])
+def test_more_than_two_to_the_31_elements(torch, case, mode):
+    from test_gpu import assert_rows, rows_near, trim
+
+    problem = asked(case, mode)
+    assert problem.largest_array > 2**31
+    trim()
+    kind = getattr(torch, problem.dtype)
+    n, c, *size = case.input_shape
+    last = problem.layout == "NHWC"
+    x = torch.empty((n, *size, c) if last else case.input_shape, dtype=kind, device="cuda")
+    for image in x:  # small integers, by images: sums of at most 9 * 16 * 4 are exact in float16
+        image.random_(0, 5).sub_(2)
+    w = torch.randint(-2, 3, case.weight_shape, device="cuda").to(kind)
+    b = torch.randint(-2, 3, (case.channels,), device="cuda").to(kind) if case.bias else None
+    plan = Plan(problem, "cuda", config=widest(mode, 64, 2))
+    out = torch.full((n, *plan.result_shape[2:], case.channels) if last else plan.result_shape, float("nan"), dtype=kind, device="cuda")
+    workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    with plan.device:
+        plan.launch([x.data_ptr(), w.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr(), workspace.data_ptr()], None)
+    torch.cuda.synchronize()
+    assert not any(torch.isnan(image).any() for image in out)
+    if last:
+        x, out = x.movedim(-1, 1), out.movedim(-1, 1)
+    for image, row in rows_near(case, plan):
+        assert_rows(case, x, w, b, out, image, row)
+    del x, out, workspace, plan
+    trim()
