@@ -12,13 +12,15 @@
 //          Tile order, fastest first: channels, split, pixels, group: blocks that share pixels run together.
 //          warpgroup 0: one thread, the producer, asks for the tiles of x and w by TMA. Two consumer warpgroups multiply:
 //          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
-// Shared   a ring of STAGES stages; a stage holds 64 of k: for each limb ROWS x 64 of w, then PIXELS x 64 of x, as sub-tiles of
-//          KC channels whose rows of 2 * KC bytes are swizzled, as wgmma wants them. full[stage]: the bytes have arrived;
-//          empty[stage]: the 8 consumer warps have read them. Behind the ring, for each consumer warp, a tile of 16 channels
-//          x 32 pixels that turns sums into rows of y: pitch 40 floats, or [32 pixels][16 channels], pitch 20 (no conflicts);
-//          then, for each consumer, the scales of its pixels.
-// y        is written from registers of its own while the next tile's first stages are multiplied: stores take a quarter of the
-//          time of a short tile (24 stages) where the tensor cores wait for them.
+// Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
+//          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
+//          empty[stage]: the 8 consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
+//          rows of y, and the scales of their pixels. A warp's is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels]
+//          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
+// y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
+//          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
+// w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
+//          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
@@ -37,7 +39,8 @@
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
 #define NHWC 0       // layout of y
-#define VEC 4        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
+#define TENSOR_STORE 0
+#define VEC 4        // else: elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #endif
@@ -49,8 +52,11 @@
 #include "wgmma.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
-constexpr int A_BYTES = ROWS * 128, B_BYTES = PIXELS * 128, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
-constexpr int CONSUMERS = 2, CHUNK = 32, PITCH = NHWC ? 20 : 40, STAGING = 32 * 20;  // floats
+constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
+constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+constexpr int CONSUMERS = 2, CHUNK = 32;  // pixels of a staging tile
+constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
+static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 
 #if OUT == 32
@@ -67,11 +73,13 @@ DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
 DEVICE float from_out(out_t v) { return __bfloat162float(v); }
 #endif
 
+constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : 4 * 32 * 20 * 4;  // bytes of a consumer
+
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
   long long tiles, tiles_m, splits, tiles_pixels;       // how many tiles: all, along the channels, splits, along the pixels
   long long blocks, channel_blocks;                     // blocks of KC along gemm k, and how many of them belong to one tap
-  long long rows_group, rows;                           // output channels of a group, and of all
+  long long rows_group, rows, blocks_group, taps;       // output channels of a group, and of all; w: blocks of 64 rows of a group, taps
   long long channels_group, channels;                   // packed input channels of a group, and of all
   long long tap_r, tap_s;                               // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
@@ -116,18 +124,19 @@ struct Position {
   }
 };
 
-DEVICE void produce(const CUtensorMap* map_w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
-  prefetch_map(map_w);
+DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
   prefetch_map(map_x);
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.load_plane, inside = of.pixel % (int)shape.load_plane;
-    const int w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
-    const int h = inside % (int)shape.load_pq / (int)shape.load_q * (int)shape.stride_h + (int)shape.low_h;
-    const int d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
-    const int row = of.group * (int)shape.rows_group + of.m, channel = of.group * (int)shape.channels_group;
+    const int x_w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
+    const int x_h = inside % (int)shape.load_pq / (int)shape.load_q * (int)shape.stride_h + (int)shape.low_h;
+    const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
+    const int channel = of.group * (int)shape.channels_group;
+    const long long w_block = shape.taps * shape.channel_blocks * A_SUB;  // bytes of 64 rows
+    const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
     int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
     int s = tap % (int)shape.tap_s, r = tap / (int)shape.tap_s % (int)shape.tap_r, t = tap / (int)(shape.tap_s * shape.tap_r);
@@ -137,17 +146,17 @@ DEVICE void produce(const CUtensorMap* map_w, const CUtensorMap* map_x, const Sh
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
-        // blocks past the end, to fill the last stage, are asked for past the last channel and are zeros
+        // blocks past the end, to fill the last stage: any of w, and zeros of x, which lie past the last channel
         const bool real = block < (int)shape.blocks;
-        const int w_c = real ? c * KC : (int)shape.channels_group, x_c = real ? channel + c * KC : (int)shape.channels;
-        const int w_tap = real ? (int)(shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s) : 0;
+        const long long tap = shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s;
+        const uint8_t* const from = w_tile + (real ? (tap * shape.channel_blocks + c) * A_SUB : 0);
 #pragma unroll
-        for (int limb = 0; limb < LIMBS; ++limb) {
-          const uint32_t to = stage + limb * LIMB_BYTES;
-          load_tile(to + sub * ROWS * SPAN, map_w, arrived, w_c, w_tap, limb * (int)shape.rows + row);
-          load_im2col<RANK>(to + A_BYTES + sub * PIXELS * SPAN, map_x, arrived, x_c, w, h, d, image + limb * (int)shape.limb_images,
-                            real ? s * (int)shape.dilation_w : 0, real ? r * (int)shape.dilation_h : 0, real ? t * (int)shape.dilation_d : 0);
-        }
+        for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_block, A_SUB, arrived);
+#pragma unroll
+        for (int limb = 0; limb < LIMBS; ++limb)
+          load_im2col<RANK>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
+                            x_d, image + limb * (int)shape.limb_images, real ? s * (int)shape.dilation_w : 0, real ? r * (int)shape.dilation_h : 0,
+                            real ? t * (int)shape.dilation_d : 0);
         ++block;
         if (++c == (int)shape.channel_blocks) {
           c = 0;
@@ -185,25 +194,27 @@ template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
   if constexpr (base + CHUNK < WGMMA_N) for_chunks<base + CHUNK>(f);
 }
 
-// What a thread has to know to store its sums: where its warp's 16 channels and the consumer's pixels begin, and what finishes
-// the sums of its two channels. Loaded before a tile is multiplied, used while the next one is.
+// What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
+// its two channels. Loaded before a tile is multiplied, used while the next one is.
 struct Rows {
   int m, pixel, group, split;
   float scale[2], bias[2];
   DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* bias_k)
-      : m(of.m + (ROWS == 128 ? 64 * consumer : 0) + threadIdx.x % 128 / 32 * 16), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
+      : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
         group(of.group), split(of.split) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
+      const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
       scale[half] = SCALED ? scale_k[k] : 1;
       bias[half] = HAS_BIAS ? from_out(bias_k[k]) : 0;
     }
   }
 };
 
+#if !TENSOR_STORE
 template <int base>
 DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, out_t* y) {
+  constexpr int PITCH = NHWC ? 20 : 40;
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
   const int lane = threadIdx.x % 32;
   __syncwarp();  // the last chunk has been read
@@ -226,16 +237,17 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   }
   __syncwarp();
   constexpr int ACROSS = (NHWC ? 16 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 16, STEP = 32 / ACROSS;
-  const int across = lane % ACROSS * VEC, down = lane / ACROSS, k0 = rows.group * (int)shape.rows_group + rows.m, pixel0 = rows.pixel + base;
+  const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
+  const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
   y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
   struct alignas(VEC * sizeof(out_t)) Vector {
     out_t v[VEC];
   };
 #if NHWC
-  const int last = rows.m + across < (int)shape.rows_group ? min(width, (int)shape.pixels - pixel0) : 0;
+  const int last = m0 + across < (int)shape.rows_group ? min(width, (int)shape.pixels - pixel0) : 0;
 #else
   const int pixel = pixel0 + across;
-  const int last = across < width && pixel < (int)shape.pixels ? (int)shape.rows_group - rows.m : 0;
+  const int last = across < width && pixel < (int)shape.pixels ? (int)shape.rows_group - m0 : 0;
   out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
 #endif
 #pragma unroll
@@ -250,47 +262,111 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
       *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
+#ifdef STCS
+      static_assert(sizeof(Vector) >= 4, "");
+      if constexpr (sizeof(Vector) == 16) __stcs((float4*)(to + i * STEP * shape.out_size), *(const float4*)&out);
+      else if constexpr (sizeof(Vector) == 8) __stcs((float2*)(to + i * STEP * shape.out_size), *(const float2*)&out);
+      else __stcs((float*)(to + i * STEP * shape.out_size), *(const float*)&out);
+#else
       *(Vector*)(to + i * STEP * shape.out_size) = out;
+#endif
 #endif
     }
   }
 }
+#else
+
+// the byte of a tile with rows of 128 bytes, swizzled, where 16-byte piece `piece` of a row lies
+DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) << 4); }
+
+// The same by TMA: `staging` is the consumer's, and its 128 threads fill a tile together.
+template <int base>
+DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, int consumer, uint8_t* staging, const float* scales,
+                                  const CUtensorMap* map_y) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
+  if (thread == 0) bulk_wait_read<1>();  // the last chunk but one has left this tile
+  named_barrier(1 + consumer, 128);
+#pragma unroll
+  for (int i = 0; i < CHUNK / 8; ++i) {
+    float v[2][2];  // [half of the rows][neighbouring pixels]
+    const int column = 8 * i + 2 * (lane % 4);
+    const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = 4 * (base / 8 + i) + 2 * half;
+      v[half][0] = sum[at] * (scale.x * rows.scale[half]) + rows.bias[half];
+      v[half][1] = sum[at + 1] * (scale.y * rows.scale[half]) + rows.bias[half];
+    }
+#if OUT == 32
+    // two boxes of 32 channels
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = 16 * warp + lane / 4 + 8 * half;
+        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[half][e];
+      }
+#else
+    // 8 x 8 blocks of 16-bit numbers, turned, one row of 8 channels a lane
+    const uint32_t packed[2] = {pack2(to_out(v[0][0]), to_out(v[0][1])), pack2(to_out(v[1][0]), to_out(v[1][1]))};
+    store_turned(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
+#endif
+  }
+  fence_for_bulk();
+  named_barrier(1 + consumer, 128);
+  if (thread == 0) {
+#pragma unroll
+    for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
+      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
+    bulk_commit();
+  }
+}
+#endif
 
 // ---- the multiplication
 
-DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, float* staging, float* scales,
-                    const float* scale_n, const float* scale_k, const out_t* bias, out_t* y) {
-  const uint32_t a0 = ring + (ROWS == 128 ? 64 * SPAN * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
+                    const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, out_t* y) {
+  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at, unread;  // the stage to multiply next, and the first that the producer has not been given back
-  float main[WGMMA_N / 2], total[WGMMA_N / 2];
+  float main[WGMMA_N / 2];
 #if PRODUCTS == 3
-  float cross[WGMMA_N / 2];
+  float cross[WGMMA_N / 2], total[WGMMA_N / 2];
+#else
+  auto& total = main;
 #endif
   // the products of one stage and one pair of limbs, 16 of k at a time
   auto multiply = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
-    const uint64_t a = wgmma_descriptor<SPAN>(a0 + at.stage * STAGE_BYTES + limb_a * LIMB_BYTES);
-    const uint64_t b = wgmma_descriptor<SPAN>(b0 + at.stage * STAGE_BYTES + limb_b * LIMB_BYTES);
+    const uint64_t a = wgmma_descriptor<SPAN>(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
+    const uint64_t b = wgmma_descriptor<SPAN>(b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES);
 #pragma unroll
     for (int k = 0; k < 64; k += 16) {
       const int sub = k / KC, inner = 2 * (k % KC);
-      wgmma(d, a + (sub * ROWS * SPAN + inner) / 16, b + (sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
     }
   };
   auto give_back = [&] {
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
     unread.next();
   };
-  bool pending = false;  // total holds a tile that has not been stored
   Rows rows(shape, Tile(shape, blockIdx.x), consumer, scale_k, bias);
-  auto store = [&](auto base) {
-    if (pending) store_chunk<decltype(base)::value>(total, rows, shape, staging, scales, y);
+  auto store = [&] {
+    for_chunks([&](auto base) {
+#if TENSOR_STORE
+      store_chunk_by_tensor<decltype(base)::value>(total, rows, consumer, staging, scales, map_y);
+#else
+      store_chunk<decltype(base)::value>(total, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, y);
+#endif
+    });
   };
+  bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
+    const bool any = range.first < range.last;
     int step = range.first;
-    // once the last tile has been stored
-    auto look_ahead = [&] {
+    auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_k, bias);
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
@@ -299,7 +375,7 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
 #endif
     };
 #if PRODUCTS == 3
-    // two stages at once, while the last tile is stored; from then on total is this tile's
+    // two stages at once, while the tile before is stored; from then on total is this tile's
     for (; step < min(range.first + 2, range.last); ++step) {
       barrier_wait(full + 8 * at.stage, at.parity);
       wgmma_fence();
@@ -309,13 +385,12 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
       wgmma_commit();
       at.next();
     }
-    for_chunks(store);
+    if (OVERLAP && pending) store();
     look_ahead();
     wgmma_wait<0>();
     wgmma_arrived(main);
     wgmma_arrived(cross);
     for (int i = range.first; i < step; ++i) give_back();
-    const bool any = range.first < range.last;
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
@@ -341,49 +416,45 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
 #else
-    auto multiply_stage = [&] {
+    look_ahead();
+    for (; step < range.last; ++step) {
       barrier_wait(full + 8 * at.stage, at.parity);
       wgmma_fence();
       multiply(main, 0, 0, step == range.first);
       wgmma_commit();
       at.next();
-    };
-    // a chunk of the last tile is stored while a stage is multiplied
-    for_chunks([&](auto base) {
-      if (step < range.last) multiply_stage();
-      store(base);
-      if (step < range.last) {
-        wgmma_wait<1>();  // the stage before this one has been read
-        if (step > range.first) give_back();
-        ++step;
-      }
-    });
-    look_ahead();
-    for (; step < range.last; ++step) {
-      multiply_stage();
-      wgmma_wait<1>();
+      wgmma_wait<1>();  // the stage before this one has been read
       if (step > range.first) give_back();
     }
     wgmma_wait<0>();
     wgmma_arrived(main);
-    if (range.first < range.last) give_back();
+    if (any) give_back();
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = range.first < range.last ? main[i] : 0;
+    for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = any ? main[i] : 0;
 #endif
     pending = true;
+    if (!OVERLAP) store();
   }
-  for_chunks(store);
+  if (OVERLAP && pending) store();
+#if TENSOR_STORE
+  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(384, 1)
-    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_x,
-                       const float* __restrict__ scale_n, const float* __restrict__ scale_k, const out_t* __restrict__ bias,
+    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_x,
+#if TENSOR_STORE
+                       const __grid_constant__ CUtensorMap map_y,
+#endif
+                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias,
                        out_t* __restrict__ y, const __grid_constant__ Shape shape) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  float* const staging = (float*)(dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES);
+  uint8_t* const staging = dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES;
+  float* const scales = (float*)(staging + CONSUMERS * STAGING);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1);
@@ -395,11 +466,15 @@ extern "C" __global__ void __launch_bounds__(384, 1)
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<40>();
-    if (threadIdx.x == 0) produce(&map_w, &map_x, shape, ring, full, empty);
+    if (threadIdx.x == 0) produce(w, &map_x, shape, ring, full, empty);
   } else {
     registers_up<232>();
-    float* const mine = staging + (threadIdx.x / 32 - 4) * STAGING;  // this warp's
-    float* const scales = staging + 4 * CONSUMERS * STAGING + (warpgroup - 1) * WGMMA_N;
-    consume(shape, ring, full, empty, warpgroup - 1, mine, scales, scale_n, scale_k, bias, y);
+#if TENSOR_STORE
+    const CUtensorMap* const to = &map_y;
+#else
+    const CUtensorMap* const to = nullptr;
+#endif
+    const int consumer = warpgroup - 1;
+    consume(shape, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, y);
   }
 }

@@ -10,7 +10,9 @@
 // holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
 // SLACK is half the bits of gemm k: what the rounding of a sum of that length may lose anyway.
 //
-// pack           blocks 0 .. filter_rows - 1: one output channel of w each, to [limb][m][tap][channel], m the output channel.
+// pack           blocks 0 .. filter_rows - 1: one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
+//                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
+//                filled up with zeros.
 //                Further blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
 //                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
 //                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
@@ -32,6 +34,7 @@
 #define ITEMS 2      // 8 channels of a pixel each, of a thread
 #define SLACK 4
 #define CHANNELS 64  // of a group of x
+#define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define FOLDED 0     // taps are folded: so many along t, r and s
 #define FOLD_T 1
 #define FOLD_R 1
@@ -68,8 +71,9 @@ struct Shape {
   long long d, h, w;                                 // x
   long long packed_d, packed_h, packed_w;            // pixels of a packed image
   long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
-  long long rows_group, rows, w_group, w_m, w_c;     // output channels; elements of w from one group, m, c to the next
-  long long taps;                                    // of the packed filter; tap * FOLDS + folded tap counts through w
+  long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
+  long long w_group, w_m, w_c;                       // elements of w from one group, m, c to the next
+  long long taps, channel_blocks;                    // of the packed filter; tap * FOLDS + folded tap counts through w
 };
 
 struct Extremes {
@@ -203,43 +207,54 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   return found;
 }
 
-// scales[m] undoes the scale.
-__device__ void pack_filter(const in_t* __restrict__ w, limb_t* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape) {
-  const int m = blockIdx.x, taps = (int)shape.taps, pg = (int)shape.packed_group;
-  w += m / shape.rows_group * shape.w_group + m % shape.rows_group * shape.w_m;
+// One row of a block of 64. scales[m] undoes the scale.
+__device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape) {
+  const int padded = (int)shape.blocks_group * 64, g = blockIdx.x / padded, row = blockIdx.x % padded, taps = (int)shape.taps;
+  const bool real = row < shape.rows_group;
+  w += g * shape.w_group + row * shape.w_m;
   float scale = 1;
 #if IN == 32
-  Extremes found = {0, ~0u};
-  const int all_taps = taps * FOLDS;
-  if (shape.w_c == all_taps) {  // the row is contiguous
+  if (real) {
+    const int all_taps = taps * FOLDS;
+    Extremes found = {0, ~0u};
+    if (shape.w_c == all_taps) {  // the row is contiguous
 #pragma unroll 8
-    for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i]);
-  } else {
+      for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i]);
+    } else {
 #pragma unroll 8
-    for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i / all_taps * shape.w_c + i % all_taps]);
-  }
-  found = over_block(found);
-  scale = found.scale();
-  if (threadIdx.x == 0) {
-    scales[m] = 1 / scale;
-    flags[m] = !found.covered();
+      for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i / all_taps * shape.w_c + i % all_taps]);
+    }
+    found = over_block(found);
+    scale = found.scale();
+    if (threadIdx.x == 0) {
+      scales[g * shape.rows_group + row] = 1 / scale;
+      flags[g * shape.rows_group + row] = !found.covered();
+    }
   }
 #endif
-  packed += (long long)m * taps * pg;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < taps * pg; i += THREADS) {
-    const int tap = i / pg, j = i % pg, c = j % CHANNELS, fold = j / CHANNELS;
-    const float v = fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) * scale : 0;
-    const limb_t hi = to_limb(v);
-    packed[i] = hi;
-#if LIMBS == 2
-    packed[shape.rows * taps * pg + i] = to_limb((v - to_float(hi)) * 2048);
-#endif
+  // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
+  constexpr int PIECES = KC / 8;
+  const int row_pieces = (int)shape.channel_blocks * PIECES;
+  packed += (blockIdx.x / 64) * (taps * (int)shape.channel_blocks * (long long)(LIMBS * 64 * PIECES));
+#pragma unroll 2
+  for (int i = threadIdx.x; i < taps * row_pieces; i += THREADS) {
+    const int tap = i / row_pieces, piece = i % row_pieces % PIECES, block = i / PIECES;
+    float v[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int j = i % row_pieces * 8 + e, c = j % CHANNELS, fold = j / CHANNELS;
+      v[e] = real && fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) : 0;
+    }
+    uint4 limbs[LIMBS];
+    split(v, scale, limbs);
+    const int r = row % 64, swizzled = piece ^ (PIECES == 8 ? r % 8 : PIECES == 4 ? r / 2 % 4 : r / 4 % 2);
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb) packed[(block * LIMBS + limb) * (64 * PIECES) + r * PIECES + swizzled] = limbs[limb];
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
-                                                           Extremes* __restrict__ parts, limb_t* __restrict__ w_packed,
+                                                           Extremes* __restrict__ parts, uint4* __restrict__ w_packed,
                                                            float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
   if (blockIdx.x < shape.filter_rows) {
     pack_filter(w, w_packed, w_scales, w_flags, shape);

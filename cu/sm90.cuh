@@ -32,14 +32,16 @@ DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
 }// a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
+// ---- bulk loads: neighbouring bytes, a multiple of 16 of them, at multiples of 16
+
+DEVICE void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // ---- tensor loads: a box of a tensor map to shared memory; what lies outside the tensor arrives as zeros
 
 DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
-
-DEVICE void load_tile(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
-  asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"
-               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
-}
 
 // im2col mode: as many consecutive output pixels as the map says from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
@@ -54,6 +56,28 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
     asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
                  ::"r"(to), "l"(map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"((uint16_t)s), "h"((uint16_t)r), "h"((uint16_t)t) : "memory");
   }
+}
+
+// ---- tensor stores: a box of shared memory to a tensor map; what lies outside the tensor is not written
+
+// order ordinary stores to shared memory before the bulk copies that a barrier lets begin
+DEVICE void fence_for_bulk() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+               ::"l"(map), "r"(from), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// all but the last `groups` commits of this thread have read their shared memory
+template <int groups> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory"); }
+
+// ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, turned; lanes 0 to 15 name the rows
+
+template <class T> DEVICE uint32_t pack2(T low, T high) {
+  T both[2] = {low, high};
+  return *(const uint32_t*)both;
+}
+DEVICE void store_turned(uint32_t row, const uint32_t (&v)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(v[0]), "r"(v[1]) : "memory");
 }
 
 // ---- registers between warpgroups: the launch gives every thread the same number; producers hand theirs over

@@ -142,7 +142,8 @@ def conv2d(
     ----------
     input : array of shape (N, C, H, W) or (C, H, W)
         numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, bfloat16 (in
-        numpy that of ml_dtypes), float32 or float64. Any strides but negative ones.
+        numpy that of ml_dtypes), float32 or float64. Any strides but negative ones. A torch tensor that is channels last
+        (NHWC in memory) gives a result that is.
     weight : array of shape (K, C/groups, R, S)
     bias : array of shape (K,), optional
     stride : int or (int, int)
@@ -154,10 +155,12 @@ def conv2d(
     groups : int
         Divides C and K; channels are convolved group by group. ``groups=C`` is a depthwise convolution.
     out : array, optional
-        Where to write the result: C-contiguous, of the result's shape and dtype, not overlapping the other arrays.
+        Where to write the result: of its shape and dtype, C-contiguous or, like the input, channels last; not overlapping the
+        other arrays.
     precision : {"fp32", "tf32"}
-        Arithmetic for float32 arrays. ``"tf32"`` permits products of 10-bit mantissas; the direct engine computes fp32
-        in either case. Sums of float16 and bfloat16 arrays are always kept in float32.
+        Arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, whatever the numbers; Hopper's tensor cores
+        reach that with three fp16 products. ``"tf32"`` permits products of 10-bit mantissas, TF32's: one fp16 product
+        there, fp32 elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32.
     device : None, int or str
         Where host arrays are convolved: a GPU (0, ``"cuda:1"``), ``"opencl"`` (or ``"cpu"``), by default the first GPU
         and without one OpenCL. Device arrays are convolved where they lie.
@@ -173,7 +176,7 @@ def conv2d(
     Returns
     -------
     array of shape (N, K, P, Q) or (K, P, Q)
-        Of the input's kind and dtype, C-contiguous; `out` if it was given.
+        Of the input's kind and dtype, C-contiguous, or channels last where the input is a tensor that is; `out` if it was given.
         ``P = (H + top + bottom - dilation*(R - 1) - 1) // stride + 1``, Q likewise.
 
     Raises

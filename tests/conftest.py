@@ -46,6 +46,18 @@ def pytest_runtest_setup(item):
             pytest.skip(_reason["cuda"])
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_tuned_choices(tmp_path_factory):
+    """What a developer measured, and what is shipped, does not decide what is tested here."""
+    from pycuda_conv import tune
+
+    nowhere = tune.Table(tmp_path_factory.mktemp("tuned") / "tuned.json")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "user_table", lambda: nowhere)
+        patch.setattr(tune, "SHIPPED", nowhere.path.parent)
+        yield
+
+
 @pytest.fixture(scope="session", params=["opencl", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request):
     """The name of a device, as `device=` takes it."""

@@ -300,7 +300,6 @@ def product(step, memory: Memory, finite: bool) -> None:
     assert define["STAGES"] * limbs * (rows + pixels) * 128 + staging + 1023 <= step.shared
     assert step.shared + 16 * define["STAGES"] <= MOST_SHARED
     assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
-    scale_n, scale_k, bias, y = step.buffers
     stages = ceil(s.blocks, sub_tiles)
     each = ceil(stages, s.splits)
     zero = np.zeros
@@ -324,9 +323,10 @@ def product(step, memory: Memory, finite: bool) -> None:
             a = [load_tile(w_map, memory, c * kc, w_tap, limb * s.rows + group * s.rows_group + m) for limb in range(limbs)]
             b = [load_im2col(x_map, memory, group * s.channels_group + c * kc, walks[limb], offsets) for limb in range(limbs)]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
-            total += a[0] @ b[0].T
-            if limbs == 2:
-                total += (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
+            with np.errstate(invalid="ignore"):
+                total += a[0] @ b[0].T
+                if limbs == 2:
+                    total += (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
         write_tile(step, s, memory, total, m, pixel, group, part)
 
 

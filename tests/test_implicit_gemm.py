@@ -22,7 +22,6 @@ from test_kernels import FORWARD, TRANSPOSED_CASES
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import direct
 from pycuda_conv.engines import implicit_gemm as ig
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.runtime import get_device
@@ -121,7 +120,11 @@ TILES = {
 
 
 def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, **options) -> np.ndarray:
-    problem, config = asked(case, mode), config or TILES[mode]
+    problem = asked(case, mode)
+    if config is None:
+        config = TILES[mode]
+        if problem.N * math.prod(problem.result_size) > 1000:
+            config = replace(config, PIXELS=128)
     assert ig.legal(problem, config) is None
     return emulator.emulate(problem, config, *arrays, **options)
 
@@ -347,13 +350,19 @@ def test_steps_fit_their_kernels():
 # ---- how far the limbs reach: the arithmetic of packing, in numpy here and on the GPU below
 
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
-RNG = np.random.default_rng
+DEEP = fprop((4, 256, 5, 8), (12, 256, 3, 3), padding=1, bias=False)
 
 
-def halves(x: np.ndarray, exponent: int) -> np.ndarray:
-    """`x` with its right half far smaller than its left: results far enough right depend on small values alone."""
+def _even(shape, exponent: int, rng) -> np.ndarray:
+    """Numbers of magnitude 2^exponent to 2^(exponent + 1)."""
+    return (rng.choice([-1.0, 1.0], shape) * rng.uniform(1, 2, shape) * 2.0**exponent).astype("f")
+
+
+def _halves(x: np.ndarray, exponent: int, rng) -> np.ndarray:
+    """`x` with far smaller numbers in its right half: results far enough right depend on those alone."""
     x = x.copy()
-    x[..., x.shape[-1] // 2 :] *= np.float32(2.0**exponent)
+    right = x[..., x.shape[-1] // 2 :]
+    right[:] = _even(right.shape, exponent, rng)
     return x
 
 
@@ -373,20 +382,20 @@ def _with(a: np.ndarray, at, value) -> np.ndarray:
     return a
 
 
-def _few_channels(x: np.ndarray, w: np.ndarray, exponent: int, axis: int) -> tuple:
+def _few_channels(x: np.ndarray, w: np.ndarray, exponent: int, axis: int, rng) -> tuple:
     """Half of the channels carry small weights, the other half weights of 1 that meet zeros: sums of small products alone."""
     half = x.shape[1] // 2
     x, w, cut = x.copy(), w.copy(), [slice(None)] * w.ndim
     x[:, :half] = 0
     cut[axis] = slice(half, None)
-    w[tuple(cut)] *= np.float32(2.0**exponent)
+    w[tuple(cut)] = _even(w[tuple(cut)].shape, exponent, rng)
     return x, w
 
 
 def data(name: str, case: Case) -> tuple:
     """Input and filter of a scenario; `case` has four images."""
     x, w, _ = case.normals("float32", seed=3)
-    rng = RNG(4)
+    rng = np.random.default_rng(4)
     word, _, number = name.partition(" 2^")
     exponent = int(number or 0)
     return {
@@ -405,20 +414,25 @@ def data(name: str, case: Case) -> tuple:
         "channels of wide range": lambda: (x, _with(w, (slice(None), 3), _spread(w[:, 3].shape, -20, 18, rng)) if case.transposed else _with(w, 3, _spread(w[3].shape, -20, 18, rng))),
         "channels of their own ranges": lambda: (x, _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
         "both of their own ranges": lambda: (_scaled(x, 0, [1e-17, 1e-9, 1e12, 1e17]), _scaled(w, int(case.transposed), 10.0 ** np.linspace(-17, 17, 7))),
-        "small": lambda: (x * np.float32(2.0**exponent), w),
-        "halves": lambda: (halves(x, exponent), w),
-        "small channels": lambda: _few_channels(x, w, exponent, 1 - int(case.transposed)),
-        "halves and small channels": lambda: _few_channels(halves(x, exponent), w, exponent, 1 - int(case.transposed)),
+        "small": lambda: (_even(x.shape, exponent, rng), w),
+        "small normals": lambda: (x * np.float32(2.0**exponent), w),
+        "halves": lambda: (_halves(x, exponent, rng), w),
+        "small channels": lambda: _few_channels(x, w, exponent, 1 - int(case.transposed), rng),
+        "halves and small channels": lambda: _few_channels(_halves(x, exponent, rng), w, exponent, 1 - int(case.transposed), rng),
     }[word]()
 
 
 SCENARIOS = [
     "ordinary", "1e-38 to 1e38", "1e-38 to 1e38 in one image", "images of their own ranges", "an outlier of 1e30", "an outlier of 3e4", "an outlier among small values",
     "subnormals", "near the least normal", "zeros", "an image of zeros", "a filter of zeros", "channels of wide range", "channels of their own ranges", "both of their own ranges",
-    *(f"small 2^{e}" for e in (-70, -61, -59, -45, -32, -29, -27, -25, -23, -20, -12, 4, 5, 6, 7, 20, 45, 59, 61, 90)),
+    *(f"small 2^{e}" for e in (-70, -61, -60, -45, -32, -29, -28, -27, -26, -25, -24, -23, -20, -12, 4, 5, 6, 20, 45, 60, 61, 90)),
+    *(f"small normals 2^{e}" for e in (-70, -60, -45, -30, -20, -10, 3, 20, 60, 90)),
     *(f"halves 2^{e}" for e in (-10, -20, -24, -26, -28, -30, -31, -32, -34, -40)), *(f"small channels 2^{e}" for e in (-20, -26, -28, -30, -32, -40)),
     *(f"halves and small channels 2^{e}" for e in (-12, -20, -24, -28, -30, -31, -32)),
 ]  # fmt: skip
+
+
+NORMED = {name for name in SCENARIOS if name.startswith("small ") and "channels" not in name}
 
 
 def check_range(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, what: str) -> None:
@@ -440,13 +454,14 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32"])
+@pytest.mark.parametrize("case", [WIDE, DEEP], ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_limbs_and_the_exact_path_keep_every_range(scenario, mode):
-    x, w = data(scenario, WIDE)
-    got = emulated(WIDE, mode, (x, w), finite=False)
-    check_range(WIDE, mode, x, w, got, scenario)
-    if scenario.startswith("small 2^") and abs(int(scenario[8:])) < 100:
-        check_norm(WIDE, mode, x, w, got, scenario)
+def test_the_limbs_and_the_exact_path_keep_every_range(scenario, case, mode):
+    x, w = data(scenario, case)
+    got = emulated(case, mode, (x, w), finite=False)
+    check_range(case, mode, x, w, got, scenario)
+    if scenario in NORMED:
+        check_norm(case, mode, x, w, got, scenario)
 
 
 # ---- the infinities and NaNs of the data reach the results that depend on them, and no others
@@ -465,8 +480,9 @@ def check_not_finite(case: Case, mode: str, run) -> None:
     x, w, b = replace(case, bias=False).integers(dtype_of(mode), seed=5)
     w[w == 0] = 1  # a tap of 0 would make "depends on" a matter of taste
     clean = run(x, w, b)
+    first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
     for value in (np.nan, np.inf, -np.inf):
-        for which, at in ((0, (1, 2, 3, 2)), (1, (2, 1, 1, 1))):
+        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, 1, 1))):
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):
@@ -513,7 +529,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
 
         wrong = {f.name: [[changed(s) for s in stage] for stage in getattr(program, f.name)] for f in fields(program) if f.name in ("stages", "whole")}
         monkeypatch.setattr(ig, "program", lambda *_, wrong=wrong: replace(program, **wrong))
-        with pytest.raises((AssertionError, ZeroDivisionError, pytest.fail.Exception)):
+        with pytest.raises((AssertionError, ZeroDivisionError, ValueError, pytest.fail.Exception)):
             assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
         monkeypatch.undo()
     assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
@@ -522,8 +538,9 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
 @pytest.mark.parametrize("field", ["sizes", "strides", "lower", "upper", "stride", "offset", "box"])
 def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
     case = fprop((3, 24, 6, 7), (80, 24, 3, 2), stride=(1, 2), padding=((1, 0), (2, 1)))
-    arrays, problem, config = case.integers("float32"), asked(case, "fp32"), TILES["fp32"]
-    program, wrongs = ig.program(problem, config, 5), 0
+    arrays, problem, config = case.normals("float32"), asked(case, "fp32"), TILES["fp32"]
+    program, wrongs, ref = ig.program(problem, config, 5), 0, case.reference(*arrays)
+    allowed = 2.0**-20.9 * case.reference(*map(np.abs, arrays[:2])) + EPS["float32"] * np.abs(ref)
 
     def moved(values, at, by):
         return (*values[:at], values[at] + by, *values[at + 1 :])
@@ -538,7 +555,7 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
                 if field in ("lower", "upper", "stride"):
                     if not isinstance(described.box, Im2col) or at >= 2:
                         return step
-                    new = replace(described, box=replace(described.box, **{field: moved(getattr(described.box, field), at, 1)}))
+                    new = replace(described, box=replace(described.box, **{field: moved(getattr(described.box, field), at, 2 if field == "upper" else 1)}))
                 elif field == "offset":
                     new = replace(described, offset=described.offset + 256)
                 elif field == "box" and isinstance(described.box, Im2col):
@@ -557,9 +574,10 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
             wrongs += 1
             monkeypatch.setattr(ig, "program", lambda *_, stages=stages: replace(program, whole=stages))
             with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
-                assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+                assert_close(emulator.emulate(problem, config, *arrays), ref, allowed)
             monkeypatch.undo()
     assert wrongs
+    assert_close(emulator.emulate(problem, config, *arrays), ref, allowed)
 
 
 # ---- the kernels, compiled
@@ -576,15 +594,16 @@ def _compiled_variants() -> list:
             found.append((asked(case, mode), config))
 
     strided, dense, odd = dgrad((2, 64, 5, 6), (64, 72, 3, 2), stride=2), fprop((2, 64, 10, 20), (72, 64, 3, 3)), fprop((2, 16, 4, 5, 9), (70, 16, 3, 3, 3), bias=False)
-    for mode in MODES:
+    stem = fprop((2, 3, 20, 20), (64, 3, 7, 7), stride=2)
+    for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last"):
         add(mode, widest(mode, 128, 2), dense)
-    for mode in ("fp32", "tf32 last", "fp16 last", "bf16"):
+    for mode in ("fp32", "fp16 last"):
         add(mode, widest(mode, 64, 3), strided)
-    for mode in ("fp32", "fp32 last", "tf32", "fp16 last"):
+    for mode in ("fp32 last", "tf32"):
         add(mode, widest(mode, 128, 2, 2), odd)
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
-    add("bf16", ImplicitGemm(64, 128, 5), fprop((2, 3, 20, 20), (64, 3, 7, 7), stride=2))
-    add("fp32 last", ImplicitGemm(64, 128, 3), fprop((2, 3, 20, 20), (64, 3, 7, 7), stride=2))
+    add("fp32 last", ImplicitGemm(64, 128, 3), stem)
+    add("bf16", ImplicitGemm(64, 128, 5), stem)
     return found
 
 
@@ -804,7 +823,7 @@ def test_every_range_is_kept(torch, run, scenario):
     x, w = data(scenario, case)
     got = Arrays(torch, plans("ranges")[str(run)], x, w).launch()
     check_range(case, mode, x, w, got, scenario)
-    if scenario.startswith("small 2^"):
+    if scenario in NORMED:
         check_norm(case, mode, x, w, got, scenario)
 
 

@@ -360,7 +360,7 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         yield Single()
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
-    if problem.layout == "NHWC" or (backend == "cuda" and problem.macs >= 40e6 and written >= 16):
+    if backend == "cuda" and (problem.layout == "NHWC" or (problem.macs >= 40e6 and written >= 16)):
         yield from sorted(gemm_configs(problem), key=lambda config: gemm_time(problem, config, multiprocessors))
     for block in (8, 4, 2, 1):
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism

@@ -215,7 +215,7 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return reason
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
-    most = 136 if products(problem) == 3 else 192  # their sums, twice or three times, fill the registers
+    most = 136 if products(problem) == 3 else 256  # their sums, three times or once, fill the registers
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
@@ -231,8 +231,21 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the ring, a staging tile for each of 8 consumer warps, scales, and room to align them."""
-    return config.STAGES * stage_bytes(problem, config) + 4 * (8 * 32 * 20 + 2 * _consumer_pixels(config)) + 1024
+    """Shared memory of a block: the ring, the consumers' staging tiles and scales, and room to align them."""
+    staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
+    return config.STAGES * stage_bytes(problem, config) + 2 * (staging + 4 * _consumer_pixels(config)) + 1024
+
+
+def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether TMA writes the result: rows of channels whose pitch is a multiple of 16 bytes."""
+    rows = problem.result_channels // problem.groups * _stored_bytes(problem, config)
+    dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
+    return problem.layout == "NHWC" and dense and rows % 16 == 0 and _consumer_pixels(config) % 32 == 0
+
+
+def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
+    return 4 if config.SPLIT > 1 else problem.itemsize
 
 
 def _consumer_pixels(config: ImplicitGemm) -> int:
@@ -280,9 +293,8 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     target: int | tuple[int, int] = RESULT
     if config.SPLIT > 1:
         target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
-    filter_map = _filter_map(problem, config, packed, operands.w_limbs)
-    buffers = (operands.x_scales, operands.w_scales, BIAS, target)
-    after = [[_product(problem, config, packed, walk, filter_map, operands.x_limbs, buffers, multiprocessors) for walk in walks]]
+    buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+    after = [[_product(problem, config, packed, walk, operands.x_limbs, buffers, multiprocessors) for walk in walks]]
     if config.SPLIT > 1:
         after.append([direct.reduce_step(problem, config.SPLIT, target)])
     if problem.dtype == "float32":
@@ -313,7 +325,9 @@ def _pack(problem: ConvProblem, packed: Packing, scratch: _Room, multiprocessors
     """Pack the operands, the images into `scratch`."""
     wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
     kept = _Room(PACKED)
-    w_limbs = kept.take(2 * count * math.prod(_filter_sizes(problem, packed)) * rows)
+    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
+    filter_rows = problem.groups * blocks * 64
+    w_limbs = kept.take(2 * count * filter_rows * taps * channel_blocks * packed.load)
     w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
     chunks = problem.groups * packed.group // 8
     defines = _pack_defines(problem, packed)
@@ -335,17 +349,18 @@ def _pack(problem: ConvProblem, packed: Packing, scratch: _Room, multiprocessors
     if wide:
         shape, places = _pack_shape(problem, packed, 0, slices), (INPUT, x_limbs, parts, x_scales, x_flags)
         settle = [[Step("settle_images", defines, problem.N * slices, PACK_THREADS, places, (tiles, *shape), "pack")]]
-    prepare = [pack(rows, 0)]
+    prepare = [pack(filter_rows, 0)]
     if packed.as_is:
         images, both = [], prepare
     else:
-        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, rows))
+        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, filter_rows))
     return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, images, both, kept.used)
 
 
-def _filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int]:
-    """Packed channels and taps of one output channel's filter."""
-    return packed.group, math.prod(problem.filter_size) // math.prod(packed.folded)
+def _filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
+    """Blocks of 64 output channels of a group, an even number of them; taps; blocks of channels."""
+    written = problem.result_channels // problem.groups
+    return 2 * _ceil(written, 128), math.prod(problem.filter_size) // math.prod(packed.folded), _ceil(packed.group, packed.load)
 
 
 def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
@@ -353,14 +368,15 @@ def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
         "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": PACK_ITEMS, "SLACK": int(math.log2(reduction) / 2),
-        "CHANNELS": problem.operand_channels // problem.groups, "FOLDED": int(packed.level > 0),
+        "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
     }
     return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
 
 
 def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices: int) -> tuple[int, ...]:
     """The scalars of ``pack.cu``."""
-    groups, taps = problem.groups, math.prod(problem.filter_size)
+    groups, all_taps = problem.groups, math.prod(problem.filter_size)
+    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
 
     def where_folded(values: Size3, instead: int) -> tuple[int, ...]:
@@ -368,16 +384,10 @@ def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices:
 
     return (
         filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
-        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, problem.result_channels,
-        read * written * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)),
-        taps // math.prod(packed.folded),
+        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, blocks,
+        read * written * all_taps, *((read * all_taps, all_taps) if problem.direction == "fprop" else (all_taps, written * all_taps)),
+        taps, channel_blocks,
     )
-
-
-def _filter_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
-    channels, taps = _filter_sizes(problem, packed)
-    sizes, strides = (channels, taps, limbs(problem) * problem.result_channels), (2 * channels, 2 * channels * taps)
-    return TensorMap(*place, sizes, strides, (packed.load, 1, config.ROWS), 2 * packed.load, _operand(problem))
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
@@ -402,8 +412,17 @@ def _operand(problem: ConvProblem) -> str:
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
 
 
+def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[int, int]) -> TensorMap:
+    """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
+    buffer, offset = place if isinstance(place, tuple) else (place, 0)
+    size, groups, rows = _stored_bytes(problem, config), problem.groups, problem.result_channels
+    pixels = problem.N * math.prod(problem.result_size)
+    sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
+    return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
+
+
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, filter_map: TensorMap, x_limbs: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, x_limbs: tuple[int, int],
     buffers: tuple[int | tuple[int, int], ...], multiprocessors: int,
 ) -> Step:
     """The launch of one phase."""
@@ -419,13 +438,13 @@ def _product(
     dense = phase.step == (1, 1, 1)
     neighbours = rows // groups if nhwc else plane if dense else 1
     empty = 0 in phase.taps
-    channel_blocks = _ceil(packed.group, packed.load)
+    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
     flat = problem.N * plane
     size, low, stride = phase.size, walk.low, walk.stride
     load = (flat, flat, flat) if walk.flat else (plane, size[1] * size[2], size[2])
     shape = (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], 0 if empty else channel_blocks * math.prod(walk.taps),
-        channel_blocks, rows // groups, rows, packed.group, groups * packed.group, max(walk.taps[1], 1), max(walk.taps[2], 1),
+        channel_blocks, rows // groups, rows, blocks, taps, packed.group, groups * packed.group, max(walk.taps[1], 1), max(walk.taps[2], 1),
         sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
         *walk.dilation, problem.N * plane, 1 if walk.flat else problem.N, *load, *((1, 1, 1) if walk.flat else stride),
         *((0, 0, 0) if walk.flat else low), plane, size[1] * size[2], size[2], math.prod(result),
@@ -436,10 +455,14 @@ def _product(
         "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config),
+        "TENSOR_STORE": int(tensor_store(problem, config)),
     }
+    maps = [_image_map(problem, config, packed, walk, x_limbs)]
+    if tensor_store(problem, config):
+        maps.append(_result_map(problem, config, buffers[-1]))
     return Step(
         "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS, buffers, shape,
-        maps=(filter_map, _image_map(problem, config, packed, walk, x_limbs)), shared=shared_bytes(problem, config), arch="sm_90a",
+        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
@@ -450,9 +473,11 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 
 # ---- the choice
 
-CLOCK = 1450.0  # cycles a microsecond that an H200 keeps under this load
-FILL = 46.0     # bytes a cycle from L2 into one multiprocessor's shared memory
-TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with it
+# Measured on an H200, whose power limit keeps the clock near this under such a load.
+CLOCK = 1450.0  # cycles a microsecond
+ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
+STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
+TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
 def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
@@ -460,7 +485,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     three = products(problem) == 3
     steps = _steps(problem)
     written = problem.result_channels // problem.groups
-    wide = [*range(64, 137, 8)] if three else [64, 80, 96, 112, 128, 144, 160, 176, 192]
+    wide = [*range(64, 137, 8)] if three else [64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
     for rows in (128, 64):
         if rows == 128 and written <= 64:
             continue
@@ -488,16 +513,15 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     assert found is not None
     packed, walks = found
     count = products(problem)
-    fill = stage_bytes(problem, config) / FILL
-    step = max(4 * count * config.PIXELS * config.ROWS / 128, fill)
-    cycles = 0.0
+    pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
+    step = max(4 * count * config.PIXELS * config.ROWS / 128, ROW_CYCLES * pixel_rows) / CLOCK
+    stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
+    time = LAUNCH_TIME
     for walk in walks:
         steps = _ceil(_ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
-        rounds = _ceil(tiles, multiprocessors)
-        cycles += rounds * (_ceil(steps, config.SPLIT) * step + TILE_CYCLES + 16 * config.PIXELS * config.ROWS / 128)
+        time += _ceil(tiles, multiprocessors) * (_ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
     result = math.prod(problem.result_shape)
-    time = cycles / CLOCK
     moved = 0.0
     if not packed.as_is:
         moved += math.prod(problem.input_shape) * problem.itemsize

@@ -33,7 +33,7 @@ class Im2col:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What a TMA load needs to know of an array of 16-bit elements, but for its address. Innermost axis first.
+    """What TMA needs to know of an array, but for its address. Innermost axis first.
 
     Attributes
     ----------
@@ -44,10 +44,10 @@ class TensorMap:
     strides : tuple of int
         Bytes from one index to the next, for every axis but the innermost, whose elements are neighbours.
     box : tuple of int, or Im2col
-        What one load fetches.
+        What one load fetches, or one store writes.
     span : int
         Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32.
-    dtype : {"float16", "bfloat16"}
+    dtype : {"float16", "bfloat16", "float32"}
     """
 
     buffer: int

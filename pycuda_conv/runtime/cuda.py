@@ -140,7 +140,7 @@ def encoded(described: TensorMap, address: int) -> bytes:
     at = (ctypes.addressof(room) + 63) & ~63  # the driver wants multiples of 64
     u32, u64, i32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
     rank, box = len(described.sizes), described.box
-    kind = {"float16": 6, "bfloat16": 9}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
+    kind = {"float16": 6, "float32": 7, "bfloat16": 9}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
     head = (ctypes.c_void_p(at), kind, u32(rank), ctypes.c_void_p(address), array(u64, described.sizes), array(u64, described.strides))
     swizzle = {32: 1, 64: 2, 128: 3}[described.span]
     tail = (0, swizzle, 2, 0)  # not interleaved; L2 fetches 128 bytes; zeros outside

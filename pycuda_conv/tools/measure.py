@@ -91,7 +91,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
             return trials(problem, device, own)
     configs = compiler.configs(problem)
     times = device_times([Plan(problem, device, config=config) for config in configs])
-    return sorted((Choice(config, us) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
+    return sorted((Choice(config, round(us, 3)) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
 
 
 # ---- on a GPU
