@@ -21,7 +21,7 @@
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
-// Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in a limb of x or w.
+// Limits   fewer than 2^31 pixels of y, blocks, and chunks of gemm k and of 64 rows of w; fewer than 2^32 chunks in a limb of x.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -31,6 +31,7 @@
 #define PIXELS 128   // 64 or 128; 256 with 128 rows and one product
 #define STAGES 3     // 2 or more
 #define PRODUCTS 3   // 3 or 1
+#define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define SCALED 1     // there are scales
@@ -45,7 +46,7 @@ constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
 constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
 constexpr int WARP_M = ROWS / WARPS_M, WARP_N = PIXELS / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
 constexpr int A_BYTES = ROWS * 64, B_BYTES = PIXELS * 64, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
-constexpr int BLOCKS = MT * NT * LIMBS <= 16 ? 2 : 1;  // that a multiprocessor has registers for
+constexpr int BLOCKS = MT * NT <= (PRODUCTS == 3 ? 4 : 16) ? 2 : 1;  // that a multiprocessor has registers for
 static_assert(ROWS % 64 == 0 && PIXELS % 64 == 0, "a thread loads whole rows, 64 apart");
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "a product has 16 channels, a piece of the result 16 pixels");
 
@@ -73,7 +74,8 @@ struct Shape {
   long long tiles_m, splits, tiles_pixels;              // how many tiles: along the channels, splits, along the pixels
   long long chunks, chunks_group, chunks_pixel;         // chunks of gemm k, of a group's channels, of a pixel of x
   long long rows_group, rows;                           // output channels of a group, and of all
-  long long w_row, w_limb, x_limb;                      // chunks from one row of w to the next, and from one limb to the other
+  long long blocks_group, channel_blocks, w_block;      // blocks of 64 rows of w of a group, of KC channels of a tap; chunks of 64 rows
+  long long x_limb;                                     // chunks from one limb of x to the other
   long long tap_r, tap_s;                               // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
   long long d, h, w;                                    // x
@@ -154,27 +156,29 @@ struct alignas(16) Corner {
   }
 };
 
-// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. Of w, `rows` rows from chunk w0 on are the
-// group's; x0 is the group's first chunk of a pixel.
-DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, int rows, const uint4* x, unsigned x0, const Corner* corners,
-                 const Shape& shape) {
+// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. `w` is the tile's first block of 64 rows; x0 is
+// the group's first chunk of a pixel.
+DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, const uint4* x, unsigned x0, const Corner* corners, const Shape& shape) {
   const int row = threadIdx.x / 4;
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
   const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
-  const unsigned w_chunk = w0 + row * (unsigned)shape.w_row + tap * (unsigned)shape.chunks_group + k.c;
+  // w is [64 rows][tap][block of KC channels][limb][row][KC], whose rows pack.cu swizzles as implicit_gemm_sm90.cu wants them
+  constexpr int PIECES = KC / 8;
+  const int piece = k.c % PIECES ^ (PIECES == 8 ? row % 8 : PIECES == 4 ? row / 2 % 4 : row / 4 % 2);
+  const int w_chunk = (tap * (int)shape.channel_blocks + k.c / PIECES) * (LIMBS * 64 * PIECES) + row * PIECES + piece;
+  const bool real = k.chunk < end;
 #pragma unroll
   for (int i = 0; i < ROWS / 64; ++i) {
-    const bool ok = k.chunk < end && row + 64 * i < rows;
-    const unsigned from = ok ? w_chunk + i * 64 * (unsigned)shape.w_row : 0;
+    const uint4* const from = w + (real ? i * shape.w_block + w_chunk : 0);
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + limb * shape.w_limb + from, ok);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, from + limb * 64 * PIECES, real);
   }
   const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
   const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + v;
 #pragma unroll
   for (int i = 0; i < PIXELS / 64; ++i) {
     const Corner at = corners[row + 64 * i];
-    const bool ok = k.chunk < end && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + v < (unsigned)shape.w;
+    const bool ok = real && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + v < (unsigned)shape.w;
     const unsigned from = ok ? (at.pixel + shift) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, x + limb * shape.x_limb + from, ok);
@@ -293,7 +297,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int split = tile % (int)shape.splits;
   tile /= (int)shape.splits;
   const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
-  const unsigned w0 = (k0 + m0) * (unsigned)shape.w_row, x0 = group * (unsigned)shape.chunks_group;
+  const unsigned x0 = group * (unsigned)shape.chunks_group;
+  w += (group * shape.blocks_group + m0 / 64) * shape.w_block;
   y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
@@ -304,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
   Cursor next(shape, first);
   auto load_next = [&](int slot) {
-    load(ring + slot * STAGE_BYTES, next, end, w, w0, (int)shape.rows_group - m0, x, x0, corners, shape);
+    load(ring + slot * STAGE_BYTES, next, end, w, x, x0, corners, shape);
     copies_commit();
     next.next(shape);
   };

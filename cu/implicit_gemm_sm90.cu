@@ -262,14 +262,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
       *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
-#ifdef STCS
-      static_assert(sizeof(Vector) >= 4, "");
-      if constexpr (sizeof(Vector) == 16) __stcs((float4*)(to + i * STEP * shape.out_size), *(const float4*)&out);
-      else if constexpr (sizeof(Vector) == 8) __stcs((float2*)(to + i * STEP * shape.out_size), *(const float2*)&out);
-      else __stcs((float*)(to + i * STEP * shape.out_size), *(const float*)&out);
-#else
       *(Vector*)(to + i * STEP * shape.out_size) = out;
-#endif
 #endif
     }
   }

@@ -234,22 +234,50 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 #endif
   // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
   constexpr int PIECES = KC / 8;
-  const int row_pieces = (int)shape.channel_blocks * PIECES;
+  const int row_pieces = (int)shape.channel_blocks * PIECES, r = row % 64;
   packed += (blockIdx.x / 64) * (taps * (int)shape.channel_blocks * (long long)(LIMBS * 64 * PIECES));
-#pragma unroll 2
-  for (int i = threadIdx.x; i < taps * row_pieces; i += THREADS) {
-    const int tap = i / row_pieces, piece = i % row_pieces % PIECES, block = i / PIECES;
-    float v[8];
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int j = i % row_pieces * 8 + e, c = j % CHANNELS, fold = j / CHANNELS;
-      v[e] = real && fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) : 0;
-    }
+  auto write = [&](const float(&v)[8], int tap, int i) {
+    const int block = tap * (int)shape.channel_blocks + i / PIECES, piece = i % PIECES;
+    const int swizzled = piece ^ (PIECES == 8 ? r % 8 : PIECES == 4 ? r / 2 % 4 : r / 4 % 2);
     uint4 limbs[LIMBS];
     split(v, scale, limbs);
-    const int r = row % 64, swizzled = piece ^ (PIECES == 8 ? r % 8 : PIECES == 4 ? r / 2 % 4 : r / 4 % 2);
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) packed[(block * LIMBS + limb) * (64 * PIECES) + r * PIECES + swizzled] = limbs[limb];
+  };
+  float v[8];
+#if !FOLDED
+  // taps are neighbours in w, channels in the packed filter: turned in shared memory, as many channels at a time as fit
+  constexpr int ROOM = 4096;
+  __shared__ float turn[ROOM];
+  const int channels = min(ROOM / taps / 8 * 8, row_pieces * 8);
+  if (channels) {
+    for (int c0 = 0; c0 < row_pieces * 8; c0 += channels) {
+      __syncthreads();
+#pragma unroll 8
+      for (int i = threadIdx.x; i < channels * taps; i += THREADS) {
+        const int c = c0 + i / taps;
+        turn[i] = real && c < CHANNELS ? to_float(w[c * shape.w_c + i % taps]) : 0;
+      }
+      __syncthreads();
+      for (int i = threadIdx.x; i < channels / 8 * taps; i += THREADS) {
+        const int tap = i / (channels / 8), piece = i % (channels / 8);
+        if (c0 / 8 + piece >= row_pieces) continue;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) v[e] = turn[(piece * 8 + e) * taps + tap];
+        write(v, tap, c0 / 8 + piece);
+      }
+    }
+    return;
+  }
+#endif
+  for (int i = threadIdx.x; i < taps * row_pieces; i += THREADS) {
+    const int tap = i / row_pieces, piece = i % row_pieces;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int c = (piece * 8 + e) % CHANNELS, fold = (piece * 8 + e) / CHANNELS;
+      v[e] = real && fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) : 0;
+    }
+    write(v, tap, piece);
   }
 }
 

@@ -171,7 +171,7 @@ def conv2d(
     tune : bool
         Measure which kernel and tile are the fastest for a problem that has not been measured on such a GPU, which takes
         seconds, and keep what is found for all later calls, of other processes too. Not while a stream is being captured.
-        On OpenCL nothing is measured.
+        On OpenCL nothing is measured; host arrays so large that they go through a GPU in chunks don't gain.
 
     Returns
     -------

@@ -126,27 +126,36 @@ def split(values: np.ndarray, scale: float, limbs: int, dtype: str) -> list[np.n
         return [hi, ((scaled - hi.astype(np.float32)) * np.float32(2048)).astype(np.float16)][:limbs]
 
 
-def filter_row(step, s, memory: Memory, m: int) -> None:
+def swizzled(row: np.ndarray, pieces: int) -> np.ndarray:
+    """By what the numbers of a row's 16-byte pieces are xored in shared memory, for rows of so many."""
+    return {8: row % 8, 4: row // 2 % 4, 2: row // 4 % 2}[pieces]
+
+
+def filter_row(step, s, memory: Memory, block: int) -> None:
+    """One of the rows, 64 to a block, in which the filter is packed."""
     define = step.defines
     _, source, _, _, packed, scales, flags = step.buffers
-    kind, channels = ELEMENT[define["IN"]], define["CHANNELS"]
+    kind, channels, kc = ELEMENT[define["IN"]], define["CHANNELS"], define["KC"]
     folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
+    group, row = divmod(block, s.blocks_group * 64)
+    real, first = row < s.rows_group, group * s.w_group + row * s.w_m
     w = memory.view(source, kind)
-    first = m // s.rows_group * s.w_group + m % s.rows_group * s.w_m
     scale = 1.0
-    if kind == "float32":
+    if kind == "float32" and real:
         c, tap = np.divmod(np.arange(channels * s.taps * folds), s.taps * folds)
         found = Extremes.of(inside(w, first + c * s.w_c + tap), define["SLACK"])
         scale = found.scale()
-        store(memory.view(scales, "float32"), m, 1 / scale)
-        store(memory.view(flags, "int32"), m, not found.covered())
-    tap, j = np.divmod(np.arange(s.taps * s.packed_group), s.packed_group)
+        store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
+        store(memory.view(flags, "int32"), group * s.rows_group + row, not found.covered())
+    tap, j = np.divmod(np.arange(s.taps * s.channel_blocks * kc), s.channel_blocks * kc)
     fold, c = np.divmod(j, channels)
-    at = np.where(fold < folds, first + c * s.w_c + tap * folds + fold, first)
-    values = np.where(fold < folds, inside(w, at), w.dtype.type(0))
+    ok = (fold < folds) & real
+    values = np.where(ok, inside(w, np.where(ok, first + c * s.w_c + tap * folds + fold, 0)), w.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
+    piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-        store(target, (i * s.rows + m) * s.taps * s.packed_group + np.arange(s.taps * s.packed_group), limb)
+        at = (((block // 64 * s.taps + tap) * s.channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
+        store(target, at * kc + piece * 8 + j % 8, limb)
 
 
 def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, scale: float) -> np.ndarray:
@@ -241,16 +250,6 @@ def check_map(described, memory: Memory) -> None:
         assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == described.span and all(1 <= n <= 256 for n in box)
 
 
-def load_tile(described, memory: Memory, *start: int) -> np.ndarray:
-    """The box at `start` of a 3-D map: [rows][channels] for a box that is one tap deep."""
-    channels, taps, rows = (np.arange(n) + at for n, at in zip(described.box, start, strict=True))
-    c, tap, row = channels[None, None], taps[None, :, None], rows[:, None, None]
-    ok = (c >= 0) & (c < described.sizes[0]) & (tap >= 0) & (tap < described.sizes[1]) & (row >= 0) & (row < described.sizes[2])
-    elements = memory.view((described.buffer, described.offset), described.dtype)
-    at = c + tap * (described.strides[0] // 2) + row * (described.strides[1] // 2)
-    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)[:, 0]
-
-
 def walked(described, start: tuple[int, ...]) -> np.ndarray:
     """The pixels [pixel][W.., image] that an im2col load fetches from its base `start` on, before a tap's offsets."""
     box, sizes = described.box, described.sizes[1:-1]
@@ -288,16 +287,16 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
 
 def product(step, memory: Memory, finite: bool) -> None:
     s, define = named(step), step.defines
-    w_map, x_map = step.maps
+    x_map, *y_map = step.maps
     rows, pixels, kc = define["ROWS"], define["PIXELS"], define["KC"]
     limbs, sub_tiles = 2 if define["PRODUCTS"] == 3 else 1, 64 // define["KC"]
     for described in step.maps:
         check_map(described, memory)
-    assert w_map.box == (kc, 1, rows) and (x_map.box.channels, x_map.box.pixels) == (kc, pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert w_map.dtype == x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
+    assert (x_map.box.channels, x_map.box.pixels) == (kc, pixels) and len(x_map.sizes) == define["RANK"] + 2
+    assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
-    staging = 8 * 4 * 32 * 20
-    assert define["STAGES"] * limbs * (rows + pixels) * 128 + staging + 1023 <= step.shared
+    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 4 * 32 * 20
+    assert define["STAGES"] * limbs * (rows + pixels) * 128 + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * define["STAGES"] <= MOST_SHARED
     assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
     stages = ceil(s.blocks, sub_tiles)
@@ -313,15 +312,19 @@ def product(step, memory: Memory, finite: bool) -> None:
         start = start[: define["RANK"]]
         walks = [walked(x_map, (*start, image + limb * s.limb_images)) for limb in range(limbs)]
         total = zero((rows, pixels))
-        for block in range(min(part * each, stages) * sub_tiles, min(min(part * each + each, stages) * sub_tiles, s.blocks)):
+        for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
+            real = block < s.blocks  # the last stage is filled with any of w and zeros of x
+            if not real and finite:
+                break
             tap, c = divmod(block, s.channel_blocks)
             t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
             w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
-            assert 0 <= w_tap < w_map.sizes[1], f"tap {w_tap} of {w_map.sizes[1]}"
-            offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)[: define["RANK"]]
-            assert not any((across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)[define["RANK"] :]), "an offset is lost"
-            a = [load_tile(w_map, memory, c * kc, w_tap, limb * s.rows + group * s.rows_group + m) for limb in range(limbs)]
-            b = [load_im2col(x_map, memory, group * s.channels_group + c * kc, walks[limb], offsets) for limb in range(limbs)]
+            offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d) if real else (0, 0, 0)
+            assert not any(offsets[define["RANK"] :]), "an offset is lost"
+            assert not real or 0 <= w_tap < s.taps, f"tap {w_tap} of {s.taps}"
+            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, w_tap * s.channel_blocks + c if real else 0)
+            channel = group * s.channels_group + c * kc if real else s.channels
+            b = [load_im2col(x_map, memory, channel, walks[limb], offsets[: define["RANK"]]) for limb in range(limbs)]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
             with np.errstate(invalid="ignore"):
                 total += a[0] @ b[0].T
@@ -330,10 +333,23 @@ def product(step, memory: Memory, finite: bool) -> None:
         write_tile(step, s, memory, total, m, pixel, group, part)
 
 
+def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
+    """[limb][row][channel] of KC channels of one tap of the packed filter, from 64 rows or twice as many."""
+    define = step.defines
+    kc, limbs = define["KC"], 2 if define["PRODUCTS"] == 3 else 1
+    w = memory.view(step.buffers[0], "bfloat16" if define["BF16"] else "float16")
+    rows, unit = np.arange(64)[:, None], limbs * 64 * kc
+    found = []
+    for one in range(block, block + define["ROWS"] // 64):
+        raw = inside(w, (one * s.taps * s.channel_blocks + number) * unit + np.arange(unit)).reshape(limbs, 64, kc // 8, 8)
+        found.append(raw[:, rows, np.arange(kc // 8) ^ swizzled(rows, kc // 8)].reshape(limbs, 64, kc))
+    return np.concatenate(found, axis=1).astype(np.float64)
+
+
 def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
     """Scales, biases and writes a tile's sums."""
     define = step.defines
-    scale_n, scale_k, bias, y = step.buffers
+    _, scale_n, scale_k, bias, y = step.buffers
     kind = ELEMENT[define["OUT"]]
     m, pixel = m0 + np.arange(define["ROWS"])[:, None], pixel0 + np.arange(define["PIXELS"])[None]
     k, image = group * s.rows_group + m, pixel // s.plane
@@ -344,6 +360,9 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         total = total + inside(memory.view(bias, kind), np.minimum(k, s.rows - 1)).astype(float)
     with np.errstate(over="ignore", invalid="ignore"):
         v = total.astype(np.float32).astype(kind)
+    if define["TENSOR_STORE"]:
+        write_boxes(step, s, memory, v, m0, pixel0, group, part)
+        return
     m, pixel = m[m < s.rows_group][:, None], pixel[pixel < s.pixels][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
     if define["DENSE"]:
@@ -358,6 +377,31 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
     store(memory.view(y, kind), at, v[: m.size, : pixel.size])
     memory.count(y, at)
+
+
+def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
+    """A tile by TMA, 32 pixels and 128 bytes of channels at a time."""
+    described, place = step.maps[1], step.buffers[4]
+    assert step.defines["DENSE"] and step.defines["NHWC"] and step.defines["WGMMA_N"] % 32 == 0
+    assert place in (described.buffer, (described.buffer, described.offset)) and described.dtype == ELEMENT[step.defines["OUT"]]
+    wide = 128 // np.dtype(described.dtype).itemsize
+    assert described.box == (wide, 1, 32, 1)
+    for m in range(0, step.defines["ROWS"], wide):
+        for pixel in range(0, step.defines["PIXELS"], 32):
+            values = v[m : m + wide, pixel : pixel + 32].T[None, :, None]
+            store_box(described, place, memory, values, (m0 + m, group, pixel0 + pixel, part))
+
+
+def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...]) -> None:
+    """`values`, outermost axis first, to the box at `start`, innermost first, but for what lies outside the tensor."""
+    assert values.shape == described.box[::-1]
+    size = np.dtype(described.dtype).itemsize
+    at, ok = np.zeros(values.shape, int), np.ones(values.shape, bool)
+    for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
+        here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
+        at, ok = at + here * (stride // size), ok & (here >= 0) & (here < n)
+    store(memory.view((described.buffer, described.offset), described.dtype), at[ok], values[ok])
+    memory.count(place, at[ok])
 
 
 # ---- the direct engine's kernels beside it
@@ -424,16 +468,16 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 kernels[step.kernel](step, memory)
 
 
-def emulate(problem, config, x, w, b=None, *, multiprocessors: int = 5, finite: bool = True) -> np.ndarray:
-    """What `config` computes, of arrays that are NCHW whatever the problem's layout; with a kept filter the same."""
+def emulate(problem, config, x, w, b=None, *, multiprocessors: int = 5, finite: bool = True, keep: bool = True) -> np.ndarray:
+    """What `config` computes, of arrays that are NCHW whatever the problem's layout; with `keep`, of a kept filter as well."""
     program = ig.program(problem, config, multiprocessors)
     results = []
-    for kept in (False, True):
+    for kept in (False, True)[: 1 + keep]:
         memory = Memory(problem, program, x, w, b)
         for stages in (program.prepare, program.stages) if kept else (program.whole,):
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()
         assert len(counts) == config.SPLIT * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
-    assert results[0].tobytes() == results[1].tobytes(), "a kept filter gives other bits"
+    assert results[0].tobytes() == results[-1].tobytes(), "a kept filter gives other bits"
     return results[0]

@@ -5,14 +5,16 @@ import math
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import DTYPES, TORCH_LAYOUTS, assert_close, dgrad, fprop, python, tensor
+from reference import DTYPES, TORCH_LAYOUTS, assert_close, channels_last, dgrad, fprop, is_channels_last, python, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, DeviceMemoryError, Plan
-from pycuda_conv.engines import direct
+from pycuda_conv import ConvArgumentError, DeviceMemoryError, Plan, engines
+from pycuda_conv import arrays as arrays_module
+from pycuda_conv.engines import ImplicitGemm, direct
 from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
 from pycuda_conv.runtime import get_device
 
@@ -224,7 +226,121 @@ def test_torch_layouts(torch, layout, which):
     tensors[which] = TORCH_LAYOUTS[layout](torch, tensors[which])
     expected = torch.nn.functional.conv2d(*(t.cpu() for t in tensors), padding=1)
     got = pc.conv2d(*tensors, padding=1)
-    assert got.is_contiguous() and torch.equal(got.cpu(), expected)
+    assert is_channels_last(got) if (layout, which) == ("channels_last", 0) else got.is_contiguous()
+    assert torch.equal(got.cpu(), expected)
+
+
+FUNCTIONS = [(transposed, ndim) for transposed in (False, True) for ndim in (1, 2, 3)]
+
+
+def small(transposed, ndim, **options):
+    size, weight = (4, 5, 6)[-ndim:], (4, 6 // options.get("groups", 1)) if transposed else (6, 4 // options.get("groups", 1))
+    return (dgrad if transposed else fprop)((2, 4, *size), (*weight, *(3, 2, 2)[-ndim:]), **options)
+
+
+def call(case, x, w, b=None, **options):
+    return getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")(x, w, b, **case.options, **options)
+
+
+@pytest.mark.parametrize("weight_last", [False, True])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS)
+def test_the_input_decides_whether_the_result_is_channels_last(torch, transposed, ndim, last, weight_last):
+    """Not the filter; `out` has to follow."""
+    case = small(transposed, ndim, groups=2, stride=2)
+    arrays = case.integers("float32")
+    x, w, b = (torch.from_numpy(a).cuda() for a in arrays)
+    x, w = channels_last(x) if last else x, channels_last(w) if weight_last else w
+    expected = torch.from_numpy(case.reference(*arrays)).float().cuda()
+    got = call(case, x, w, b)
+    assert (is_channels_last(got) if last else got.is_contiguous()) and torch.equal(got, expected)
+    for out_last in (False, True):
+        out = torch.full_like(expected, float("nan"))
+        out = channels_last(out) if out_last else out
+        if out_last == last:
+            assert call(case, x, w, b, out=out) is out and torch.equal(out, expected) and is_channels_last(out) == last
+        else:
+            with pytest.raises(ConvArgumentError, match="out must be channels last" if last else "out must be C-contiguous"):
+                call(case, x, w, b, out=out)
+            assert torch.isnan(out).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    ("transposed", "shape", "weight", "options"),
+    [
+        (False, (4, 64, 28, 28), (64, 64, 3, 3), {"padding": 1}), (False, (4, 64, 30), (32, 64, 5), {"stride": 2}),
+        (False, (2, 3, 64, 64), (64, 3, 7, 7), {"stride": 2, "padding": 3}), (False, (2, 16, 6, 20, 20), (32, 16, 3, 3, 3), {"padding": 1}),
+        (False, (4, 64, 28, 28), (64, 1, 3, 3), {"padding": 1, "groups": 64}), (False, (4, 64, 28, 28), (64, 16, 1, 1), {"groups": 4}),
+        (True, (4, 64, 14, 14), (64, 64, 3, 3), {"stride": 2, "padding": 1, "output_padding": 1}), (False, (1, 5, 7, 7), (3, 5, 2, 2), {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_channels_last_tensors_are_read_where_they_are(torch, monkeypatch, transposed, shape, weight, options, dtype):
+    """Large and small, on tensor cores or not: right, channels last, and no copy was made."""
+    monkeypatch.setattr(arrays_module.TorchKind, "copy", lambda *_: pytest.fail("copied"))
+    ndim = len(shape) - 2
+    name = f"conv{'_transpose' if transposed else ''}{ndim}d"
+    x, w = (torch.randint(-2, 3, s, device="cuda").to(getattr(torch, dtype)) for s in (shape, weight))
+    expected = getattr(torch.nn.functional, name)(x.cpu().double(), w.cpu().double(), **options).to(x.dtype).cuda()
+    last = channels_last(x)
+    got = getattr(pc, name)(last, w, **options)
+    assert is_channels_last(got) and got.dtype is x.dtype and torch.equal(got, expected)
+    assert torch.equal(getattr(pc, name)(x, w, **options), expected)
+
+
+def test_channels_last_tensors_that_are_strided_misaligned_or_negated(torch):
+    x, w, b = (torch.from_numpy(a).cuda() for a in CASE.integers("float32"))
+    expected = torch.from_numpy(CASE.reference(*CASE.integers("float32"))).float().cuda()
+    whole = torch.full((x.numel() + 1,), float("nan"), device="cuda")
+    misaligned = whole[1:].view(2, 6, 5, 4).permute(0, 3, 1, 2).copy_(x)
+    for laid, last in (
+        (misaligned, True), (torch._neg_view(channels_last(-x)), True), (torch.cat([channels_last(x)] * 2, 1)[:, :4], False),
+    ):  # fmt: skip
+        got = pc.conv2d(laid, w, b, padding=1)
+        assert is_channels_last(got) == last and torch.equal(got, expected)
+    for shape, weight in (((2, 1, 4, 5), (3, 1, 2, 2)), ((2, 4, 1, 1), (3, 4, 3, 3))):  # both at once: as contiguous ones
+        x, w = (channels_last(torch.randint(-8, 9, s, device="cuda").float()) for s in (shape, weight))
+        got = pc.conv2d(x, w, padding=1)
+        assert got.is_contiguous() and torch.equal(got.cpu(), torch.nn.functional.conv2d(x.cpu(), w.cpu(), padding=1))
+
+
+def turned(array, order):
+    """The axes of `array` in another order; the memory stays."""
+    if isinstance(array, Foreign):
+        interface = array.__cuda_array_interface__
+        strides = interface.get("strides") or np.empty(interface["shape"], interface["typestr"]).strides
+        return Foreign(array.owner, shape=tuple(interface["shape"][i] for i in order), strides=tuple(strides[i] for i in order))
+    name = type(array).__module__.partition(".")[0]
+    if name == "pycuda":
+        with get_device("cuda"):
+            return array.transpose(order)
+    return array.permute(order) if name == "torch" else array.transpose(order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS)
+def test_a_plan_keeps_the_layout_of_its_problem(transposed, ndim, kind):
+    """Whatever the input's; what lies otherwise is copied."""
+    case = small(transposed, ndim)
+    arrays = case.integers("float32")
+    x, w, b = (make(kind, a) for a in arrays)
+    expected = case.reference(*arrays)
+    for layout in ("NCHW", "NHWC"):
+        problem = replace(case.problem(), layout=layout)
+        order = problem.order or range(ndim + 2)
+        back = [int(i) for i in np.argsort(order)]
+        plan = Plan(problem, "cuda")
+        last = turned(make(kind, np.ascontiguousarray(arrays[0].transpose(0, *range(2, ndim + 2), 1))), (0, ndim + 1, *range(1, ndim + 1)))
+        memory = np.full([expected.shape[i] for i in order], np.nan, "f")
+        out = turned(make(kind, memory), back)
+        for given in (x, last):
+            got = plan(given, w, b)
+            assert np.array_equal(host(got), expected)
+            strides = np.array(got.stride() if kind == "torch" else got.strides)
+            assert list(strides // strides.min()) == [s // 4 for s in memory.transpose(back).strides]
+            assert plan(given, w, b, out=out) is out
+            assert np.array_equal(host(out), expected.transpose(order) if kind == "foreign" else expected)  # whose owner lies in memory's order
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -530,6 +646,164 @@ def test_host_arrays_with_a_stream(torch, drv):
         own = drv.Stream()
     for stream in (torch.cuda.Stream(), torch.cuda.Stream().cuda_stream, own, own.handle, 0, torch.cuda.default_stream()):
         assert np.array_equal(pc.conv2d(*arrays, padding=1, stream=stream), CASE.reference(*arrays))
+
+
+# ---- filters that are packed once
+
+PACKED = {
+    "forward": fprop((8, 64, 28, 28), (64, 64, 3, 3), padding=1), "transposed": dgrad((8, 64, 14, 14), (64, 48, 3, 3), stride=2),
+    "folded": fprop((8, 3, 64, 64), (64, 3, 7, 7), stride=2, padding=3), "groups": fprop((8, 64, 400), (128, 32, 5), groups=2, bias=False),
+}
+
+
+def packing_plan(case, dtype="float32", **changes):
+    plan = Plan(replace(case.problem(dtype), **changes), "cuda", config=ImplicitGemm(64, 64, 3))
+    assert plan.filter_bytes and plan.workspace_bytes == plan.filter_bytes + plan.program.workspace_bytes
+    return plan
+
+
+@pytest.fixture(scope="module")
+def tensor_cores():
+    why = engines.legal(PACKED["forward"].problem(), ImplicitGemm(64, 64, 3), get_device("cuda"))
+    if why:
+        pytest.skip(why)
+
+
+@pytest.fixture
+def packings(monkeypatch, tensor_cores):
+    """How often a filter was packed apart from a call."""
+    calls, original = [], Plan.pack
+    monkeypatch.setattr(Plan, "pack", lambda plan, *args: (calls.append(plan), original(plan, *args)))
+    return calls
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", PACKED)
+def test_a_bound_filter_is_packed_once(packings, way, kind, dtype):
+    case = PACKED[way]
+    x, w, b = case.normals(dtype)
+    plan = packing_plan(case, dtype)
+    given = [make(kind, a) for a in (x, w, b)]
+    expected = host(plan(*given))
+    assert_close(expected, case.reference(x, w, b), case.bound(x, w, b, case.reference(x, w, b)))
+    weight, filler = make(kind, w.copy()), make(kind, np.full_like(w, np.nan))
+    packings.clear()
+    bound = plan.bind(weight, given[2])
+    assert packings == [plan]
+    overwrite(kind, weight, filler)  # nothing reads it any more
+    for _ in range(3):
+        assert np.array_equal(host(bound(given[0])), expected)
+    out = make(kind, np.full(plan.result_shape, np.nan, dtype))
+    assert bound(given[0], out=out) is out and np.array_equal(host(out), expected)
+    assert packings == [plan]
+
+
+def overwrite(kind, array, values):
+    if kind in ("gpuarray", "foreign"):
+        with get_device("cuda"):
+            (array.owner if kind == "foreign" else array).set(values.owner if kind == "foreign" else values)
+    else:
+        array[...] = values
+
+
+def test_a_bound_filter_s_numbers_outside_the_limbs_come_out_right_too(torch, packings):
+    """They are computed from the filter as it was, which the bound plan keeps."""
+    case = PACKED["forward"]
+    x, w, b = case.normals("float32")
+    x[3] *= np.float32(1e-30)
+    x[3, 0, 0, 0], x[5, 1, 2, 3], w[7] = 1e30, np.inf, w[7] * np.float32(2.0) ** -100
+    tensors = [torch.from_numpy(a).cuda() for a in (x, w, b)]
+    plan = packing_plan(case)
+    bound, expected = plan.bind(*tensors[1:]), plan(*tensors)
+    tensors[1].fill_(float("nan"))
+    got = bound(tensors[0])
+    assert torch.equal(got.nan_to_num(7.0), expected.nan_to_num(7.0))
+    ref, finite = case.reference(x, w, b), [0, 1, 2, 3, 4, 6, 7]
+    bound_on_error = case.bound(*(np.where(np.isinf(a), 0, a) for a in (x, w)), b, ref)
+    assert_close(got.cpu().numpy()[finite], ref[finite], bound_on_error[finite])
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_bound_filters_on_streams_and_in_graphs(torch, packings, dtype, layout):
+    case = PACKED["forward"]
+    plan = packing_plan(case, dtype, layout=layout)
+    sets = [[torch.randint(-2, 3, t.shape).to(getattr(torch, dtype)).cuda() for t in map(torch.from_numpy, case.normals("float32", seed))] for seed in range(3)]
+    w, b = sets[0][1:]
+    wrap = channels_last if layout == "NHWC" else lambda t: t
+    sources = [wrap(s[0]) for s in sets]
+    expected = [plan(x, w, b).clone() for x in sources]
+    with torch.cuda.stream(torch.cuda.Stream()):  # the filter comes late
+        late = torch.full_like(w, float("nan"))
+        torch.cuda._sleep(LONG // 10)
+        late.copy_(w)
+        bound = plan.bind(late, b)
+    assert torch.equal(bound(sources[0]), expected[0])  # at once on another stream
+    x, side = torch.empty_like(sources[0]), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        for source, value in zip(sources, expected, strict=True):
+            torch.cuda._sleep(LONG // 20)
+            x.copy_(source)
+            y = bound(x)
+            x.fill_(float("nan"))
+            assert torch.equal(y, value)
+    for source, value in zip(sources, expected, strict=True):
+        out = torch.full_like(value, float("nan"))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG // 20)
+            x.copy_(source)
+        assert bound(x, out=out, stream=side) is out
+        with torch.cuda.stream(side):
+            assert torch.equal(out, value)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = bound(x)
+    for source, value in zip(sources, expected, strict=True):
+        x.copy_(source)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y, value) and is_channels_last(y) == (layout == "NHWC")
+    assert packings == [plan]
+
+
+def test_bound_filters_give_their_memory_back_and_share_no_scratch(torch, packings):
+    case = PACKED["forward"]
+    plan = packing_plan(case)
+    x, w, b = (torch.from_numpy(a).cuda() for a in case.normals("float32"))
+    expected, before = plan(x, w, b), torch.cuda.memory_allocated()
+    bound = plan.bind(w, b)
+    assert before < torch.cuda.memory_allocated() <= before + plan.filter_bytes + w.numel() * 4 + 4096
+    with ThreadPoolExecutor(8) as pool:
+        assert all(torch.equal(y, expected) for y in pool.map(bound, [x] * 64))
+    del bound
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("devices", [None, "all"])
+def test_host_arrays_have_their_filter_packed_once_a_call(packings, monkeypatch, devices):
+    """Chunks of images and of rows; bound filters not at all. Numbers are those of other chunks but for the last bits."""
+    for case in (fprop((24, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((1, 32, 600, 300), (64, 32, 3, 3), padding=1)):
+        x, w, b = case.normals("float32")
+        ref = case.reference(x, w, b)
+        plan = Plan(case.problem(), "cuda", config=ImplicitGemm(64, 64, 3))
+        results = []
+        for chunk_bytes in (1 << 20, 8 << 20):
+            monkeypatch.setattr(pc.host, "CHUNK_BYTES", chunk_bytes)
+            monkeypatch.setattr(pc.host, "LEAST_CHUNK_BYTES", chunk_bytes)
+            packings.clear()
+            results.append(plan(x, w, b))
+            assert len(packings) == 1
+            bound = plan.bind(w, b)
+            packings.clear()
+            assert np.array_equal(bound(x), results[-1]) and packings == []
+            assert np.array_equal(pc.conv2d(x, w, b, padding=1, devices=devices), pc.conv2d(x, w, b, padding=1))
+        for got in (*results, plan(*(make("torch", a) for a in (x, w, b))).cpu().numpy()):
+            assert_close(got, ref, case.bound(x, w, b, ref))
 
 
 # ---- graphs

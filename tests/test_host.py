@@ -245,6 +245,26 @@ def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(
         assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
 
+def test_plans_with_equal_packing_keys_pack_a_filter_alike():
+    """Whatever the images: number, size, padding, layout."""
+    seen = {}
+    for config in (engines.ImplicitGemm(64, 64, 3), engines.ImplicitGemm80()):
+        device = SimpleNamespace(multiprocessors=132, capability=(9, 0) if isinstance(config, engines.ImplicitGemm) else (8, 0))
+        for channels, groups, dtype, n, size, padding, stride, layout in itertools.product(
+            (3, 64), (1, 2), ("float32", "bfloat16"), (1, 5), ((9, 9), (40, 300)), (0, 2), (1, 2, 9), ("NCHW", "NHWC")
+        ):
+            case = fprop((n, channels * groups, *size), (32, channels, 3, 5), padding=padding, stride=stride, groups=groups)
+            problem = replace(case.problem(dtype), layout=layout)
+            if engines.legal(problem, config, device):
+                continue
+            ((step,),) = engines.program(problem, config, device).prepare
+            defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "CHUNKS", "ITEMS")}  # of the images
+            taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[4:], step.scalars[0], step.scalars[3:5], step.scalars[-7:]
+            assert seen.setdefault(engines.packing_key(problem, config), taken) == taken
+    assert len(seen) > 8 and None not in seen
+    assert engines.packing_key(problem, Gemm()) is None
+
+
 # ---- page-locked memory
 
 

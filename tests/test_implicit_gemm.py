@@ -129,8 +129,11 @@ def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, 
     return emulator.emulate(problem, config, *arrays, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", AWKWARD, ids=str)
+BY_TURNS = [("fp32", "tf32 last", "fp16 last", "bf16"), ("fp32 last", "tf32", "fp16", "bf16 last")]
+PLANNED = [(case, mode) for i, case in enumerate(AWKWARD) for mode in BY_TURNS[i % 2] if mode in MODES]
+
+
+@pytest.mark.parametrize(("case", "mode"), PLANNED, ids=[f"{mode}-{case}" for case, mode in PLANNED])
 def test_the_plan_computes_the_convolution(case, mode):
     """Every scalar, offset and tensor map, in numpy: exact integers, then numbers that need both limbs."""
     problem = asked(case, mode)
@@ -142,9 +145,12 @@ def test_the_plan_computes_the_convolution(case, mode):
     if dtype_of(mode) == "float32":
         arrays = case.normals("float32", seed=1)
         ref = case.reference(*arrays)
-        limbs = 2.0**-9.9 if "tf32" in mode else 2.0**-20.9  # half a unit in each of two factors, and what three products leave out
-        allowed = limbs * case.reference(*map(np.abs, arrays[:2])) + EPS["float32"] * np.abs(ref)
-        assert_close(emulated(case, mode, arrays), ref, allowed, problem)
+        assert_close(emulated(case, mode, arrays, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref), problem)
+
+
+def limbs_bound(case: Case, mode: str, x, w, ref) -> np.ndarray:
+    """What limbs lose without any rounding of sums: half a unit of each of two factors, and what three products leave out."""
+    return (2.0**-9.9 if "tf32" in mode else 2.0**-20.9) * case.reference(np.abs(x), np.abs(w)) + EPS["float32"] * np.abs(ref)
 
 
 @pytest.mark.parametrize("rows", [64, 128])
@@ -458,7 +464,7 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_limbs_and_the_exact_path_keep_every_range(scenario, case, mode):
     x, w = data(scenario, case)
-    got = emulated(case, mode, (x, w), finite=False)
+    got = emulated(case, mode, (x, w), finite=False, keep=False)
     check_range(case, mode, x, w, got, scenario)
     if scenario in NORMED:
         check_norm(case, mode, x, w, got, scenario)
@@ -482,7 +488,7 @@ def check_not_finite(case: Case, mode: str, run) -> None:
     clean = run(x, w, b)
     first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
     for value in (np.nan, np.inf, -np.inf):
-        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, 1, 1))):
+        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, 1, 1)), (1, (0, 0, 0, 0))):
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):
@@ -498,7 +504,7 @@ def check_not_finite(case: Case, mode: str, run) -> None:
 @pytest.mark.parametrize(("case", "mode"), NOT_FINITE, ids=[f"{mode}-{case}" for case, mode in NOT_FINITE])
 def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
     case = replace(case, bias=False)
-    check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, finite=False))
+    check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, finite=False, keep=False))
 
 
 # ---- the emulator itself: a test that can't fail proves nothing
@@ -507,18 +513,20 @@ def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
 @pytest.mark.parametrize(
     ("case", "mode", "scalars"),
     [
-        (fprop((3, 24, 5, 6, 7), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32",
-         "tiles tiles_m tiles_pixels blocks channel_blocks rows_group rows tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
+        (fprop((3, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32",
+         "tiles tiles_m splits blocks channel_blocks rows_group rows taps tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
          "load_q stride_h stride_w low_d low_h low_w"),
         (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(1, 2, 0), groups=2), "tf32",
-         "tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),
+         "tiles_pixels blocks_group tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),
     ],
     ids=["fprop", "dgrad"],
 )  # fmt: skip
 def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
-    arrays = case.integers("float32")
-    problem, config = asked(case, mode), TILES[mode]
+    arrays = case.normals("float32")
+    problem, config, ref = asked(case, mode), TILES[mode], case.reference(*arrays)
+    allowed = limbs_bound(case, mode, *arrays[:2], ref)
     program, names = ig.program(problem, config, 5), emulator.fields("implicit_gemm_sm90")
+    missed = scalars.split()
     for name in scalars.split():
         at = names.index(name)
 
@@ -529,10 +537,13 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
 
         wrong = {f.name: [[changed(s) for s in stage] for stage in getattr(program, f.name)] for f in fields(program) if f.name in ("stages", "whole")}
         monkeypatch.setattr(ig, "program", lambda *_, wrong=wrong: replace(program, **wrong))
-        with pytest.raises((AssertionError, ZeroDivisionError, ValueError, pytest.fail.Exception)):
-            assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+        try:
+            assert_close(emulator.emulate(problem, config, *arrays, keep=False), ref, allowed)
+        except (AssertionError, ZeroDivisionError, ValueError, pytest.fail.Exception):
+            missed.remove(name)
         monkeypatch.undo()
-    assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays))
+    assert not missed
+    assert_close(emulator.emulate(problem, config, *arrays), ref, allowed)
 
 
 @pytest.mark.parametrize("field", ["sizes", "strides", "lower", "upper", "stride", "offset", "box"])
@@ -540,12 +551,12 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
     case = fprop((3, 24, 6, 7), (80, 24, 3, 2), stride=(1, 2), padding=((1, 0), (2, 1)))
     arrays, problem, config = case.normals("float32"), asked(case, "fp32"), TILES["fp32"]
     program, wrongs, ref = ig.program(problem, config, 5), 0, case.reference(*arrays)
-    allowed = 2.0**-20.9 * case.reference(*map(np.abs, arrays[:2])) + EPS["float32"] * np.abs(ref)
+    allowed = limbs_bound(case, "fp32", *arrays[:2], ref)
 
     def moved(values, at, by):
         return (*values[:at], values[at] + by, *values[at + 1 :])
 
-    for which in (0, 1, 2):
+    for which in (0, 1):
         for at in range(4):
 
             def changed(step, which=which, at=at):

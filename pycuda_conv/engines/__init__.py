@@ -83,7 +83,5 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
         return None
     found = implicit_gemm.packing(problem)
     assert found is not None
-    return (
-        problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size, found[0].folded,
-        found[0].group,
-    )
+    asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
+    return (*asked, found[0].folded, found[0].group, found[0].load)

@@ -293,8 +293,8 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         defines = asdict(config) | {
             "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "NHWC": int(not nchw), "GUARDED": 0, "A_VEC": 4 if contiguous_taps and not empty else 1,
-            "B_VEC": 4 if pointwise else 1,
+            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "NHWC": int(not nchw), "GUARDED": 0,
+            "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
             "W_G": m * reduction * taps, "W_M": w_m, "W_C": w_c,
@@ -327,7 +327,9 @@ def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) 
     return Step("direct_reduce", defines, _ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
 
 
-def guarded(problem: ConvProblem, image_flags: int | tuple[int, int], filter_flags: int | tuple[int, int], multiprocessors: int) -> list[Step]:
+def guarded(
+    problem: ConvProblem, image_flags: int | tuple[int, int], filter_flags: int | tuple[int, int], multiprocessors: int
+) -> list[Step]:
     """Launches that compute the flagged images and channels of `problem`, and nothing else: see ``direct_gemm.cu``."""
     launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 2))
     return [

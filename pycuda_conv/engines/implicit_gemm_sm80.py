@@ -51,9 +51,7 @@ def why_not(problem: ConvProblem) -> str | None:
     if reason:
         return reason
     packed = _packing(problem)[0]
-    x_chunks = problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
-    w_chunks = problem.result_channels * _taps(problem, packed) * packed.group // 8
-    if x_chunks >= 2**32 or w_chunks >= 2**31:
+    if _x_chunks(problem, packed) >= 2**32 or _w_chunks(problem, packed) >= 2**31:
         return "it counts eights of channels in 32 bits"
     return None
 
@@ -115,9 +113,15 @@ def _packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
     return found
 
 
-def _taps(problem: ConvProblem, packed: Packing) -> int:
-    """Taps of the packed filter."""
-    return math.prod(problem.filter_size) // math.prod(packed.folded)
+def _x_chunks(problem: ConvProblem, packed: Packing) -> int:
+    """Eights of channels in a limb of the packed images."""
+    return problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
+
+
+def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
+    """Eights of channels in a block of 64 rows of the packed filter."""
+    _, taps, channel_blocks = shared._filter_sizes(problem, packed)
+    return 64 * limbs(problem) * taps * channel_blocks * packed.load // 8
 
 
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
@@ -142,7 +146,8 @@ def _product(
 ) -> Step:
     """The launch of one phase."""
     phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
-    groups, rows, chunks, taps = problem.groups, problem.result_channels, packed.group // 8, _taps(problem, packed)
+    groups, rows, chunks = problem.groups, problem.result_channels, packed.group // 8
+    blocks, _, channel_blocks = shared._filter_sizes(problem, packed)
     tiles_m, tiles_pixels = _tiles(problem, config, walk)
     kept = [n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)]
     tap_strides = (kept[1] * kept[2], kept[2], 1)  # taps of the packed filter from one to the next along t, r, s
@@ -152,14 +157,13 @@ def _product(
     dense = phase.step == (1, 1, 1)
     shape = (
         tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, groups * chunks, rows // groups, rows,
-        taps * chunks, rows * taps * chunks, problem.N * math.prod(packed.size) * groups * chunks,
-        max(walk.taps[1], 1), max(walk.taps[2], 1),
+        blocks, channel_blocks, _w_chunks(problem, packed), _x_chunks(problem, packed), max(walk.taps[1], 1), max(walk.taps[2], 1),
         sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
         *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane, phase.size[1] * row, row, math.prod(result),
         sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
     )
     defines = {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem),
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
         "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
         "VEC": math.gcd(rows // groups if nhwc else plane if dense else 1, 4), "DENSE": int(dense),

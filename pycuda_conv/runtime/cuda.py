@@ -415,10 +415,11 @@ class CudaDevice(Device):
         grid, block, scalars, shared = (step.grid, 1, 1), (step.block, 1, 1), step.scalars, step.shared
         # where prepared_async_call ends; its other work on the way costs 1 us of 5, and there is none to do here
         call, count = function._launch_kernel, len(step.buffers)
-        if not step.maps and all(isinstance(place, int) for place in step.buffers):
-            taken: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*step.buffers)
+        whole = [place for place in step.buffers if isinstance(place, int)]
+        if not step.maps and len(whole) == count:
+            taken: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*whole)
             if count == 1:
-                taken = lambda buffers, one=step.buffers[0]: (buffers[one],)  # noqa: E731
+                taken = itemgetter(slice(whole[0], whole[0] + 1))
             pack = Struct("P" * count + "q" * len(scalars)).pack
 
             def launch(buffers: Sequence[Any], stream: Any) -> None:

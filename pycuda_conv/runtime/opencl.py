@@ -96,10 +96,11 @@ class OpenCLDevice(Device):
         kernel = self._kernel(step)
         global_size, local_size = (step.grid * step.block,), (step.block,)
         scalars = [np.int64(v) for v in step.scalars]
+        whole = [place for place in step.buffers if isinstance(place, int)]  # the portable kernels take no parts of buffers
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             with self._lock:  # a kernel's arguments are its state
-                kernel(self.queue, global_size, local_size, *[buffers[i] for i in step.buffers], *scalars)
+                kernel(self.queue, global_size, local_size, *[buffers[i] for i in whole], *scalars)
 
         return launch
 

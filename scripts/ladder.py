@@ -1,0 +1,105 @@
+"""Times the ladder of kernels, from one thread a pixel to the tensor cores, on one layer, and draws it: docs/kernels.md.
+
+    python scripts/ladder.py --plot docs/ladder.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import torch
+
+import pycuda_conv as pc
+from pycuda_conv.engines.direct import Batched, Gemm
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.tools.report import median
+from pycuda_conv.tools.timing import Effort, gpu_times
+
+LAYER = pc.ConvProblem.forward(2, (32, 256, 56, 56), (256, 256, 3, 3), padding=1)
+
+#: What a step adds, its configuration, and what of the problem it changes.
+STEPS = (
+    ("a thread a pixel and channel", Batched(128, 1, 1), {}),
+    ("8 channels a thread, 16 at a time", Batched(128, 8, 16), {}),
+    ("blocked for registers, 4 x 4 a thread", Gemm(64, 64, 8, 4, 4, 1), {}),
+    ("8 x 8 a thread", Gemm(128, 128, 16, 8, 8, 2), {}),
+    ("tensor cores, three products of limbs, 64 x 128", ImplicitGemm(64, 128, 2), {}),
+    ("two warpgroups on 128 x 128, 2 stages", ImplicitGemm(128, 128, 2), {}),
+    ("3 stages", ImplicitGemm(128, 128, 3), {}),
+    ("one product (tf32)", ImplicitGemm(128, 256, 4), {"precision": "tf32"}),
+    ("float16, channels last", ImplicitGemm(128, 256, 4), {"dtype": "float16", "layout": "NHWC"}),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plot", help="write a bar chart there")
+    plot = parser.parse_args().plot
+    torch.backends.cudnn.benchmark = True
+    x, w = torch.randn(LAYER.input_shape, device="cuda"), torch.randn(LAYER.weight_shape, device="cuda") / 48
+    reference = torch.nn.functional.conv2d(x.double(), w.double(), padding=1)
+    names, ways, errors = [], [], []
+
+    def add(name, way):
+        result = way(0).double()
+        names.append(name)
+        ways.append(way)
+        errors.append(float((result - reference).norm() / reference.norm()))
+
+    for name, config, changes in STEPS:
+        problem = replace(LAYER, **changes)
+        add(name, _ours(problem, config, x, w))
+    for name, allow, changes in (("cuDNN fp32", False, {}), ("cuDNN TF32", True, {}), ("cuDNN float16, channels last", True, STEPS[-1][2])):
+        add(name, _cudnn(replace(LAYER, **changes), allow, x, w))
+    times, _ = gpu_times(torch, ways, 1, Effort(rounds=5, seconds=0.5))
+    print(f"{LAYER} on {torch.cuda.get_device_name()}, medians")
+    for name, taken, error in zip(names, times, errors, strict=True):
+        us = median(taken) * 1e6
+        print(f"{name:50s} {us:9.1f} us {LAYER.flops / us / 1e6:7.1f} TFLOP/s   error {error:.1e}")
+    if plot:
+        _draw(names, [LAYER.flops / median(taken) / 1e12 for taken in times], plot)
+
+
+def _placed(problem, x, w):
+    dtype = getattr(torch, problem.dtype)
+    layout = torch.channels_last if problem.layout == "NHWC" else torch.contiguous_format
+    return x.to(dtype).contiguous(memory_format=layout), w.to(dtype)
+
+
+def _ours(problem, config, x, w):
+    x, w = _placed(problem, x, w)
+    plan = pc.Plan(problem, config=config)
+    return lambda _: plan(x, w)
+
+
+def _cudnn(problem, allow_tf32, x, w):
+    x, w = _placed(problem, x, w)
+    w = w.contiguous(memory_format=torch.channels_last) if problem.layout == "NHWC" else w
+
+    def way(_):
+        torch.backends.cudnn.allow_tf32 = allow_tf32
+        return torch.nn.functional.conv2d(x, w, padding=1)
+
+    return way
+
+
+def _draw(names, rates, path):
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.9 + 0.34 * len(names)), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.barh(range(len(names)), rates, color=["#d9822b" if name.startswith("cuDNN") else "#0b6bb0" for name in names])
+    axes.set_yticks(range(len(names)), names, fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    for y, rate in enumerate(rates):
+        axes.annotate(f"{rate:.1f}", (rate, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+    axes.set_xlabel("TFLOP/s (effective, logarithmic)")
+    axes.set_title(f"{LAYER} on {torch.cuda.get_device_name()}", loc="left", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main()
