@@ -23,6 +23,11 @@
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
+// 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
+//          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
+//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by 2^GUESS, and notes their
+//          extremes, parts[image][tile][warp]. settle_images (pack.cu) then says which images did not fit; a second launch, with
+//          `second`, does those again with their own scales. Tiles lie within an image.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
@@ -43,6 +48,13 @@
 #define VEC 4        // else: elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
+#define POINTWISE 0
+#define RAW_STAGES 2
+#endif
+#if POINTWISE
+#define WGMMA_TURNED_B "1"
+#else
+#define WGMMA_TURNED_B "0"
 #endif
 #if BF16
 #define WGMMA_TYPE "bf16"
@@ -55,6 +67,8 @@ constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
 constexpr int CONSUMERS = 2, CHUNK = 32;  // pixels of a staging tile
+[[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4, GUESS = 9;  // as in pack.cu
+static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0), "whole blocks of 64 pixels");
 constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
@@ -89,18 +103,28 @@ struct Shape {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
+  long long second;                                     // the launch that does images again
 };
 
 struct Tile {
-  int m, pixel, group, split;
+  int m, pixel, end, group, split;  // pixels that count are below `end`
   DEVICE Tile(const Shape& shape, int tile) {
     m = tile % (int)shape.tiles_m * ROWS;
     tile /= (int)shape.tiles_m;
     split = tile % (int)shape.splits;
     tile /= (int)shape.splits;
-    pixel = tile % (int)shape.tiles_pixels * PIXELS;
     group = tile / (int)shape.tiles_pixels;
+    tile %= (int)shape.tiles_pixels;
+    if (POINTWISE) {
+      const int image = tile / tiles_image(shape), plane = (int)shape.plane;
+      pixel = image * plane + tile % tiles_image(shape) * PIXELS;
+      end = (image + 1) * plane;
+    } else {
+      pixel = tile * PIXELS;
+      end = (int)shape.pixels;
+    }
   }
+  DEVICE static int tiles_image(const Shape& shape) { return ((int)shape.plane + PIXELS - 1) / PIXELS; }
 };
 
 // stages of gemm k that a split takes: first to last
@@ -124,6 +148,7 @@ struct Position {
   }
 };
 
+#if !POINTWISE
 DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
   prefetch_map(map_x);
   Position at;
@@ -173,6 +198,108 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& sha
     }
   }
 }
+#endif
+
+#if POINTWISE
+// Of the images whose tiles are wanted: all at first, then those that are to be done again.
+DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
+
+DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const int* again, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty,
+                    uint32_t raw, uint32_t raw_full, uint32_t raw_empty) {
+  prefetch_map(map_x);
+  Position at;
+  [[maybe_unused]] int raw_stage = 0, raw_parity = 0;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    if (!wanted(of, shape, again)) continue;
+    const Range range(shape, of.split);
+    const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
+    const long long w_block = shape.channel_blocks * A_SUB;
+    const uint8_t* const w_tile = w + (of.m / 64) * w_block;
+    for (int step = range.first; step < range.last; ++step) {
+      const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
+      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(arrived, POINTWISE == 1 ? STAGE_BYTES : A_BYTES);
+#pragma unroll
+      for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_block + step * A_SUB, A_SUB, arrived);
+#if POINTWISE == 1
+#pragma unroll
+      for (int block = 0; block < PIXELS / 64; ++block)
+        load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
+#else
+      barrier_wait(raw_empty + 8 * raw_stage, raw_parity ^ 1);
+      barrier_expect(raw_full + 8 * raw_stage, RAW_BYTES);
+      load_box(raw + raw_stage * RAW_BYTES, map_x, raw_full + 8 * raw_stage, inside, step * 64, image);
+      if (++raw_stage == RAW_STAGES) {
+        raw_stage = 0;
+        raw_parity ^= 1;
+      }
+#endif
+      at.next();
+    }
+  }
+}
+#endif
+
+#if POINTWISE == 2
+// float32 pixels to limbs, by a warpgroup. A thread takes 8 neighbouring pixels of a channel at a time.
+DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint32_t full, uint32_t empty, uint32_t raw_full, uint32_t raw_empty,
+                    const float* scale_n, const int* again, uint2* parts) {
+  const int thread = threadIdx.x % 128;
+  Position at;
+  int raw_stage = 0, raw_parity = 0;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    if (!wanted(of, shape, again)) continue;
+    const Range range(shape, of.split);
+    const float scale = again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
+    unsigned largest = 0, smallest = ~0u;  // magnitudes as bits, less one: zero is none, and the largest there is
+    for (int step = range.first; step < range.last; ++step) {
+      barrier_wait(raw_full + 8 * raw_stage, raw_parity);
+      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
+      uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
+#pragma unroll 4
+      for (int i = thread; i < 64 * PIXELS / 8; i += 128) {
+        const int row = i / (PIXELS / 8), piece = i % (PIXELS / 8);
+        const float4 left = from[2 * i], right = from[2 * i + 1];
+        const float v[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
+        __half limbs[LIMBS][8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const unsigned bits = __float_as_uint(v[e]) & 0x7fffffff;
+          largest = max(largest, bits);
+          smallest = min(smallest, bits - 1);
+          limbs[0][e] = __float2half_rn(v[e] * scale);
+#if PRODUCTS == 3
+          limbs[1][e] = __float2half_rn((v[e] * scale - __half2float(limbs[0][e])) * 2048);
+#endif
+        }
+#pragma unroll
+        for (int limb = 0; limb < LIMBS; ++limb)
+          *(uint4*)(to + limb * B_BYTES + piece / 8 * (64 * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4)) = *(const uint4*)limbs[limb];
+      }
+      fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+      __syncwarp();
+      if (thread % 32 == 0) {
+        barrier_arrive(full + 8 * at.stage);
+        barrier_arrive(raw_empty + 8 * raw_stage);
+      }
+      at.next();
+      if (++raw_stage == RAW_STAGES) {
+        raw_stage = 0;
+        raw_parity ^= 1;
+      }
+    }
+    if (!again && of.m == 0) {
+      largest = __reduce_max_sync(~0u, largest);
+      smallest = __reduce_min_sync(~0u, smallest);
+      const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane / PIXELS;
+      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * 4 + thread / 32] = make_uint2(largest, smallest);
+    }
+  }
+}
+#endif
 
 // ---- a tile's sums, scaled and so on, to y
 
@@ -197,11 +324,11 @@ template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
 // What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
 // its two channels. Loaded before a tile is multiplied, used while the next one is.
 struct Rows {
-  int m, pixel, group, split;
+  int m, pixel, end, group, split;
   float scale[2], bias[2];
   DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* bias_k)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
-        group(of.group), split(of.split) {
+        end(of.end), group(of.group), split(of.split) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
@@ -244,10 +371,10 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
     out_t v[VEC];
   };
 #if NHWC
-  const int last = m0 + across < (int)shape.rows_group ? min(width, (int)shape.pixels - pixel0) : 0;
+  const int last = m0 + across < (int)shape.rows_group ? min(width, rows.end - pixel0) : 0;
 #else
   const int pixel = pixel0 + across;
-  const int last = across < width && pixel < (int)shape.pixels ? (int)shape.rows_group - m0 : 0;
+  const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
   out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
 #endif
 #pragma unroll
@@ -320,8 +447,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 // ---- the multiplication
 
 DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
-                    const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, out_t* y) {
-  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+                    const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, const int* again, out_t* y) {
+  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);  // POINTWISE: 64 pixels are as many bytes
   Position at, unread;  // the stage to multiply next, and the first that the producer has not been given back
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
@@ -332,11 +459,12 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
   // the products of one stage and one pair of limbs, 16 of k at a time
   auto multiply = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
     const uint64_t a = wgmma_descriptor<SPAN>(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
-    const uint64_t b = wgmma_descriptor<SPAN>(b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES);
+    const uint32_t b_address = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
+    const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_address) : wgmma_descriptor<SPAN>(b_address);
 #pragma unroll
     for (int k = 0; k < 64; k += 16) {
       const int sub = k / KC, inner = 2 * (k % KC);
-      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
     }
   };
   auto give_back = [&] {
@@ -356,6 +484,9 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
+#if POINTWISE
+    if (!wanted(of, shape, again)) continue;
+#endif
     const Range range(shape, of.split);
     const bool any = range.first < range.last;
     int step = range.first;
@@ -363,7 +494,10 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
       rows = Rows(shape, of, consumer, scale_k, bias);
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
-      for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) scales[i] = scale_n[min(rows.pixel + i, (int)shape.pixels - 1) / (int)shape.plane];
+      for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
+        const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
+        scales[i] = POINTWISE == 2 && !again ? 1.f / (1 << GUESS) : scale_n[image];
+      }
       named_barrier(1 + consumer, 128);
 #endif
     };
@@ -434,40 +568,71 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+constexpr int THREADS = POINTWISE == 2 ? 512 : 384;
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_x,
 #if TENSOR_STORE
                        const __grid_constant__ CUtensorMap map_y,
 #endif
-                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias,
-                       out_t* __restrict__ y, const __grid_constant__ Shape shape) {
+                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
+                       const out_t* __restrict__ bias, out_t* __restrict__ y,
+#if POINTWISE == 2
+                       uint2* __restrict__ parts, const int* __restrict__ not_guessed,
+#endif
+                       const __grid_constant__ Shape shape) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * RAW_STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  uint8_t* const staging = dynamic + (ring - shared_address(dynamic)) + STAGES * STAGE_BYTES;
+  uint8_t* const aligned = dynamic + (ring - shared_address(dynamic));
+  uint8_t* const raw = aligned + STAGES * STAGE_BYTES;
+  uint8_t* const staging = raw + (POINTWISE == 2 ? RAW_STAGES * RAW_BYTES : 0);
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
+  [[maybe_unused]] const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * RAW_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
+      barrier_init(full + 8 * i, POINTWISE == 2 ? 1 + 4 : 1);  // the producer's bytes, and the converter's warps
       barrier_init(empty + 8 * i, 4 * CONSUMERS);
     }
+    if (POINTWISE == 2)
+      for (int i = 0; i < RAW_STAGES; ++i) {
+        barrier_init(raw_full + 8 * i, 1);
+        barrier_init(raw_empty + 8 * i, 4);
+      }
     barrier_init_done();
   }
   __syncthreads();
+#if POINTWISE == 2
+  const int* const again = shape.second ? not_guessed : nullptr;
+  if (again) {  // the usual case first: nothing is
+    int any = 0;
+    for (int image = threadIdx.x; image < (int)(shape.pixels / shape.plane); image += THREADS) any |= again[image];
+    if (!__syncthreads_or(any)) return;
+  }
+#else
+  constexpr const int* again = nullptr;
+#endif
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<40>();
+#if POINTWISE
+    if (threadIdx.x == 0) produce(w, &map_x, again, shape, ring, full, empty, shared_address(raw), raw_full, raw_empty);
+#else
     if (threadIdx.x == 0) produce(w, &map_x, shape, ring, full, empty);
+#endif
+#if POINTWISE == 2
+  } else if (warpgroup == 3) {
+    registers_down<104>();
+    convert(shape, aligned, raw, full, empty, raw_full, raw_empty, scale_n, again, parts);
+#endif
   } else {
-    registers_up<232>();
+    registers_up<POINTWISE == 2 ? 176 : 232>();
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shape, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, y);
+    consume(shape, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
   }
 }

@@ -318,4 +318,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
     pack_tile(x, packed, shape, image, (int)tile, scale);
   }
 }
+
+// For images that are not packed (POINTWISE in implicit_gemm_sm90.cu): block -> an image. again[image]: it did not fit the guess.
+extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extremes* __restrict__ parts, float* __restrict__ scales,
+                                                                    int* __restrict__ flags, int* __restrict__ again, const long long count) {
+  Extremes found = {0, ~0u};
+#pragma unroll 4
+  for (long long i = threadIdx.x; i < count; i += THREADS) found.add(parts[blockIdx.x * count + i]);
+  found = over_block(found);
+  if (threadIdx.x == 0) {
+    const bool guessed = found.guessed();
+    scales[blockIdx.x] = 1 / (guessed ? 1 << GUESS : found.scale());
+    again[blockIdx.x] = !guessed && found.covered();
+    flags[blockIdx.x] = !guessed && !found.covered();
+  }
+}
 #endif

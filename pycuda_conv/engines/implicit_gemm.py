@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import islice
 
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WEIGHT, WORKSPACE, Phase
@@ -38,12 +39,17 @@ MOST_STRIDE = 8
 
 @dataclass(frozen=True)
 class ImplicitGemm:
-    """One tile of ``implicit_gemm_sm90.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
+    """One tile of ``implicit_gemm_sm90.cu``.
+
+    Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the images of a 1x1
+    convolution as they lie instead of packing them.
+    """
 
     ROWS: int = 128
     PIXELS: int = 128
     STAGES: int = 3
     SPLIT: int = 1
+    POINTWISE: bool = False
 
 
 def _ceil(a: int, b: int) -> int:
@@ -129,8 +135,8 @@ def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
             axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
         else:  # dgrad meets its taps backwards
             last = phase.taps[i] - 1
-            low = -phase.pad[i] + last * phase.dilation[i]
-            axes.append((phase.taps[i], 1, low, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
+            start = -phase.pad[i] + last * phase.dilation[i]
+            axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
     taps, stride, low, dilation, base, step = (_size3(list(values)) for values in zip(*axes, strict=True))
     trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
     flat = all(trivial)
@@ -218,11 +224,37 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     most = 136 if products(problem) == 3 else 256  # their sums, three times or once, fill the registers
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
+    if config.POINTWISE:
+        reason = _not_pointwise(problem, config)
+        if reason:
+            return reason
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
         return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.SPLIT < 1:
         return "it has at least one split"
     return None
+
+
+def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why the images can't be multiplied as they lie, or None if they can."""
+    found = packing(problem)
+    assert found is not None
+    packed, walks = found
+    if problem.layout != "NCHW" or problem.groups != 1 or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
+        return "images are multiplied as they lie for 1x1 filters on NCHW arrays, without groups, stride or padding"
+    if math.prod(problem.operand_size) * problem.itemsize % 16:
+        return "tensor loads take planes of a multiple of 16 bytes"
+    most = 256 if problem.itemsize == 2 else 64 if products(problem) == 3 else 128
+    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or _consumer_pixels(config) > most or config.PIXELS > 256:
+        return f"a consumer takes 64 to {most} pixels of such images, in blocks of 64, without splits"
+    if problem.itemsize == 4 and _raw_stages(problem, config) < 2:
+        return "its shared memory leaves no room for the images as they are"
+    return None
+
+
+def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Stages of the ring of float32 pixels that fit beside the other."""
+    return min(4, (SHARED_BYTES - _ring_bytes(problem, config)) // (64 * 4 * config.PIXELS))
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -232,6 +264,11 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Shared memory of a block: the ring, the consumers' staging tiles and scales, and room to align them."""
+    raw = _raw_stages(problem, config) * 64 * 4 * config.PIXELS if config.POINTWISE and problem.itemsize == 4 else 0
+    return _ring_bytes(problem, config) + raw
+
+
+def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
     return config.STAGES * stage_bytes(problem, config) + 2 * (staging + 4 * _consumer_pixels(config)) + 1024
 
@@ -289,6 +326,8 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     assert found is not None
     packed, walks = found
     scratch = _Room(WORKSPACE)
+    if config.POINTWISE:
+        return _pointwise_program(problem, config, packed, walks[0], multiprocessors)
     operands = _pack(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
     if config.SPLIT > 1:
@@ -300,6 +339,25 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     if problem.dtype == "float32":
         after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
     return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+
+
+def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, multiprocessors: int) -> Program:
+    """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
+    scratch = _Room(WORKSPACE)
+    filters = _pack(problem, packed, _Room(WORKSPACE), multiprocessors)
+    if problem.itemsize == 2:
+        buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
+        stages = [[_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors)]]
+        return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
+    count = 4 * _ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
+    parts, scales = scratch.take(8 * problem.N * count), scratch.take(4 * problem.N)
+    flags, again = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+    buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
+    first, second = (_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second) for second in (0, 1))
+    defines = _pack_defines(problem, packed)
+    settle = Step("settle_scales", defines, problem.N, PACK_THREADS, (parts, scales, flags, again), (count,), "pack")
+    stages = [[first], [settle], [second], *([step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors))]
+    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes)
 
 
 @dataclass(frozen=True)
@@ -367,7 +425,8 @@ def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
-        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": PACK_ITEMS, "SLACK": int(math.log2(reduction) / 2),
+        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": PACK_ITEMS,
+        "SLACK": int(math.log2(reduction) / 2),
         "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
     }
     return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
@@ -412,6 +471,14 @@ def _operand(problem: ConvProblem) -> str:
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
 
 
+def _plane_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
+    """Images that are multiplied as they lie: 16 bits in blocks of 64 pixels, swizzled; float32 in rows of a tile's pixels."""
+    plane, channels, size = math.prod(problem.operand_size), problem.operand_channels, problem.itemsize
+    box = (64 if size == 2 else config.PIXELS, 64, 1)
+    strides = (plane * size, channels * plane * size)
+    return TensorMap(INPUT, 0, (plane, channels, problem.N), strides, box, 128 if size == 2 else 0, problem.dtype)
+
+
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[int, int]) -> TensorMap:
     """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
@@ -423,7 +490,7 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[i
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, x_limbs: tuple[int, int],
-    buffers: tuple[int | tuple[int, int], ...], multiprocessors: int,
+    buffers: tuple[int | tuple[int, int], ...], multiprocessors: int, second: int = 0,
 ) -> Step:
     """The launch of one phase."""
     phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
@@ -449,26 +516,31 @@ def _product(
         *walk.dilation, problem.N * plane, 1 if walk.flat else problem.N, *load, *((1, 1, 1) if walk.flat else stride),
         *((0, 0, 0) if walk.flat else low), plane, size[1] * size[2], size[2], math.prod(result),
         sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
+        second,
     )
+    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
     defines = {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
         "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config),
-        "TENSOR_STORE": int(tensor_store(problem, config)),
+        "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
+        "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2,
     }
-    maps = [_image_map(problem, config, packed, walk, x_limbs)]
+    maps = [_plane_map(problem, config) if pointwise else _image_map(problem, config, packed, walk, x_limbs)]
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[-1]))
     return Step(
-        "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS, buffers, shape,
+        "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS + 128 * (pointwise == 2), buffers, shape,
         maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
-    return _ceil(problem.result_channels // problem.groups, config.ROWS), _ceil(problem.N * math.prod(phase.size), config.PIXELS)
+    plane = math.prod(phase.size)
+    across = problem.N * _ceil(plane, config.PIXELS) if config.POINTWISE else _ceil(problem.N * plane, config.PIXELS)
+    return _ceil(problem.result_channels // problem.groups, config.ROWS), across
 
 
 # ---- the choice
@@ -476,6 +548,8 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
+CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by one warpgroup
+READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
@@ -484,19 +558,22 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     """The configurations worth comparing for `problem`."""
     three = products(problem) == 3
     steps = _steps(problem)
-    written = problem.result_channels // problem.groups
     wide = [*range(64, 137, 8)] if three else [64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
     for rows in (128, 64):
-        if rows == 128 and written <= 64:
+        if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
-            for stages in (6, 5, 4, 3, *((2,) if rows == 64 else ())):
-                config = ImplicitGemm(rows, pixels, stages)
-                if shared_bytes(problem, config) <= SHARED_BYTES:
-                    for split in (1, 2, 3, 4, 6, 8):
-                        if split == 1 or steps >= 4 * split:
-                            yield ImplicitGemm(rows, pixels, stages, split)
-                    break
+            for split in (1, 2, 3, 4, 6, 8):
+                if split == 1 or steps >= 4 * split:
+                    yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
+        for pixels in (64, 128, 256):
+            yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
+
+
+def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
+    """`config` with as many stages as are legal, if any."""
+    tried = (replace(config, STAGES=stages) for stages in depths)
+    yield from islice((one for one in tried if legal(problem, one) is None), 1)
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -514,7 +591,11 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     packed, walks = found
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
-    step = max(4 * count * config.PIXELS * config.ROWS / 128, ROW_CYCLES * pixel_rows) / CLOCK
+    arithmetic = 4 * count * config.PIXELS * config.ROWS / 128
+    step = max(arithmetic, ROW_CYCLES * pixel_rows) / CLOCK
+    if config.POINTWISE:  # limited by the conversion, or by memory for each tile of pixels' first use
+        conversion = CONVERT_CYCLES * limbs(problem) * config.PIXELS if problem.itemsize == 4 else 0
+        step = max(arithmetic / CLOCK, conversion / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
     time = LAUNCH_TIME
     for walk in walks:
@@ -523,7 +604,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
         time += _ceil(tiles, multiprocessors) * (_ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
     result = math.prod(problem.result_shape)
     moved = 0.0
-    if not packed.as_is:
+    if not packed.as_is and not config.POINTWISE:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
     moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))

@@ -46,7 +46,7 @@ class TensorMap:
     box : tuple of int, or Im2col
         What one load fetches, or one store writes.
     span : int
-        Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32.
+        Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32; 0 leaves it in order.
     dtype : {"float16", "bfloat16", "float32"}
     """
 

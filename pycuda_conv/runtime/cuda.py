@@ -142,7 +142,7 @@ def encoded(described: TensorMap, address: int) -> bytes:
     rank, box = len(described.sizes), described.box
     kind = {"float16": 6, "float32": 7, "bfloat16": 9}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
     head = (ctypes.c_void_p(at), kind, u32(rank), ctypes.c_void_p(address), array(u64, described.sizes), array(u64, described.strides))
-    swizzle = {32: 1, 64: 2, 128: 3}[described.span]
+    swizzle = {0: 0, 32: 1, 64: 2, 128: 3}[described.span]
     tail = (0, swizzle, 2, 0)  # not interleaved; L2 fetches 128 bytes; zeros outside
     if isinstance(box, Im2col):
         corners = array(i32, box.lower), array(i32, box.upper)
@@ -478,7 +478,7 @@ class CudaDevice(Device):
                 found = self._functions.get(key)
                 if found is None:
                     function = self._drv.module_from_buffer(cubin).get_function(step.kernel)
-                    if step.shared > PLAIN_SHARED_BYTES:
+                    if step.shared:  # with what the kernel declares it may be more than every kernel gets
                         function.set_attribute(self._drv.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, step.shared)
                     found = self._functions[key] = function, first_parameter(cubin, step.kernel) if step.maps else 0
         return found
