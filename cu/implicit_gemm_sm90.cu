@@ -448,7 +448,9 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 
 DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
                     const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, const int* again, out_t* y) {
-  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0), b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);  // POINTWISE: 64 pixels are as many bytes
+  // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
+  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
+  const uint32_t b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at, unread;  // the stage to multiply next, and the first that the producer has not been given back
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
