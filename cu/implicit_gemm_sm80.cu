@@ -21,7 +21,7 @@
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
-// Limits   fewer than 2^31 pixels of y, blocks, and chunks of gemm k and of 64 rows of w; fewer than 2^32 chunks in a limb of x.
+// Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -156,22 +156,23 @@ struct alignas(16) Corner {
   }
 };
 
-// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. `w` is the tile's first block of 64 rows; x0 is
-// the group's first chunk of a pixel.
-DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, const uint4* x, unsigned x0, const Corner* corners, const Shape& shape) {
+// One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w0 is the first chunk of the tile's rows of w,
+// x0 that of the group's channels of a pixel.
+DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, const uint4* x, unsigned x0, const Corner* corners,
+                 const Shape& shape) {
   const int row = threadIdx.x / 4;
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
   const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
   // w is [64 rows][tap][block of KC channels][limb][row][KC], whose rows pack.cu swizzles as implicit_gemm_sm90.cu wants them
   constexpr int PIECES = KC / 8;
   const int piece = k.c % PIECES ^ (PIECES == 8 ? row % 8 : PIECES == 4 ? row / 2 % 4 : row / 4 % 2);
-  const int w_chunk = (tap * (int)shape.channel_blocks + k.c / PIECES) * (LIMBS * 64 * PIECES) + row * PIECES + piece;
+  const unsigned w_chunk = w0 + (tap * (int)shape.channel_blocks + k.c / PIECES) * (LIMBS * 64 * PIECES) + row * PIECES + piece;
   const bool real = k.chunk < end;
 #pragma unroll
   for (int i = 0; i < ROWS / 64; ++i) {
-    const uint4* const from = w + (real ? i * shape.w_block + w_chunk : 0);
+    const unsigned from = real ? w_chunk + i * (unsigned)shape.w_block : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, from + limb * 64 * PIECES, real);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + limb * 64 * PIECES, real);
   }
   const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
   const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + v;
@@ -297,8 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int split = tile % (int)shape.splits;
   tile /= (int)shape.splits;
   const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
-  const unsigned x0 = group * (unsigned)shape.chunks_group;
-  w += (group * shape.blocks_group + m0 / 64) * shape.w_block;
+  const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
   y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
@@ -309,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
   Cursor next(shape, first);
   auto load_next = [&](int slot) {
-    load(ring + slot * STAGE_BYTES, next, end, w, x, x0, corners, shape);
+    load(ring + slot * STAGE_BYTES, next, end, w, w0, x, x0, corners, shape);
     copies_commit();
     next.next(shape);
   };

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import pycuda_conv
 from pycuda_conv.errors import BackendError, DeviceMemoryError
+from pycuda_conv.tools.suite import MODES
 from pycuda_conv.tools.terminal import INTERRUPTED, OK, UNUSABLE, ToolError
 
 
@@ -86,7 +87,10 @@ def parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
     bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
-    bench.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic of float32 on both sides")
+    bench.add_argument(
+        "--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"],
+        help="dtype and arithmetic of both sides, by default fp32; those with -nhwc take arrays that are channels last",
+    )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host", action="store_true", help="measure numpy in, numpy out against torch's way, and the bus")
@@ -96,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="print the problems and stop")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
-    bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png, of several modes one each")
     bench.add_argument("--readme", type=Path, metavar="FILE", help="write the results as Markdown between the file's lines that mark them")
 
     tune = commands.add_parser("tune", help="measure which kernel and tile are the fastest for the suite of problems; calls use them then")
@@ -159,8 +163,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return tune.list_problems(wishes) if arguments.list else tune.run(wishes)
     from pycuda_conv.tools import bench, hostbench
 
+    modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
-        only=arguments.only, precision=arguments.precision, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
+        only=arguments.only, modes=modes, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
         seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
         readme=arguments.readme,
     )

@@ -96,6 +96,9 @@ def store(array: np.ndarray, at: np.ndarray, values) -> None:
 # ---- pack.cu
 
 
+GUESS = 9  # exponent of the scale with which images are packed at first
+
+
 class Extremes:
     """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
 
@@ -111,6 +114,9 @@ class Extremes:
     def covered(self) -> bool:
         finite = self.largest < 0x7F800000 and abs(self.exponent) <= 60
         return self.largest == 0 or (finite and self.least >= self.exponent - 28 - self.slack)
+
+    def guessed(self) -> bool:
+        return self.largest == 0 or (self.exponent < 15 - GUESS and self.least >= -14 - GUESS - self.slack)
 
     def scale(self) -> float:
         return 2.0 ** (14 - self.exponent) if self.largest and self.covered() else 1.0
@@ -191,9 +197,6 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     return values
 
 
-GUESS = 9
-
-
 def pack(step, memory: Memory) -> None:
     s = named(step)
     for m in range(s.filter_rows):
@@ -218,7 +221,7 @@ def settle_images(step, memory: Memory) -> None:
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
-        guessed = found.largest == 0 or (found.exponent < 15 - GUESS and found.least >= -14 - GUESS - slack)
+        guessed = found.guessed()
         scale = 2.0**GUESS if guessed else found.scale()
         if piece == 0:
             store(memory.view(scales, "float32"), image, 1 / scale)
@@ -228,13 +231,24 @@ def settle_images(step, memory: Memory) -> None:
                 image_tile(step, s, memory, source, packed, image, tile, scale)
 
 
+def settle_scales(step, memory: Memory) -> None:
+    parts, scales, flags, again = step.buffers
+    (count,) = step.scalars
+    for image in range(step.grid):
+        largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * count + np.arange(count))[:, None] + np.arange(2)).T
+        found = Extremes(int(largest.max()), int(smallest.min()) + 1, step.defines["SLACK"])
+        store(memory.view(scales, "float32"), image, 1 / (2.0**GUESS if found.guessed() else found.scale()))
+        store(memory.view(again, "int32"), image, not found.guessed() and found.covered())
+        store(memory.view(flags, "int32"), image, not found.guessed() and not found.covered())
+
+
 # ---- tensor maps
 
 
 def check_map(described, memory: Memory) -> None:
     """What the driver's encoder and the loads require."""
     sizes, strides, box = described.sizes, described.strides, described.box
-    assert described.offset % 16 == 0 and described.span in (32, 64, 128)
+    assert described.offset % 16 == 0 and described.span in (0, 32, 64, 128)
     assert len(strides) == len(sizes) - 1 and all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and all(0 < n <= 2**32 for n in sizes)
     reach = np.dtype(described.dtype).itemsize * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
     assert described.offset + reach <= len(memory.buffers[described.buffer]), f"{described} is larger than its buffer"
@@ -247,7 +261,7 @@ def check_map(described, memory: Memory) -> None:
         assert 2 * box.channels == described.span and 1 <= box.pixels <= 1024
         assert all(n - 1 + up >= lo for n, up, lo in zip(sizes[1:-1], box.upper, box.lower, strict=True)), f"{box} is empty"
     else:
-        assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == described.span and all(1 <= n <= 256 for n in box)
+        assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == (described.span or 4 * box[0]) and all(1 <= n <= 256 for n in box)
 
 
 def walked(described, start: tuple[int, ...]) -> np.ndarray:
@@ -285,33 +299,60 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
 # ---- implicit_gemm_sm90.cu
 
 
-def product(step, memory: Memory, finite: bool) -> None:
-    s, define = named(step), step.defines
-    x_map, *y_map = step.maps
-    rows, pixels, kc = define["ROWS"], define["PIXELS"], define["KC"]
-    limbs, sub_tiles = 2 if define["PRODUCTS"] == 3 else 1, 64 // define["KC"]
+def check_product(step, s, memory: Memory) -> None:
+    """What the kernel asserts, or relies on."""
+    define, (x_map, *y_map) = step.defines, step.maps
+    rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
-    assert (x_map.box.channels, x_map.box.pixels) == (kc, pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
+    if pointwise:
+        assert x_map.box == (pixels if pointwise == 2 else 64, 64, 1) and x_map.span == (0 if pointwise == 2 else 128)
+        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == s.taps == 1
+    else:
+        assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
+    assert x_map.dtype == ("float32" if pointwise == 2 else "bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 4 * 32 * 20
-    assert define["STAGES"] * limbs * (rows + pixels) * 128 + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * define["STAGES"] <= MOST_SHARED
-    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
-    stages = ceil(s.blocks, sub_tiles)
-    each = ceil(stages, s.splits)
-    zero = np.zeros
+    ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128 + (define["RAW_STAGES"] * 64 * pixels * 4 if pointwise == 2 else 0)
+    assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
+    assert step.shared + 16 * (define["STAGES"] + define["RAW_STAGES"]) <= MOST_SHARED
+    assert step.block == (512 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+
+
+def limbs_of(step) -> int:
+    return 2 if step.defines["PRODUCTS"] == 3 else 1
+
+
+def tiles_of(step, s):
+    """Each tile of every block: its first row, the number of its pixels' tile, group and split."""
     for tile in (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid)):
         rest, m = divmod(tile, s.tiles_m)
         rest, part = divmod(rest, s.splits)
         group, pixel = divmod(rest, s.tiles_pixels)
-        m, pixel = m * rows, pixel * pixels
-        image, inner = divmod(pixel, s.load_plane)
+        yield m * step.defines["ROWS"], pixel, group, part
+
+
+def products(a: np.ndarray, b: list) -> np.ndarray:
+    """One product of limbs, or three."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        return a[0] @ b[0].T if len(b) == 1 else a[0] @ b[0].T + (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
+
+
+def product(step, memory: Memory, finite: bool) -> None:
+    s, define = named(step), step.defines
+    check_product(step, s, memory)
+    if define["POINTWISE"]:
+        pointwise(step, s, memory, finite)
+        return
+    x_map, rank, pixels, kc = step.maps[0], define["RANK"], define["PIXELS"], define["KC"]
+    sub_tiles = 64 // kc
+    stages = ceil(s.blocks, sub_tiles)
+    each = ceil(stages, s.splits)
+    for m, pixel, group, part in tiles_of(step, s):
+        image, inner = divmod(pixel * pixels, s.load_plane)
         start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-        start = start[: define["RANK"]]
-        walks = [walked(x_map, (*start, image + limb * s.limb_images)) for limb in range(limbs)]
-        total = zero((rows, pixels))
+        walks = [walked(x_map, (*start[:rank], image + limb * s.limb_images)) for limb in range(limbs_of(step))]
+        total = np.zeros((define["ROWS"], pixels))
         for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
             real = block < s.blocks  # the last stage is filled with any of w and zeros of x
             if not real and finite:
@@ -320,23 +361,58 @@ def product(step, memory: Memory, finite: bool) -> None:
             t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
             w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
             offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d) if real else (0, 0, 0)
-            assert not any(offsets[define["RANK"] :]), "an offset is lost"
+            assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.taps, f"tap {w_tap} of {s.taps}"
             a = load_filter(step, s, memory, group * s.blocks_group + m // 64, w_tap * s.channel_blocks + c if real else 0)
             channel = group * s.channels_group + c * kc if real else s.channels
-            b = [load_im2col(x_map, memory, channel, walks[limb], offsets[: define["RANK"]]) for limb in range(limbs)]
+            b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
-            with np.errstate(invalid="ignore"):
-                total += a[0] @ b[0].T
-                if limbs == 2:
-                    total += (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
-        write_tile(step, s, memory, total, m, pixel, group, part)
+            total += products(a, b)
+        write_tile(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
+
+
+def pointwise(step, s, memory: Memory, finite: bool) -> None:
+    """1x1 filters on images as they lie; a second launch for those that did not fit the guessed scale."""
+    define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
+    across = ceil(s.plane, pixels)
+    assert s.tiles_pixels == across * (s.pixels // s.plane)
+    again = memory.view(step.buffers[6], "int32") if s.second else None
+    for m, tile, group, part in tiles_of(step, s):
+        image, first = tile // across, tile % across * pixels
+        if s.second and not inside(again, image):
+            continue
+        scale = 2.0**GUESS
+        if s.second:
+            scale = 1 / float(inside(memory.view(step.buffers[1], "float32"), image))
+        total, read = np.zeros((define["ROWS"], pixels)), []
+        for c in range(0, s.channel_blocks * 64, 64):
+            values = load_box(x_map, memory, (first, c, image), (pixels, 64)).T
+            read.append(values)
+            b = [values] if define["POINTWISE"] == 1 else split(values, scale, limbs_of(step), "float16")
+            a = load_filter(step, s, memory, m // 64, c // 64)
+            assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
+            total += products(a, [v.astype(np.float64) for v in b])
+        if define["POINTWISE"] == 2 and not s.second and m == 0:
+            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[5], "uint32")
+            for warp in range(4):
+                store(parts, 2 * (4 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
+        write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
+
+
+def load_box(described, memory: Memory, start: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
+    """[channel][pixel] of the boxes that cover `shape` from `start` on, zero outside."""
+    pixel, channel = start[0] + np.arange(shape[0])[None], start[1] + np.arange(shape[1])[:, None]
+    size = np.dtype(described.dtype).itemsize
+    ok = (pixel < described.sizes[0]) & (channel < described.sizes[1]) & (0 <= start[2] < described.sizes[2])
+    at = pixel + channel * (described.strides[0] // size) + start[2] * (described.strides[1] // size)
+    elements = memory.view((described.buffer, described.offset), described.dtype)
+    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0))
 
 
 def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
     """[limb][row][channel] of KC channels of one tap of the packed filter, from 64 rows or twice as many."""
     define = step.defines
-    kc, limbs = define["KC"], 2 if define["PRODUCTS"] == 3 else 1
+    kc, limbs = define["KC"], limbs_of(step)
     w = memory.view(step.buffers[0], "bfloat16" if define["BF16"] else "float16")
     rows, unit = np.arange(64)[:, None], limbs * 64 * kc
     found = []
@@ -346,15 +422,17 @@ def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
     return np.concatenate(found, axis=1).astype(np.float64)
 
 
-def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
-    """Scales, biases and writes a tile's sums."""
+def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
+    """Scales, biases and writes a tile's sums of the pixels below `end`."""
     define = step.defines
-    _, scale_n, scale_k, bias, y = step.buffers
+    _, scale_n, scale_k, bias, y, *_ = step.buffers
     kind = ELEMENT[define["OUT"]]
     m, pixel = m0 + np.arange(define["ROWS"])[:, None], pixel0 + np.arange(define["PIXELS"])[None]
     k, image = group * s.rows_group + m, pixel // s.plane
     if define["SCALED"]:
-        on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, s.pixels // s.plane - 1)).astype(float)
+        on_images = 2.0**-GUESS
+        if define["POINTWISE"] != 2 or s.second:
+            on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, (end - 1) // s.plane)).astype(float)
         total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     if define["HAS_BIAS"]:
         total = total + inside(memory.view(bias, kind), np.minimum(k, s.rows - 1)).astype(float)
@@ -363,7 +441,7 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
-    m, pixel = m[m < s.rows_group][:, None], pixel[pixel < s.pixels][None]
+    m, pixel = m[m < s.rows_group][:, None], pixel[pixel < end][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
     if define["DENSE"]:
         offset = inner
@@ -376,7 +454,8 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
     at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
     store(memory.view(y, kind), at, v[: m.size, : pixel.size])
-    memory.count(y, at)
+    if not s.second:
+        memory.count(y, at)
 
 
 def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
@@ -458,7 +537,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "settle_images": settle_images, "settle_scales": settle_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31

@@ -61,6 +61,7 @@ def bound(case: Case, mode: str, x, w, b, ref) -> np.ndarray:
 # ---- the problems and the tiles
 
 BASE = fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1)
+POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
 SHAPES = [
     # channels: tails of every load, one load and several, packed or as they are
     *(fprop((2, c, 7, 5), (9, c, 3, 2), padding=(1, 0)) for c in (8, 15, 16, 20, 24, 33, 40, 72, 136)),
@@ -97,7 +98,7 @@ SHAPES = [
     dgrad((2, 16, 4, 5), (16, 8, 3, 3), stride=2, dilation=2, padding=1), dgrad((1, 16, 4, 5), (16, 8, 3, 4), stride=(2, 6), dilation=(3, 4), output_padding=(2, 1)),
     dgrad((2, 48, 5, 4), (48, 20, 3, 3), stride=2, padding=1, groups=2), dgrad((2, 3, 6, 5), (3, 9, 3, 3), stride=2, padding=1), dgrad((2, 16, 20), (16, 70, 5), stride=3, padding=2, output_padding=1),
     dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 3), stride=(1, 2, 2), padding=(1, 0, 1), output_padding=(0, 1, 0)), dgrad((2, 72, 4, 4), (72, 16, 1, 1), stride=2, output_padding=1),
-    dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 5, 3), (16, 8, 3, 4), stride=17),
+    dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 9), (16, 8, 4), stride=17),
     # without the axis N
     fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),
 ]  # fmt: skip
@@ -169,6 +170,32 @@ def test_what_the_planner_chooses_computes_the_convolution(case, mode):
     found = ig.choose(asked(case, mode), 132)
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, found[1], multiprocessors=132), case.reference(*arrays))
+
+
+def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
+    """A tile that takes images as they lie."""
+    return ImplicitGemm(rows, pixels, stages, POINTWISE=True)
+
+
+POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
+    (case, mode, lying(rows, pixels))
+    for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 130, 200), (8, 130, 1)))
+    for mode in ("fp32", "tf32", "fp16", "bf16") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), POINTWISE, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in POINTWISE])
+def test_images_that_are_not_packed(case, mode, config):
+    """Of sizes that fit the guessed scale, that have to be done again, and, in turn, that take the exact path."""
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+    if dtype_of(mode) == "float32":
+        for scales in ([1.0], [2.0**-40], [2.0**40], [1.0, 2.0**50, 2.0**70, 2.0**-70]):
+            x, w, b = case.normals("float32", seed=1)
+            given = _scaled(x, 0, scales), w, b
+            ref = case.reference(*given)
+            allowed = limbs_bound(case, mode, *given[:2], ref)
+            assert_close(emulated(case, mode, given, config, finite=False), ref, allowed, f"{case} {mode} {scales}")
 
 
 @st.composite
@@ -283,6 +310,12 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
             (128, 100), (128, 0), (128, 264), (64, 72), (64, 8), (64, 528))),
         (BASE, "fp32", ImplicitGemm(128, 128, 1), "stages"), (BASE, "fp32", ImplicitGemm(128, 128, 4), "bytes of shared memory"),
         (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
+        *((case, mode, lying(64, 128), "images are multiplied as they lie for 1x1 filters") for case, mode in (
+            (BASE, "fp32"), (POINT, "fp32 last"), (fprop((2, 128, 8, 8), (8, 64, 1, 1), groups=2), "fp16"), (fprop((2, 64, 8, 8), (8, 64, 1, 1), stride=2), "fp16"),
+            (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "tf32"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"))),
+        (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp32", lying(64, 128), "planes of a multiple of 16 bytes"), (POINT, "fp16", lying(64, 64), "in blocks of 64"),
+        (POINT, "fp32", lying(128, 128), "64 to 64 pixels"), (POINT, "tf32", lying(128, 256), "64 to 128 pixels"), (POINT, "fp32", lying(128, 64, 6), "shared memory"),
+        (POINT, "fp32", replace(lying(128, 64), SPLIT=2), "without splits"),
         (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),
         (fprop((2**11, 8, 2**10, 2**10), (8, 8, 1, 1)), "fp16 last", ImplicitGemm(), "counts pixels in 32 bits"),
         (dgrad((2**9, 8, 2**10, 2**10), (8, 8, 2, 2), stride=2), "fp16", ImplicitGemm(), "counts pixels in 32 bits"),
@@ -348,7 +381,7 @@ def test_steps_fit_their_kernels():
                 text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
                 defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
                 assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
-                if step.kernel.startswith("implicit_gemm"):
+                if step.kernel == "implicit_gemm_sm90":
                     assert len(step.scalars) == len(emulator.fields(step.kernel)) and set(step.defines) == defaults
                 assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.scalars)
 
@@ -357,6 +390,7 @@ def test_steps_fit_their_kernels():
 
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
 DEEP = fprop((4, 256, 5, 8), (12, 256, 3, 3), padding=1, bias=False)
+THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 
 
 def _even(shape, exponent: int, rng) -> np.ndarray:
@@ -460,11 +494,11 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32"])
-@pytest.mark.parametrize("case", [WIDE, DEEP], ids=str)
+@pytest.mark.parametrize(("case", "config"), [(WIDE, None), (DEEP, None), (THIN, lying(64, 128))], ids=["wide", "deep", "not packed"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_the_limbs_and_the_exact_path_keep_every_range(scenario, case, mode):
+def test_the_limbs_and_the_exact_path_keep_every_range(scenario, case, config, mode):
     x, w = data(scenario, case)
-    got = emulated(case, mode, (x, w), finite=False, keep=False)
+    got = emulated(case, mode, (x, w), config, finite=False, keep=False)
     check_range(case, mode, x, w, got, scenario)
     if scenario in NORMED:
         check_norm(case, mode, x, w, got, scenario)
@@ -478,17 +512,19 @@ SPREAD = {  # by mode: where a number that is not one could reach results that d
     "fp16 last": (WIDE, fprop((2, 48, 5, 6), (16, 24, 3, 3), groups=2), fprop((2, 128, 5, 6), (16, 64, 3, 3), groups=2), fprop((2, 96, 5, 6), (18, 32, 3, 3), groups=3)),
 }  # fmt: skip
 SPREAD["tf32"] = SPREAD["fp32"]
-NOT_FINITE = [(case, mode) for mode, cases in SPREAD.items() for case in cases]
+NOT_FINITE = [(replace(case, bias=False), mode, ImplicitGemm(64, 128, 3)) for mode, cases in SPREAD.items() for case in cases]
+NOT_FINITE += [(fprop((2, 100, 5, 8), (70, 100, 1, 1), bias=False), mode, lying(128, 64)) for mode in ("fp32", "tf32", "fp16")]
 
 
 def check_not_finite(case: Case, mode: str, run) -> None:
     """`run` of arrays with one value that is not finite, in the input or in the filter, against IEEE's arithmetic in float64."""
-    x, w, b = replace(case, bias=False).integers(dtype_of(mode), seed=5)
+    x, w, b = case.integers(dtype_of(mode), seed=5)
     w[w == 0] = 1  # a tap of 0 would make "depends on" a matter of taste
     clean = run(x, w, b)
     first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
     for value in (np.nan, np.inf, -np.inf):
-        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, 1, 1)), (1, (0, 0, 0, 0))):
+        middle = tuple(n // 2 for n in w.shape[2:])
+        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0))):
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):
@@ -501,10 +537,9 @@ def check_not_finite(case: Case, mode: str, run) -> None:
             assert np.array_equal(got[same], clean[same]), what
 
 
-@pytest.mark.parametrize(("case", "mode"), NOT_FINITE, ids=[f"{mode}-{case}" for case, mode in NOT_FINITE])
-def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
-    case = replace(case, bias=False)
-    check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, finite=False, keep=False))
+@pytest.mark.parametrize(("case", "mode", "config"), NOT_FINITE, ids=[f"{mode}-{case}" for case, mode, _ in NOT_FINITE])
+def test_what_is_not_finite_reaches_its_own_results_only(case, mode, config):
+    check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, config, finite=False, keep=False))
 
 
 # ---- the emulator itself: a test that can't fail proves nothing
@@ -615,6 +650,8 @@ def _compiled_variants() -> list:
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
     add("fp32 last", ImplicitGemm(64, 128, 3), stem)
     add("bf16", ImplicitGemm(64, 128, 5), stem)
+    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("tf32", 64, 256), ("fp16", 128, 256)):
+        add(mode, lying(rows, pixels), POINT)
     return found
 
 
@@ -662,7 +699,6 @@ def torch():
 
 WIDER = fprop((5, 72, 13, 14), (200, 72, 3, 3), padding=1)
 DENSE = fprop((3, 64, 9, 12), (72, 64, 3, 3), padding=1)  # rows of y that TMA can write
-POINT = fprop((3, 40, 10, 12), (136, 40, 1, 1))
 SPLITS = ImplicitGemm(128, 64, 3, 3)
 RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larger than the problem
     *((case, "fp32", config) for case in (WIDER, DENSE) for config in (
@@ -675,6 +711,9 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
+    *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)), (POINT, "tf32", lying(128, 128, 2)),
+    (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp32", lying(128, 64, 3)), (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "tf32", lying(64, 256, 2)),
+    (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
@@ -689,9 +728,8 @@ AWKWARD_RUNS = [
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
         (WIDE, ImplicitGemm(64, 128, 3)), (dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False), ImplicitGemm(64, 128, 3)),
-        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)))
+        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)), (THIN, lying(64, 128)))
 ]  # fmt: skip
-NOT_FINITE_RUNS = [(replace(case, bias=False), mode, GPU_TILES[mode]) for case, mode in NOT_FINITE]
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
 
 
@@ -712,7 +750,7 @@ def random_runs() -> list:
 
 
 GROUPS = {
-    "runs": lambda: RUNS, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE_RUNS, "random": random_runs,
+    "runs": lambda: RUNS, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE, "random": random_runs,
 }  # fmt: skip
 
 
@@ -855,7 +893,7 @@ def test_an_image_that_takes_the_exact_path_leaves_the_others_their_bits(torch, 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", NOT_FINITE_RUNS, ids=_ids(NOT_FINITE_RUNS))
+@pytest.mark.parametrize("run", NOT_FINITE, ids=_ids(NOT_FINITE))
 def test_what_is_not_finite_reaches_its_own_results_only_on_the_gpu(torch, run):
     case, mode, _ = run
     plan = plans("not finite")[str(run)]

@@ -27,7 +27,7 @@ PACKED = 5
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
 PACK_THREADS = 256
-PACK_ITEMS = 2  # a thread of it takes so many pixels of 8 channels at once
+PACK_ITEMS, FOLD_ITEMS = 2, 4  # pixels of 8 channels that a thread of it takes at once; where it folds taps
 FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
@@ -425,7 +425,7 @@ def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
-        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": PACK_ITEMS,
+        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
         "SLACK": int(math.log2(reduction) / 2),
         "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
     }

@@ -51,7 +51,8 @@ def why_not(problem: ConvProblem) -> str | None:
     if reason:
         return reason
     packed = _packing(problem)[0]
-    if _x_chunks(problem, packed) >= 2**32 or _w_chunks(problem, packed) >= 2**31:
+    blocks = problem.groups * shared._filter_sizes(problem, packed)[0]
+    if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
         return "it counts eights of channels in 32 bits"
     return None
 

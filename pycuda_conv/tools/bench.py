@@ -6,6 +6,7 @@ import dataclasses
 import datetime
 import importlib
 import math
+import random
 import re
 import secrets
 import shlex
@@ -18,14 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import pycuda_conv
+from pycuda_conv.engines import ImplicitGemm, ImplicitGemm80
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.tools.floors import floor
 from pycuda_conv.tools.info import attributes, nvcc_version, nvidia_smi, versions
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
+    NOTES,
     Row,
     around_results,
     header_lines,
@@ -41,12 +45,12 @@ from pycuda_conv.tools.report import (
     write_csv,
     write_json,
 )
-from pycuda_conv.tools.suite import suite
+from pycuda_conv.tools.suite import MODES, in_mode, mode_words, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 from pycuda_conv.tools.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 
-REFERENCE_FLOPS = 50e9  # in float64, for a row; the errors are taken over as many images as that pays for
-REFERENCE_IMAGES = 4  # but over no fewer
+LARGE_FLOPS = 20e9  # problems above it are compared with the reference in some channels of the result only
+CHECKED_CHANNELS = 64  # so many
 SLICE_BYTES = 2**31  # of float64 arrays at a time
 PORTABLE_FLOPS = 0.5e9  # the largest problem that is measured on PoCL unless --only asks for more
 HOST_PROBLEM = ConvProblem.forward(2, (4, 16, 32, 32), (32, 16, 3, 3), padding=1)
@@ -63,7 +67,7 @@ class Settings:
     """The command's arguments."""
 
     only: str | None = None
-    precision: str = "fp32"
+    modes: tuple[str, ...] = ("fp32",)
     quick: bool = False
     host_calls: bool = False
     device: Any = None
@@ -75,31 +79,34 @@ class Settings:
 
     @property
     def effort(self) -> Effort:
-        """How long to measure a row."""
-        return Effort(rounds=3, seconds=0.06) if self.quick else Effort()
+        """How long to measure a row; less where there are many."""
+        if self.quick:
+            return Effort(rounds=3, seconds=0.06)
+        return Effort(rounds=5, seconds=0.08) if len(self.modes) > 1 else Effort()
 
     @property
     def command(self) -> str:
         """What to type to measure the same again, on other random data."""
         words = [] if self.only is None else ["--only", self.only]
         words += [] if self.device is None else ["--device", str(self.device)]
-        words += [] if self.precision == "fp32" else ["--precision", self.precision]
+        modes = ["all"] if self.modes == tuple(MODES) else self.modes
+        words += [] if self.modes == ("fp32",) else ["--mode", *modes]
         words += ["--quick"] * self.quick + ["--host-calls"] * self.host_calls
         return shlex.join(["pycuda-conv", "bench", *words]) if words else "make bench"
 
 
 def label(problem: ConvProblem) -> str:
-    """A problem's text in the tables; what is the same in all of them is left out."""
-    return str(dataclasses.replace(problem, precision="fp32")).removesuffix(" float32")
+    """A problem's text in the tables; what the mode says is left out."""
+    return str(dataclasses.replace(problem, dtype="float32", precision="fp32", layout="NCHW")).removesuffix(" float32")
 
 
 def problems(settings: Settings, backend: str) -> list[ConvProblem]:
-    """The problems to measure."""
+    """The problems to measure, as they are in fp32."""
     try:
         pattern = re.compile(settings.only or "")
     except re.error as error:
         raise ToolError(f"--only {settings.only!r} is no regular expression: {error}") from error
-    chosen = [dataclasses.replace(p, precision=settings.precision) for p in suite() if pattern.search(label(p))]
+    chosen = [p for p in suite() if pattern.search(label(p))]
     if backend == "opencl" and settings.only is None:
         chosen = [p for p in chosen if p.flops <= PORTABLE_FLOPS]
     if not chosen:
@@ -118,89 +125,149 @@ def list_problems(settings: Settings) -> int:
 
 
 class Operands:
-    """Several sets of arrays of one problem, so that a launch does not find in the cache what the last one left."""
+    """Several sets of arrays of one problem, so that a launch does not find in the cache what the last one left.
+
+    `out` and `kept` are for the results of calls that pack the filter and of those that find it packed.
+    """
 
     def __init__(self, torch: Any, problem: ConvProblem, place: str, count: int, generator: Any) -> None:
+        dtype = getattr(torch, problem.dtype)
+
+        def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any]) -> Any:
+            """What `make` makes, laid out as the problem has it."""
+            order = problem.order or tuple(range(len(shape)))
+            return make([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
+
         def draw(shape: Sequence[int]) -> Any:
-            return torch.randn(shape, device=place, generator=generator)
+            return torch.randn(shape, device=place, generator=generator).to(dtype)
+
+        def unwritten(shape: Sequence[int]) -> Any:
+            return torch.full(shape, math.nan, device=place, dtype=dtype)
 
         self.count = count
-        self.x = [draw(problem.input_shape) for _ in range(count)]
+        self.x = [lying(problem.input_shape, draw) for _ in range(count)]
         self.w = [draw(problem.weight_shape) for _ in range(count)]
-        self.out = [torch.full(problem.result_shape, math.nan, device=place) for _ in range(count)]
+        self.out, self.kept = ([lying(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
 
     def poison(self) -> None:
         """Fill every output with NaN."""
-        for out in self.out:
+        for out in (*self.out, *self.kept):
             out.fill_(math.nan)
 
-
-def checked_images(problem: ConvProblem) -> list[int]:
-    """The images that the errors are taken over: the first, the last and what lies evenly between."""
-    count = min(problem.N, max(REFERENCE_IMAGES, int(REFERENCE_FLOPS * problem.N / max(2 * problem.flops, 1))))
-    return sorted({round(i * (problem.N - 1) / max(count - 1, 1)) for i in range(count)})
+    def written(self) -> bool:
+        """Whether every element of every output was."""
+        return not any(bool(out.isnan().any()) for out in (*self.out, *self.kept))
 
 
-def errors_against_float64(torch: Any, problem: ConvProblem, x: Any, w: Any, results: Sequence[Any]) -> list[Errors]:
-    """Errors of each of `results` against the float64 convolution, over :func:`checked_images`, a few images at a time."""
-    function = torch_for(problem)
-    images = checked_images(problem)
-    sums = [ErrorSums(problem) for _ in results]
-    at_once = max(1, int(SLICE_BYTES * problem.N / (4 * 2 * problem.bytes)))
-    w64 = w.double()
-    for first in range(0, len(images), at_once):
-        index = torch.tensor(images[first : first + at_once], device=x.device)
-        x64 = x[index].double()
-        reference, magnitude = function(x64, w64), function(x64.abs_(), w64.abs())
-        for result, into in zip(results, sums, strict=True):
-            into.add(result[index].double(), reference, magnitude)
-    return [s.errors() for s in sums]
+def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
+    """The channels of each group of the result that are compared with the reference: of a large problem some, spread at random."""
+    own = problem.result_channels // problem.groups
+    count = min(own, max(1, CHECKED_CHANNELS // problem.groups)) if problem.flops > LARGE_FLOPS else own
+    generator = random.Random(seed)
+    return [generator.randrange(i * own // count, (i + 1) * own // count) for i in range(count)]
 
 
-def _blank(plan: Plan, **known: Any) -> Row:
+class Truth:
+    """The convolution of one input and filter in float64, in :func:`checked_channels`, and what rounding may take from it."""
+
+    def __init__(self, torch: Any, problem: ConvProblem, x: Any, w: Any, seed: int = 0) -> None:
+        self.problem, self._chosen = problem, checked_channels(problem, seed)
+        #: how many channels of the result are compared
+        self.channels = problem.groups * len(self._chosen)
+        function = torch_for(problem)
+        weights = (w if problem.direction == "dgrad" else w.unflatten(0, (problem.groups, -1)))[:, self._chosen]
+        w64 = (weights if problem.direction == "dgrad" else weights.flatten(0, 1)).double()
+        magnitudes = w64.abs()
+        pixels = problem.operand_channels * math.prod(problem.operand_size) + 5 * self.channels * math.prod(problem.result_size)
+        at_once = max(1, SLICE_BYTES // (8 * pixels))
+        self._pieces = []
+        with cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+            for first in range(0, problem.N, at_once):
+                images = slice(first, first + at_once)
+                x64 = x[images].double().contiguous()
+                self._pieces.append((images, function(x64, w64), function(x64.abs(), magnitudes)))
+
+    def errors(self, result: Any) -> Errors:
+        """How far `result` is from it."""
+        sums = ErrorSums(self.problem)
+        for images, reference, magnitude in self._pieces:
+            part = result[images]
+            if self.channels < self.problem.result_channels:
+                part = part.unflatten(1, (self.problem.groups, -1))[:, :, self._chosen].flatten(1, 2)
+            sums.add(part.double(), reference, magnitude)
+        return sums.errors()
+
+
+def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) -> Callable[[int], Any]:
+    """torch's convolution of the i-th input and filter; where the input's channels are last, the filter's are too."""
+    if problem.layout == "NCHW":
+        function = torch_for(problem)
+        return lambda i: function(x[i], w[i])
+    flat = problem.ndim == 1  # torch knows channels last of images only
+    wide = torch_for(dataclasses.replace(problem, ndim=2) if flat else problem)
+    images = [array.unsqueeze(2) for array in x] if flat else x
+    memory_format = torch.channels_last_3d if problem.ndim == 3 else torch.channels_last
+    filters = [(array.unsqueeze(2) if flat else array).contiguous(memory_format=memory_format) for array in w]
+    return lambda i: wide(images[i], filters[i]).squeeze(2) if flat else wide(images[i], filters[i])
+
+
+def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
-    return Row(label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, **known)
+    tensor_cores = isinstance(config, (ImplicitGemm, ImplicitGemm80))
+    least = floor(problem, tensor_cores=tensor_cores, packed=not getattr(config, "POINTWISE", False))
+    return Row(
+        label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
+        least.traffic, least.us, **known,
+    )
 
 
-def measure(torch: Any, plan: Plan, effort: Effort, seed: int, cache_bytes: int) -> Row:
+def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_bytes: int) -> Row:
     """Verify and time one problem; a wrong result gets no time."""
     problem, on_gpu = plan.problem, plan.device.backend == "cuda"
     place = plan.device.name if on_gpu else "cpu"
     generator = torch.Generator(place).manual_seed(seed)
     sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator)
-    function = torch_for(problem)
+    truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
+    bound = [plan.bind(w) for w in sets.w]
+    function = rival(torch, problem, sets.x, sets.w)
     theirs_out: list[Any] = [None] * sets.count  # kept, so that torch writes to as much memory as we do
 
     def ours(i: int) -> None:
         plan(sets.x[i], sets.w[i], out=sets.out[i])
 
+    def kept(i: int) -> None:
+        bound[i](sets.x[i], out=sets.kept[i])
+
     def theirs(i: int) -> None:
-        theirs_out[i] = function(sets.x[i], sets.w[i])
+        theirs_out[i] = function(i)
 
     def judge() -> tuple[Errors, Errors, bool]:
         """Our errors, torch's, and whether ours are right, with every element of every output written."""
-        with cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
-            mine, rival = errors_against_float64(torch, problem, sets.x[0], sets.w[0], [sets.out[0], theirs_out[0]])
-        return mine, rival, mine.correct and not any(bool(out.isnan().any()) for out in sets.out)
+        mine, again, other = (truth.errors(out) for out in (sets.out[0], sets.kept[0], theirs_out[0]))
+        return mine, other, mine.correct and again.correct and sets.written()
 
     for i in range(sets.count):
         ours(i)
+        kept(i)
     theirs(0)
-    mine, rival, right = judge()
+    mine, other, right = judge()
     times: list[list[float]] = []
     how = ""
     if right:
         sets.poison()
+        ways = (ours, kept, theirs)
         if on_gpu:
-            times, how = gpu_times(torch, (ours, theirs), sets.count, effort)
+            times, how = gpu_times(torch, ways, sets.count, effort)
         else:
-            times, how = wall_times((ours, theirs), sets.count, effort), "wall"
-        mine, rival, right = judge()  # what was timed is checked too
-    known = {"error": mine.relative, "torch_error": rival.relative, "of_bound": mine.of_bound, "images": len(checked_images(problem))}
+            times, how = wall_times(ways, sets.count, effort), "wall"
+        mine, other, right = judge()  # what was timed is checked too
+    known = {"error": mine.relative, "torch_error": other.relative, "of_bound": mine.of_bound, "channels": truth.channels}
     if not right:
-        return _blank(plan, **known, verdict="WRONG")
-    (ours_us, torch_us), (ours_spread, torch_spread) = [median(t) * 1e6 for t in times], [spread(t) for t in times]
-    return _blank(plan, **known, ours_us=ours_us, torch_us=torch_us, ours_spread=ours_spread, torch_spread=torch_spread, timing=how)
+        return _blank(plan, mode, **known, verdict="WRONG")
+    names = ("ours", "kept", "torch")
+    known |= {f"{name}_us": median(taken) * 1e6 for name, taken in zip(names, times, strict=True)}
+    known |= {f"{name}_spread": spread(taken) for name, taken in zip(names, times, strict=True)}
+    return _blank(plan, mode, **known, timing=how)
 
 
 @contextmanager
@@ -213,22 +280,22 @@ def cudnn_benchmark(torch: Any, value: bool) -> Iterator[None]:
         cudnn.benchmark = before
 
 
-def measure_suite(torch: Any, ready: Sequence[Plan], settings: Settings, seed: int) -> list[Row]:
+def measure_suite(torch: Any, ready: Sequence[Plan], mode: str, settings: Settings, seed: int) -> list[Row]:
     """A row for every plan."""
     cuda_device = ready[0].device.backend == "cuda"
     cache_bytes = torch.cuda.get_device_properties(ready[0].device.name).L2_cache_size if cuda_device else 0
     rows = []
-    for i, plan in enumerate(track(ready, lambda plan: label(plan.problem))):
+    for i, plan in enumerate(track(ready, lambda plan: f"{mode}: {label(plan.problem)}")):
         try:
-            row = measure(torch, plan, settings.effort, seed + i, cache_bytes)
+            row = measure(torch, plan, mode, settings.effort, seed + i, cache_bytes)
         except (DeviceMemoryError, torch.OutOfMemoryError):
-            row = _blank(plan, verdict="no memory")
+            row = _blank(plan, mode, verdict="no memory")
         if cuda_device:
             torch.cuda.empty_cache()
         rows.append(row)
         if not sys.stderr.isatty():  # no progress bar: a line for each row, in case the run is cut short
-            times = f"{microseconds(row.ours_us)} us, torch {microseconds(row.torch_us)} us"
-            print(f"[{i + 1}/{len(ready)}] {row.problem}: {times}, {row.verdict}", file=sys.stderr, flush=True)
+            times = f"{microseconds(row.ours_us)} us, filter kept {microseconds(row.kept_us)}, torch {microseconds(row.torch_us)}"
+            print(f"[{mode} {i + 1}/{len(ready)}] {row.problem}: {times}, {row.verdict}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -265,7 +332,8 @@ def measure_loops(torch: Any, device: Device, settings: Settings, seed: int) -> 
 
         wait = torch.cuda.synchronize if on_gpu else lambda: None
         loop_seconds, single_seconds = (median(wall_times((way,), 1, settings.effort, wait)[0]) for way in (loop, single))
-        correct = all(e.correct for e in errors_against_float64(torch, problem, x, w, [results[0], out]))
+        truth = Truth(torch, problem, x, w)
+        correct = all(truth.errors(result).correct for result in (results[0], out))
         found.append({
             "problem": label(problem), "calls": problem.N * problem.K * problem.C, "loop_us": loop_seconds * 1e6,
             "single_us": single_seconds * 1e6, "ratio": loop_seconds / single_seconds, "verdict": "ok" if correct else "WRONG",
@@ -312,7 +380,7 @@ def fp32_peak(capability: tuple[int, int], multiprocessors: int, clock_hz: float
     return multiprocessors * units * 2 * clock_hz
 
 
-def describe(torch: Any, device: Device, precision: str, words: str, seed: int) -> dict[str, Any]:
+def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> dict[str, Any]:
     """What was measured where: the header of every report."""
     found: dict[str, Any] = {"date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"), "device": device.name}
     known = versions()
@@ -335,15 +403,15 @@ def describe(torch: Any, device: Device, precision: str, words: str, seed: int) 
         found["ceilings"] = (
             f"copy {found['copy_bytes_per_second'] / 1e12:.2f} TB/s measured, fp32 units {found['peak_flops'] / 1e12:.1f} TFLOP/s computed"
         )
-        method = "median; CUDA graphs below 1 ms, launches above; ours and torch's in turn; operands rotate over twice the L2"
+        method = "median; CUDA graphs below 1 ms, launches above; all ways in turn; operands rotate over twice the L2"
     else:
         cl: Any = device
         found |= {"CPU": cl.device.name.strip(), "torch threads": torch.get_num_threads()}
-        method = "median of wall-clock times; ours and torch's in turn"
+        method = "median of wall-clock times; all ways in turn"
     cudnn = f", CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, cudnn.benchmark = True, {words}"
     found |= {
         "torch": str(torch.__version__) + (cudnn if device.backend == "cuda" else ", on the CPU"), "pycuda_conv": pycuda_conv.__version__,
-        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "precision": precision, "method": method, "seed": seed,
+        "Python": known["Python"], "PyCUDA": known["PyCUDA"], "mode": mode, "method": method, "seed": seed,
     }
     return found
 
@@ -381,38 +449,59 @@ def run(settings: Settings) -> int:
     calls: list[dict[str, Any]] = []
     if device.backend == "cuda":
         torch.cuda.set_device(device.name)
-    with torch.no_grad(), cudnn_benchmark(torch, True), torch_precision(settings.precision) as words:
-        machine = describe(torch, device, settings.precision, words, seed) | {"command": settings.command}
+    with torch.no_grad(), cudnn_benchmark(torch, True):
+        machine = describe(torch, device, ", ".join(settings.modes), arithmetic(settings.modes), seed) | {"command": settings.command}
         for line in header_lines(machine):
             out.print(line, markup=False)
+        took = {"before": time.perf_counter() - began}
         if chosen:
-            rows = measure_suite(torch, plans(chosen, device), settings, seed)
-        if chosen and settings.only is None:
-            loops = measure_loops(torch, device, settings, seed)
-        if settings.host_calls or (settings.only is None and device.backend == "cuda"):
-            calls = measure_host_calls(torch, device)
+            ready = plans([in_mode(problem, mode) for mode in settings.modes for problem in chosen], device)
+            took["compiling"] = time.perf_counter() - began - sum(took.values())
+            for i, mode in enumerate(settings.modes):
+                with torch_precision(_precision(mode)):
+                    rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed)
+                took[mode] = time.perf_counter() - began - sum(took.values())
+        smaller = "fp32" in settings.modes and settings.only is None
+        with torch_precision("fp32"):
+            if chosen and smaller:
+                loops = measure_loops(torch, device, settings, seed)
+            if settings.host_calls or (smaller and device.backend == "cuda"):
+                calls = measure_host_calls(torch, device)
     means = summary(rows)
     out.print()
-    if rows:
-        out.print(row_table(rows, "F.conv in torch on the same arrays", out.width))
-        for line in summary_lines(means):
-            out.print(line, markup=False, style="bold")
-        out.print()
+    for mode in means:
+        own = [row for row in rows if row.mode == mode]
+        out.print(row_table(own, f"{mode}: ours against F.conv in torch on the same arrays, {mode_words(mode)}", out.width))
+    for line in (*NOTES, "", *summary_lines(means), "") if rows else ():
+        out.print(line, markup=False, style="" if line in NOTES or line.startswith("  ") else "bold")
     if loops:
         out.print(_loop_table(loops))
     if calls:
         title = f"Host time of one call, torch tensors, {label(HOST_PROBLEM)}"
         out.print(table(title, ("call", "us"), [(c["call"], f"{c['us']:.1f}") for c in calls], left=("call",)))
     report = {
-        "machine": machine | {"seconds": time.perf_counter() - began}, "rows": [row.record() for row in rows], "summary": means,
+        "machine": machine | {"seconds": time.perf_counter() - began, "seconds_of": took}, "rows": [row.record() for row in rows], "summary": means,
         "loop": loops, "host_calls": calls,
     }
     _write(settings, report, rows)
-    wrong = [r.problem for r in rows if r.verdict == "WRONG"] + [r["problem"] for r in loops if r["verdict"] == "WRONG"]
+    wrong = [f"{r.problem}, {r.mode}" for r in rows if r.verdict == "WRONG"] + [r["problem"] for r in loops if r["verdict"] == "WRONG"]
     for problem in wrong:
         out.print(f"WRONG: {problem}", markup=False, style="bold red")
     out.print(f"{time.perf_counter() - began:.0f} s in all")
     return FAILED if wrong else OK
+
+
+def _precision(mode: str) -> str:
+    return str(MODES[mode].get("precision", "fp32"))
+
+
+def arithmetic(modes: Sequence[str]) -> str:
+    """The words for how cuDNN is told to compute in these modes."""
+    shared: dict[str, list[str]] = {}
+    for mode in modes:
+        with torch_precision(_precision(mode)) as words:
+            shared.setdefault(words, []).append(mode)
+    return " and ".join(words + (f" in {', '.join(some)}" if len(shared) > 1 else "") for words, some in shared.items())
 
 
 def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
@@ -432,7 +521,7 @@ def check_paths(settings: Settings) -> None:
         if path is not None and path.is_dir():
             raise ToolError(f"{path} can't be written: it is a folder")
     if settings.plots is not None and settings.plots.exists() and not settings.plots.is_dir():
-        raise ToolError(f"{settings.plots} must be a folder: ratios.png and roofline.png are written there")
+        raise ToolError(f"{settings.plots} must be a folder: the plots are written there")
     if settings.readme is not None:
         around_results(settings.readme)
 
@@ -448,8 +537,10 @@ def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> N
             from pycuda_conv.tools.plots import ratio_bars, roofline
 
             settings.plots.mkdir(parents=True, exist_ok=True)
-            ratio_bars(rows, machine, settings.plots / "ratios.png")
-            roofline(rows, machine, settings.plots / "roofline.png")
+            for mode in settings.modes:
+                own, ending = [row for row in rows if row.mode == mode], f"-{mode}.png" if len(settings.modes) > 1 else ".png"
+                ratio_bars(own, machine, settings.plots / f"ratios{ending}")
+                roofline(own, machine, settings.plots / f"roofline{ending}")
         if settings.readme is not None:
             write_between(settings.readme, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
     except OSError as error:

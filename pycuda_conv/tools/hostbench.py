@@ -277,7 +277,7 @@ def list_problems(settings: bench.Settings) -> int:
 
 def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
     given = {
-        "--precision": settings.precision != "fp32", "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
+        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
         "--readme": settings.readme,
     }
     for name, value in given.items():

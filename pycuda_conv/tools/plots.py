@@ -21,9 +21,10 @@ def _figure(width: float, height: float) -> tuple[Any, Any]:
     return figure, axes
 
 
-def _where(machine: dict[str, Any]) -> str:
+def _where(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     gpu = str(machine.get("GPU") or machine.get("CPU") or machine.get("device", ""))
-    return f"{gpu.split(',')[0]}, torch {str(machine.get('torch', '')).split(',')[0]}, {machine.get('precision', 'fp32')}"
+    modes = ", ".join(dict.fromkeys(row.mode for row in rows))
+    return f"{gpu.split(',')[0]}, torch {str(machine.get('torch', '')).split(',')[0]}, {modes}"
 
 
 def _plain(value: float, _: Any = None) -> str:
@@ -31,23 +32,25 @@ def _plain(value: float, _: Any = None) -> str:
 
 
 def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
-    """A bar for every row: torch's time over ours, on a logarithmic axis that starts at 1."""
+    """A bar for every row: torch's time over ours, on a logarithmic axis that starts at 1; a line where a kept filter takes it."""
     timed = [row for row in rows if row.ratio is not None]
     if not timed:
         return
     ratios = [row.ratio or 1.0 for row in timed]
+    kept = [row.kept_ratio or row.ratio or 1.0 for row in timed]
     figure, axes = _figure(10, 1.4 + 0.25 * len(timed))
     positions = range(len(timed))
     colours = [OURS if r >= 1 else TORCH for r in ratios]
     # from 1, not from 0: on this axis twice as fast and half as fast are equally long
     axes.barh(positions, [r - 1 for r in ratios], left=1, color=colours, height=0.7)
+    axes.plot(kept, positions, linestyle="", marker="|", markersize=9, markeredgewidth=1.5, color=INK)
     axes.set_xscale("log")
-    low, high = min(1.0, *ratios), max(1.0, *ratios)
+    low, high = min(1.0, *ratios, *kept), max(1.0, *ratios, *kept)
     axes.set_xlim(min(low / 1.25, 0.7), max(high * 1.25, 1.5))  # room for the numbers
-    for y, r in zip(positions, ratios, strict=True):
+    for y, r, k in zip(positions, ratios, kept, strict=True):
         axes.annotate(
-            f"{r:.2f}", (r, y), xytext=(4 if r >= 1 else -4, 0), textcoords="offset points", va="center", ha="left" if r >= 1 else "right",
-            fontsize=8, color=INK,
+            f"{r:.2f}", (max(r, k) if r >= 1 else min(r, k), y), xytext=(4 if r >= 1 else -4, 0), textcoords="offset points", va="center",
+            ha="left" if r >= 1 else "right", fontsize=8, color=INK,
         )
     axes.axvline(1, color=INK, linewidth=1)
     axes.set_yticks(positions, [row.problem for row in timed], family="monospace", fontsize=8)
@@ -56,8 +59,8 @@ def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None
     axes.xaxis.set_major_locator(ticker.LogLocator(base=10, subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter(ticker.FuncFormatter(_plain))
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    axes.set_xlabel("torch's time / ours (right of 1: ours is faster)", color=INK)
-    axes.set_title(f"Convolution against torch: {_where(machine)}", loc="left", fontsize=11, color=INK)
+    axes.set_xlabel("torch's time / ours (right of 1: ours is faster; the line: with the filter kept)", color=INK)
+    axes.set_title(f"Convolution against torch: {_where(machine, timed)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path, dpi=150)
 
 
@@ -97,5 +100,5 @@ def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     axes.set_xlabel(f"FLOP per byte that must move{left_out}", color=INK)
     axes.set_ylabel("TFLOP/s", color=INK)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    axes.set_title(f"Attained speed: {_where(machine)}", loc="left", fontsize=11, color=INK)
+    axes.set_title(f"Attained speed: {_where(machine, timed)}", loc="left", fontsize=11, color=INK)
     figure.savefig(path, dpi=150)

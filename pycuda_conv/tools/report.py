@@ -12,31 +12,40 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pycuda_conv.tools.suite import mode_words
 from pycuda_conv.tools.terminal import ToolError, json_text, table
 
 #: The lines between which the README's results stand.
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
+#: Columns of a record that follow from the others.
+COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
+LARGE = 1e9  # FLOP
+ERROR_MARGIN = 1.01  # errors nearer to each other are the same
+
 
 @dataclass(frozen=True)
 class Row:
-    """One problem, measured.
+    """One problem in one mode, measured.
 
     Attributes
     ----------
-    problem, kernel, config : str
+    problem, kernel, config, mode : str
     flops, bytes : int
         Of the problem; bytes are those that must move at the least.
     groups : int
+    floor_pack_us, floor_compute_us, floor_traffic_us, floor_us : float or None
+        The least time on an H200: see :class:`pycuda_conv.tools.floors.Floor`.
     error, torch_error : float
         norm(out - ref) / norm(ref), ref in float64.
     of_bound : float
         Our largest elementwise error as a part of what rounding explains.
-    images : int
-        How many images of the batch the errors are taken over.
-    ours_us, torch_us : float or None
-        Medians. None where there is no time to tell: see `verdict`.
-    ours_spread, torch_spread : float or None
+    channels : int
+        How many channels of the result the errors are taken over.
+    ours_us, kept_us, torch_us : float or None
+        Medians: ours with the filter packed in the call, ours with the filter kept, torch. None where there is no time to
+        tell: see `verdict`.
+    ours_spread, kept_spread, torch_spread : float or None
         (third quartile - first quartile) / median.
     timing : str
         "graph", "events" (launch by launch) or "wall".
@@ -50,35 +59,70 @@ class Row:
     flops: int
     bytes: int
     groups: int
+    mode: str = "fp32"
+    floor_pack_us: float | None = None
+    floor_compute_us: float | None = None
+    floor_traffic_us: float | None = None
+    floor_us: float | None = None
     error: float | None = None
     torch_error: float | None = None
     of_bound: float | None = None
-    images: int = 0
+    channels: int = 0
     ours_us: float | None = None
+    kept_us: float | None = None
     torch_us: float | None = None
     ours_spread: float | None = None
+    kept_spread: float | None = None
     torch_spread: float | None = None
     timing: str = ""
     verdict: str = "ok"
 
+    def _tflops(self, us: float | None) -> float | None:
+        return self.flops / us / 1e6 if us else None
+
     @property
     def tflops(self) -> float | None:
         """TFLOP/s of ours."""
-        return self.flops / self.ours_us / 1e6 if self.ours_us else None
+        return self._tflops(self.ours_us)
+
+    @property
+    def kept_tflops(self) -> float | None:
+        """TFLOP/s of ours with the filter kept."""
+        return self._tflops(self.kept_us)
 
     @property
     def torch_tflops(self) -> float | None:
         """TFLOP/s of torch."""
-        return self.flops / self.torch_us / 1e6 if self.torch_us else None
+        return self._tflops(self.torch_us)
 
     @property
     def ratio(self) -> float | None:
         """torch's time over ours: above 1, ours is faster."""
         return self.torch_us / self.ours_us if self.ours_us and self.torch_us else None
 
+    @property
+    def kept_ratio(self) -> float | None:
+        """The same with the filter kept."""
+        return self.torch_us / self.kept_us if self.kept_us and self.torch_us else None
+
+    @property
+    def of_floor(self) -> float | None:
+        """The floor as a part of our time: 1 is as fast as can be."""
+        return self.floor_us / self.ours_us if self.ours_us and self.floor_us else None
+
+    @property
+    def kept_of_floor(self) -> float | None:
+        """The same with the filter kept."""
+        return self.floor_us / self.kept_us if self.kept_us and self.floor_us else None
+
+    @property
+    def less_exact(self) -> bool:
+        """Whether our error is above torch's by more than chance."""
+        return self.error is not None and self.torch_error is not None and self.error > ERROR_MARGIN * self.torch_error
+
     def record(self) -> dict[str, Any]:
         """All columns as raw numbers."""
-        return asdict(self) | {"tflops": self.tflops, "torch_tflops": self.torch_tflops, "ratio": self.ratio}
+        return asdict(self) | {name: getattr(self, name) for name in COMPUTED}
 
 
 def median(values: Iterable[float]) -> float:
@@ -107,21 +151,32 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Geometric means of the ratio over groups of rows, and the slowest large dense row."""
+    """For every mode: what its large dense rows and what all its rows say together."""
+    found = {}
+    for mode in dict.fromkeys(row.mode for row in rows):
+        own = [row for row in rows if row.mode == mode]
+        dense = [row for row in own if row.groups == 1 and row.flops > LARGE]
+        counts = {"rows": len(own), "wrong_rows": sum(row.verdict == "WRONG" for row in own)}
+        found[mode] = {"dense": _together(dense), "all": _together(own)} | counts
+    return found
+
+
+def _together(rows: Sequence[Row]) -> dict[str, Any]:
     timed = [row for row in rows if row.ratio is not None]
-    large = [row for row in timed if row.flops > 5e9]
-    dense = [row for row in timed if row.groups == 1 and row.flops > 1e9]
-    large_dense = [row for row in large if row.groups == 1]
-
-    def mean(some: Sequence[Row]) -> dict[str, Any]:
-        return {"geometric_mean": geometric_mean(row.ratio for row in some if row.ratio is not None), "rows": len(some)}
-
-    slowest = min(large_dense, key=lambda row: row.tflops or 0, default=None)
     return {
-        "ratio_above_5_gflop": mean(large), "ratio_dense_above_1_gflop": mean(dense), "ratio_all": mean(timed),
-        "lowest_tflops_dense_above_5_gflop": slowest and slowest.tflops, "lowest_tflops_problem": slowest and slowest.problem,
-        "faster_rows": sum((row.ratio or 0) > 1 for row in timed), "timed_rows": len(timed), "rows": len(rows),
-        "wrong_rows": sum(row.verdict == "WRONG" for row in rows),
+        "rows": len(timed), "packed": _ratios([(row.ratio, row.of_floor, row.problem) for row in timed]),
+        "kept": _ratios([(row.kept_ratio, row.kept_of_floor, row.problem) for row in timed]),
+        "less_exact": [row.problem for row in timed if row.less_exact],
+    }
+
+
+def _ratios(found: Sequence[tuple[float | None, float | None, str]]) -> dict[str, Any]:
+    known = [(ratio, problem) for ratio, _, problem in found if ratio is not None]
+    lowest, problem = min(known, default=(None, None))
+    return {
+        "geometric_mean": geometric_mean(ratio for ratio, _ in known), "lowest": lowest, "lowest_problem": problem,
+        "below_one": [problem for ratio, problem in known if ratio < 1],
+        "of_floor": geometric_mean(part for _, part, _ in found if part is not None),
     }
 
 
@@ -140,16 +195,27 @@ def microseconds(value: float | None) -> str:
     return f"{value:.2f}" if value < 100 else f"{value:.1f}" if value < 10000 else f"{value:.0f}"
 
 
-COLUMNS = ("problem", "kernel", "ours us", "TFLOP/s", "torch us", "TFLOP/s", "ratio", "error", "torch's", "timing", "verdict")
-SPARE = (5, 9)  # torch's TFLOP/s and the timing
+COLUMNS = (
+    "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "floor us", "of it", "error", "torch's", "timing", "verdict",
+)
+SPARE = (8, 12)  # the floor and the timing
+
+#: What the columns mean.
+NOTES = (
+    "ours: the filter packed in the call; kept: packed before, as plan.bind does; ratio = torch's time / ours, above 1 ours is faster; "
+    "TFLOP/s and the part of the floor are those of the call that packs",
+    "floor: the least time on an H200, by 790 TFLOP/s of 16-bit products (263 where fp32 takes three of them), 60 of the fp32 units where "
+    "these do it, 4.3 TB/s, packing the images included",
+    "errors: norm-wise against float64, of all pixels; above 20 GFLOP, of 64 channels of the result chosen at random",
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
     """A row of the table as text."""
     return (
-        row.problem, row.kernel, microseconds(row.ours_us), number(row.tflops, ".3g"), microseconds(row.torch_us),
-        number(row.torch_tflops, ".3g"), number(row.ratio, ".2f"), number(row.error, ".1e"), number(row.torch_error, ".1e"), row.timing,
-        row.verdict,
+        row.problem, row.kernel, microseconds(row.ours_us), microseconds(row.kept_us), microseconds(row.torch_us), number(row.ratio, ".2f"),
+        number(row.kept_ratio, ".2f"), number(row.tflops, ".3g"), microseconds(row.floor_us), number(row.of_floor, ".0%"),
+        number(row.error, ".1e"), number(row.torch_error, ".1e"), row.timing, row.verdict,
     )
 
 
@@ -158,9 +224,8 @@ def style(row: Row) -> str:
     return "bold red" if row.verdict != "ok" else "green" if (row.ratio or 0) >= 1 else ""
 
 
-def row_table(rows: Sequence[Row], rival: str, width: int = 200) -> Any:
+def row_table(rows: Sequence[Row], title: str, width: int = 200) -> Any:
     """The suite's table; without two columns that tell little more where the terminal is narrow."""
-    title = f"Ours against {rival}; ratio = torch's time / ours, above 1 ours is faster; errors against float64"
     words = ("problem", "kernel", "timing", "verdict")
     shown = [i for i in range(len(COLUMNS)) if width >= 150 or i not in SPARE]
     lines = [[cells(row)[i] for i in shown] for row in rows]
@@ -168,19 +233,34 @@ def row_table(rows: Sequence[Row], rival: str, width: int = 200) -> Any:
 
 
 def summary_lines(found: dict[str, Any]) -> list[str]:
-    """The means as lines of text."""
+    """The summary as lines of text; those that belong to the one before are indented."""
     lines = []
-    for key, words in (
-        ("ratio_above_5_gflop", "rows above 5 GFLOP"), ("ratio_dense_above_1_gflop", "dense rows above 1 GFLOP"), ("ratio_all", "all rows"),
-    ):
-        mean = found[key]
-        if mean["geometric_mean"] is not None:
-            lines.append(f"geometric mean of the ratio over {words} ({mean['rows']}): {mean['geometric_mean']:.2f}")
-    lowest = found["lowest_tflops_dense_above_5_gflop"]
-    if lowest is not None:
-        lines.append(f"lowest TFLOP/s of dense rows above 5 GFLOP: {lowest:.1f} ({found['lowest_tflops_problem']})")
-    lines.append(f"ours is faster in {found['faster_rows']} of {found['timed_rows']} timed rows; {found['wrong_rows']} wrong")
+    for mode, means in found.items():
+        dense, every = means["dense"], means["all"]
+        for words, part in ((f"{dense['rows']} dense rows above 1 GFLOP", dense), (f"{every['rows']} rows in all", every)):
+            if part["rows"]:
+                lines += _part_lines(mode, words, part)
+        lines.append(f"{mode}: {every['rows']} of {means['rows']} rows timed; {means['wrong_rows']} wrong")
     return lines
+
+
+def _part_lines(mode: str, words: str, part: dict[str, Any]) -> list[str]:
+    ours, kept = part["packed"], part["kept"]
+
+    def named(problems: Sequence[str]) -> str:
+        return f"{len(problems)}" + (f" ({'; '.join(problems)})" if problems else "")
+
+    def lowest(way: dict[str, Any]) -> str:
+        return f"{number(way['lowest'], '.2f')} ({way['lowest_problem']})"
+
+    return [
+        f"{mode}, {words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
+        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; of the part of the floor {number(ours['of_floor'], '.0%')}, "
+        f"{number(kept['of_floor'], '.0%')}",
+        f"  lowest: {lowest(ours)}, kept {lowest(kept)}",
+        f"  below 1: {named(ours['below_one'])}, kept {named(kept['below_one'])}",
+        f"  error above torch's: {named(part['less_exact'])}",
+    ]
 
 
 def header_lines(machine: dict[str, Any]) -> list[str]:
@@ -208,18 +288,16 @@ def markdown(
     """The results for the README. `machine` is the header of the report; what was not measured is left out."""
     where = str(machine.get("GPU") or machine.get("CPU")).split(",")[0] + (f", driver {machine['driver']}" if machine.get("driver") else "")
     parts = [
-        f"{where}; torch {machine['torch']}; {machine['precision']}; {machine['date'][:10]}. "
+        f"{where}; torch {machine['torch']}; {machine['mode']}; {machine['date'][:10]}. "
         f"`{machine['command']}` repeats the measurement: {machine['method']}."
     ]
     if rows:
-        parts.append("\n".join(f"- {line}" for line in summary_lines(means)))
-        parts.append("Times in microseconds; ratio = torch's time / ours, above 1 ours is faster; errors are norm-wise, against float64.")
-        columns = ["problem", "kernel", "ours us", "TFLOP/s", "torch us", "ratio", "error", "torch's error"]
-        lines = []
-        for row in rows:
-            problem, kernel, ours, speed, torch, _, ratio, error, torch_error, *_ = cells(row)
-            lines.append((problem, kernel, _time(ours, row.verdict), speed, torch, ratio, error, torch_error))
-        parts.append(_markdown_table(columns, 2, lines))
+        parts.append("\n".join("  - " + line[2:] if line.startswith("  ") else "- " + line for line in summary_lines(means)))
+        parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in NOTES))
+    for mode in means:
+        lines = _markdown_rows([row for row in rows if row.mode == mode])
+        # one table shows, of several only the names: there are many rows
+        parts += [lines] if len(means) == 1 else [f"<details><summary>{mode}: {mode_words(mode)}</summary>", lines, "</details>"]
     if loops:
         parts.append("A Python loop over images and channels, one single-channel convolution each, against one call:")
         columns = ["problem", "calls", "loop us", "one call us", "ratio"]
@@ -234,6 +312,16 @@ def markdown(
         parts.append(f"What one call costs on the host, for {calls[0]['problem']} in torch tensors:")
         parts.append(_markdown_table(("call", "us"), 1, [(f"`{c['call']}`", f"{c['us']:.1f}") for c in calls]))
     return "\n\n".join(parts)
+
+
+def _markdown_rows(rows: Sequence[Row]) -> str:
+    """The rows of one mode as a table."""
+    columns = ["problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "of floor", "error", "torch's error"]
+    lines = []
+    for row in rows:
+        problem, kernel, ours, kept, torch, ratio, kept_ratio, speed, _, part, error, torch_error, *_ = cells(row)
+        lines.append((problem, kernel, _time(ours, row.verdict), kept, torch, ratio, kept_ratio, speed, part, error, torch_error))
+    return _markdown_table(columns, 2, lines)
 
 
 def around_results(path: Path) -> tuple[str, str]:
@@ -279,7 +367,7 @@ def write_json(path: Path, report: dict[str, Any]) -> None:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """The suite's rows, raw numbers."""
-    names = [f.name for f in fields(Row)] + ["tflops", "torch_tflops", "ratio"]
+    names = [*(f.name for f in fields(Row)), *COMPUTED]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()

@@ -1,11 +1,35 @@
-"""The problems that the benchmark measures: layers people run, from a 5x5 image to VGG."""
+"""The problems that the benchmark measures: layers people run, from a 5x5 image to VGG, and the modes to measure them in."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from pycuda_conv.problem import ConvProblem
+
+#: What a mode makes of a problem of the suite.
+MODES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "tf32": {"precision": "tf32"},
+    "tf32-nhwc": {"precision": "tf32", "layout": "NHWC"},
+    "fp16": {"dtype": "float16"},
+    "fp16-nhwc": {"dtype": "float16", "layout": "NHWC"},
+    "bf16": {"dtype": "bfloat16"},
+    "bf16-nhwc": {"dtype": "bfloat16", "layout": "NHWC"},
+}
+
+
+def in_mode(problem: ConvProblem, mode: str) -> ConvProblem:
+    """A problem of the suite in one of the :data:`MODES`."""
+    return replace(problem, **MODES[mode])
+
+
+def mode_words(mode: str) -> str:
+    """A mode's arrays and arithmetic in words."""
+    found = {"dtype": "float32", "precision": "fp32", "layout": "NCHW"} | MODES[mode]
+    arithmetic = f" in {found['precision']}" if found["dtype"] == "float32" else ""
+    return f"{found['dtype']}{arithmetic}, {'channels last' if found['layout'] == 'NHWC' else 'NCHW'}"
 
 
 def _conv1d() -> Iterator[ConvProblem]:
