@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
     bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
     bench.add_argument(
-        "--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"],
-        help="dtype and arithmetic of both sides, by default fp32; those with -nhwc take arrays that are channels last",
+        "--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"], metavar="MODE",
+        help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
     )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")

@@ -332,10 +332,12 @@ def tiles_of(step, s):
         yield m * step.defines["ROWS"], pixel, group, part
 
 
-def products(a: np.ndarray, b: list) -> np.ndarray:
-    """One product of limbs, or three."""
+def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
+    """Add one product of limbs, or three."""
     with np.errstate(invalid="ignore", over="ignore"):
-        return a[0] @ b[0].T if len(b) == 1 else a[0] @ b[0].T + (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
+        total += a[0] @ b[0].T
+        if len(b) == 2:
+            total += (a[0] @ b[1].T + a[1] @ b[0].T) * 2.0**-11
 
 
 def product(step, memory: Memory, finite: bool) -> None:
@@ -367,7 +369,7 @@ def product(step, memory: Memory, finite: bool) -> None:
             channel = group * s.channels_group + c * kc if real else s.channels
             b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
-            total += products(a, b)
+            multiply(total, a, b)
         write_tile(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
 
 
@@ -391,7 +393,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             b = [values] if define["POINTWISE"] == 1 else split(values, scale, limbs_of(step), "float16")
             a = load_filter(step, s, memory, m // 64, c // 64)
             assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
-            total += products(a, [v.astype(np.float64) for v in b])
+            multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
             found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[5], "uint32")
             for warp in range(4):

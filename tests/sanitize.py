@@ -11,6 +11,7 @@ a read or write past its end is seen; no pool, no torch.
 import sys
 
 import numpy as np
+from test_implicit_gemm import SANITIZED, asked, dtype_of
 from test_kernels import AWKWARD, RUNS
 
 import pycuda_conv as pc
@@ -52,6 +53,16 @@ def main(wanted: str = "") -> int:
             good = run(plan, case.integers(plan.problem.dtype))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
+    for case, mode, config in SANITIZED if device.capability == (9, 0) else ():
+        arrays = case.integers(dtype_of(mode))
+        for kind in ["", " flagged"][: 1 + (dtype_of(mode) == "float32")]:
+            line = f"{config} {case} {mode}{kind}"
+            if wanted in line:
+                if kind:  # an image and a filter that the guarded kernels compute
+                    arrays[0].flat[0] = arrays[1].flat[0] = 2.0**61
+                good = run(Plan(asked(case, mode), device, config=config), arrays)
+                print("ok " if good else "BAD", line, flush=True)
+                bad += not good
     if wanted in "copy_strided":
         good = copy_strided()
         print("ok " if good else "BAD", "copy_strided", flush=True)

@@ -179,7 +179,7 @@ def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
 
 POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
     (case, mode, lying(rows, pixels))
-    for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 130, 200), (8, 130, 1)))
+    for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 120, 200), (8, 120, 1)))
     for mode in ("fp32", "tf32", "fp16", "bf16") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
 ]  # fmt: skip
 
@@ -390,6 +390,7 @@ def test_steps_fit_their_kernels():
 
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
 DEEP = fprop((4, 256, 5, 8), (12, 256, 3, 3), padding=1, bias=False)
+BACK = dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False)
 THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 
 
@@ -494,7 +495,7 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
 
 
 @pytest.mark.parametrize("mode", ["fp32", "tf32"])
-@pytest.mark.parametrize(("case", "config"), [(WIDE, None), (DEEP, None), (THIN, lying(64, 128))], ids=["wide", "deep", "not packed"])
+@pytest.mark.parametrize(("case", "config"), [(WIDE, None), (DEEP, None), (BACK, None), (THIN, lying(64, 128))], ids=["wide", "deep", "dgrad", "not packed"])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_the_limbs_and_the_exact_path_keep_every_range(scenario, case, config, mode):
     x, w = data(scenario, case)
@@ -650,7 +651,7 @@ def _compiled_variants() -> list:
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
     add("fp32 last", ImplicitGemm(64, 128, 3), stem)
     add("bf16", ImplicitGemm(64, 128, 5), stem)
-    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("tf32", 64, 256), ("fp16", 128, 256)):
+    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256)):
         add(mode, lying(rows, pixels), POINT)
     return found
 
@@ -712,7 +713,7 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
     *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)), (POINT, "tf32", lying(128, 128, 2)),
-    (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp32", lying(128, 64, 3)), (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "tf32", lying(64, 256, 2)),
+    (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp32", lying(128, 64, 3)), (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "tf32", lying(64, 128, 3)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
@@ -727,10 +728,23 @@ AWKWARD_RUNS = [
 ]  # fmt: skip
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
-        (WIDE, ImplicitGemm(64, 128, 3)), (dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False), ImplicitGemm(64, 128, 3)),
+        (WIDE, ImplicitGemm(64, 128, 3)), (BACK, ImplicitGemm(64, 128, 3)),
         (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)), (THIN, lying(64, 128)))
 ]  # fmt: skip
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
+
+
+#: Every kind of kernel, small, for the memory checker: sanitize.py.
+SANITIZED = [
+    (BASE, "fp32", ImplicitGemm(64, 128, 3)), (BASE, "fp32", ImplicitGemm(128, 72, 2)), (BASE, "fp32 last", ImplicitGemm(64, 128, 3)), (BASE, "fp32 last", ImplicitGemm(128, 72, 3, 2)),
+    (fprop((2, 24, 5, 7), (33, 24, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 128, 4, 3)), (BASE, "tf32 last", ImplicitGemm(128, 64, 4)),
+    (BASE, "fp16", ImplicitGemm(128, 128, 4)), (BASE, "fp16 last", ImplicitGemm(64, 128, 4)), (BASE, "bf16", ImplicitGemm(64, 128, 3, 2)), (BASE, "bf16 last", ImplicitGemm(128, 32, 4)),
+    *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp32 last", "fp16") for case in (
+        fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
+        fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
+    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed),
+]  # fmt: skip
+SANITIZED = [run for run in SANITIZED if run[1] in MODES]
 
 
 @cache
@@ -750,7 +764,7 @@ def random_runs() -> list:
 
 
 GROUPS = {
-    "runs": lambda: RUNS, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE, "random": random_runs,
+    "runs": lambda: RUNS, "sanitized": lambda: SANITIZED, "awkward": lambda: AWKWARD_RUNS, "ranges": lambda: RANGES, "not finite": lambda: NOT_FINITE, "random": random_runs,
 }  # fmt: skip
 
 
@@ -764,6 +778,15 @@ def plans(group: str) -> dict:
     runs = GROUPS[group]()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return dict(zip(map(str, runs), pool.map(made, runs), strict=True))
+
+
+def test_what_runs_on_the_gpu_is_legal():
+    for group in GROUPS.values():
+        for case, mode, config in group():
+            assert ig.legal(asked(case, mode), config) is None, f"{case} {mode} {config}"
+    assert len(random_runs()) == RANDOM
+    assert all(ig.legal(asked(case, mode), widest(mode, 64, 2)) is None for case, mode in LARGE)
+    assert all(isinstance(engines.choose(asked(case, mode), H200), ImplicitGemm) for case, mode in PUBLIC)
 
 
 MARGIN = 1024  # bytes of 0xff, which is NaN in every dtype, before and after every array
@@ -932,7 +955,7 @@ def test_the_public_functions(torch, case, mode):
         return result.numpy() if dtype != "bfloat16" else result.contiguous().view(torch.int16).numpy().view("bfloat16")
 
     y = function(*given, **options)
-    assert y.stride() == torch.empty_like(y.movedim(1, -1) if layout == "NHWC" else y, memory_format=torch.contiguous_format).movedim(-1, 1).stride() or layout == "NCHW"
+    assert (y.movedim(1, -1) if layout == "NHWC" else y).is_contiguous()
     assert_close(host(y), ref, bound(case, mode, x, w, b, ref), plan)
     out = torch.full_like(y, float("nan"))
     assert function(*given, **options, out=out) is out and torch.equal(out, y)

@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from itertools import pairwise
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +19,14 @@ from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
 from pycuda_conv import cli
+from pycuda_conv.engines import ImplicitGemm
+from pycuda_conv.engines.direct import Batched
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
 from pycuda_conv.tools import bench, report, suite, timing, verify
-from pycuda_conv.tools.oracle import compare
+from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
+from pycuda_conv.tools.oracle import bound, compare, torch_for
 from pycuda_conv.tools.report import BEGIN, END, Row, geometric_mean, quantile
 from pycuda_conv.tools.terminal import FAILED, INTERRUPTED, OK, UNUSABLE, ToolError
 from pycuda_conv.tools.timing import Effort
@@ -50,41 +53,66 @@ def test_quantile_is_numpy_s(count, q):
 
 
 def row(flops=10**9, ours=10.0, torch=20.0, **others) -> Row:
-    return Row(**{"problem": "p", "kernel": "Gemm", "config": "Gemm()", "flops": flops, "bytes": 10**6, "groups": 1, "ours_us": ours, "torch_us": torch, **others})
+    known = {"problem": "p", "kernel": "Gemm", "config": "Gemm()", "flops": flops, "bytes": 10**6, "groups": 1, "ours_us": ours, "torch_us": torch}
+    return Row(**{**known, "kept_us": ours and ours / 2, "floor_us": ours and ours / 4, **others})
 
 
 def wrong(**others) -> Row:
     return row(ours=None, torch=None, verdict="WRONG", error=0.5, torch_error=1e-7, **others)
 
 
-def test_a_row_s_speed_and_ratio():
-    assert row().tflops == pytest.approx(100) and row().torch_tflops == pytest.approx(50) and row().ratio == 2
-    assert (wrong().tflops, wrong().torch_tflops, wrong().ratio) == (None, None, None)
+def test_a_row_s_speed_ratio_and_part_of_the_floor():
+    one = row()
+    assert (one.tflops, one.kept_tflops, one.torch_tflops) == pytest.approx((100, 200, 50)) and (one.ratio, one.kept_ratio) == (2, 4)
+    assert (one.of_floor, one.kept_of_floor) == (0.25, 0.5)
+    assert {getattr(wrong(), name) for name in report.COMPUTED} == {None}
+    assert set(report.COMPUTED) < set(one.record()) and one.record()["kept_ratio"] == 4
+
+
+@pytest.mark.parametrize("error, torchs, less", [(1e-7, 2e-7, False), (2e-7, 1e-7, True), (1.005e-7, 1e-7, False), (None, 1e-7, False), (1e-7, None, False)])
+def test_an_error_is_above_torch_s_by_more_than_chance(error, torchs, less):
+    assert row(error=error, torch_error=torchs).less_exact == less
 
 
 def test_the_summary_counts_each_row_where_it_belongs():
     rows = [
-        row(6 * 10**9, 10, 40), row(2 * 10**9, 10, 10, problem="slow"), row(8 * 10**9, 40, 10, problem="slowest"),
-        row(9 * 10**9, 900, 900, groups=4), row(10**6, 10, 90), wrong(),
+        row(6 * 10**9, 10, 40, problem="fast"), row(2 * 10**9, 10, 10, problem="even"), row(8 * 10**9, 40, 10, problem="slow"),
+        row(9 * 10**9, 900, 900, groups=4, problem="grouped", error=2.0, torch_error=1.0), row(10**6, 10, 90, problem="small"), wrong(problem="wrong"),
+        row(2 * 10**9, 30, 10, mode="bf16", problem="other"),
     ]
     found = report.summary(rows)
-    assert found["ratio_above_5_gflop"] == {"geometric_mean": pytest.approx(1), "rows": 3}
-    assert found["ratio_dense_above_1_gflop"] == {"geometric_mean": pytest.approx(1), "rows": 3}
-    assert found["ratio_all"] == {"geometric_mean": pytest.approx(9 ** (1 / 5)), "rows": 5}
-    assert found["lowest_tflops_problem"] == "slowest" and found["lowest_tflops_dense_above_5_gflop"] == pytest.approx(200)
-    assert (found["faster_rows"], found["timed_rows"], found["rows"], found["wrong_rows"]) == (2, 5, 6, 1)
-    assert report.summary_lines(found)[-1] == "ours is faster in 2 of 5 timed rows; 1 wrong"
+    assert list(found) == ["fp32", "bf16"]
+    dense, every = found["fp32"]["dense"], found["fp32"]["all"]
+    assert (dense["rows"], every["rows"], found["fp32"]["rows"], found["fp32"]["wrong_rows"]) == (3, 5, 6, 1)
+    assert dense["packed"] == {"geometric_mean": pytest.approx(1), "lowest": 0.25, "lowest_problem": "slow", "below_one": ["slow"], "of_floor": pytest.approx(0.25)}
+    assert dense["kept"]["geometric_mean"] == pytest.approx(2) and dense["kept"]["below_one"] == ["slow"] and dense["kept"]["of_floor"] == pytest.approx(0.5)
+    assert every["packed"]["geometric_mean"] == pytest.approx(9 ** (1 / 5)) and (dense["less_exact"], every["less_exact"]) == ([], ["grouped"])
+    assert found["bf16"]["all"] == found["bf16"]["dense"] and found["bf16"]["all"]["packed"]["below_one"] == ["other"]
+    lines = report.summary_lines(found)
+    assert lines[:4] == [
+        "fp32, 3 dense rows above 1 GFLOP: geometric mean of the ratio 1.00, with the filter kept 2.00; the floor is 25% of our time, 50%",
+        "  lowest: 0.25 (slow), kept 0.50 (slow)", "  below 1: 1 (slow), kept 1 (slow)", "  error above torch's: 0",
+    ]
+    assert lines[5:8] == ["  lowest: 0.25 (slow), kept 0.50 (slow)", "  below 1: 1, kept 1", "  error above torch's: 1 (grouped)"]
+    assert "fp32: 5 of 6 rows timed; 1 wrong" in lines and lines[-1] == "bf16: 1 of 1 rows timed; 0 wrong"
+
+
+def test_the_summary_names_a_row_once():
+    rows = [row(2 * 10**9, 20, 10, problem="large"), row(10**6, 20, 10, problem="small"), row(10**6, 15, 10, problem="tiny")]
+    lines = report.summary_lines(report.summary(rows))
+    assert lines[2] == "  below 1: 1 (large), kept 0" and lines[6] == "  below 1: 3 (besides: small; tiny), kept 0"
 
 
 def test_the_summary_of_nothing():
-    assert report.summary_lines(report.summary([])) == ["ours is faster in 0 of 0 timed rows; 0 wrong"]
+    assert report.summary([]) == {} and report.summary_lines({}) == []
+    assert report.summary_lines(report.summary([wrong()])) == ["fp32: 0 of 1 rows timed; 1 wrong"]
 
 
 def test_cells_show_a_dash_where_there_is_no_number():
-    shown = dict(enumerate(report.cells(row(error=1.24e-7, timing="graph"))))
+    shown = report.cells(row(error=1.24e-7, timing="graph"))
+    assert shown == ("p", "Gemm", "10.00", "5.00", "20.00", "2.00", "4.00", "100", "2.50", "25%", "1.2e-07", "-", "graph", "ok")
     assert len(shown) == len(report.COLUMNS)
-    assert list(shown.values()) == ["p", "Gemm", "10.00", "100", "20.00", "50", "2.00", "1.2e-07", "-", "graph", "ok"]
-    assert report.cells(wrong())[2:7] == ("-",) * 5 and report.cells(wrong())[-1] == "WRONG"
+    assert report.cells(wrong())[2:10] == ("-",) * 8 and report.cells(wrong())[-1] == "WRONG"
 
 
 @pytest.mark.parametrize("us, text", [(None, "-"), (1.234, "1.23"), (123.45, "123.5"), (12345.6, "12346")])
@@ -106,27 +134,118 @@ def test_effort_lies_between_its_bounds(round_seconds, rounds):
 
 
 @pytest.mark.parametrize("problem", suite.suite(), ids=bench.label)
-def test_operand_sets_and_checked_images(problem):
+def test_operand_sets_and_checked_channels(problem):
     for cache in (0, 2**20, 50 * 2**20):
         sets = timing.operand_sets(problem, cache)
         assert 1 <= sets <= timing.MOST_SETS
         assert sets == timing.MOST_SETS or sets * problem.bytes >= 2 * cache
         assert sets == 1 or (sets - 1) * problem.bytes < 2 * cache
-    images = bench.checked_images(problem)
-    assert images[0] == 0 and images[-1] == problem.N - 1 and images == sorted(set(images))
-    assert len(images) >= min(problem.N, bench.REFERENCE_IMAGES)
-    steps = [b - a for a, b in pairwise(images)] or [0]
-    assert max(steps) - min(steps) <= 1
-    assert len(images) <= bench.REFERENCE_IMAGES or 2 * problem.flops * len(images) / problem.N <= bench.REFERENCE_FLOPS
+    own = problem.result_channels // problem.groups
+    chosen = bench.checked_channels(problem, 1)
+    if problem.flops <= bench.LARGE_FLOPS or own * problem.groups <= bench.CHECKED_CHANNELS:
+        assert chosen == list(range(own))
+    else:
+        assert len(chosen) * problem.groups == bench.CHECKED_CHANNELS
+        parts = [c * len(chosen) // own for c in chosen]
+        assert parts == list(range(len(chosen))) and chosen != bench.checked_channels(problem, 2)  # one of each part, so that no tile is left out
+    assert bench.checked_channels(problem, 1) == chosen
 
 
 def test_the_suite_s_labels_are_unique():
     labels = [bench.label(p) for p in suite.suite()]
     assert len(set(labels)) == len(labels) and set(SMALLEST) <= set(labels)
+    for mode in suite.MODES:
+        assert [bench.label(suite.in_mode(p, mode)) for p in suite.suite()] == labels
+
+
+@pytest.mark.parametrize("mode, words", [
+    ("fp32", "float32 in fp32, NCHW"), ("tf32", "float32 in tf32, NCHW"), ("tf32-nhwc", "float32 in tf32, channels last"), ("fp16", "float16, NCHW"),
+    ("fp16-nhwc", "float16, channels last"), ("bf16", "bfloat16, NCHW"), ("bf16-nhwc", "bfloat16, channels last"),
+])
+def test_a_mode_s_problems_are_what_its_words_say(mode, words):
+    assert suite.mode_words(mode) == words and len(suite.MODES) == 7
+    for problem in (suite.in_mode(p, mode) for p in suite.suite()):
+        assert problem.dtype == words.split()[0].rstrip(",") and (problem.precision == "tf32") == ("tf32" in words)
+        assert problem.layout == ("NHWC" if "last" in words and problem.operand_channels > 1 else "NCHW")
+
+
+# ---- floors
+
+
+THIN, POINTWISE = "conv2d 64x256x28x28 -> 256x28x28 k3x3 s1 p1 g32", "conv2d 64x1024x14x14 -> 256x14x14 k1x1"
+
+
+def _layer(words: str, mode: str) -> ConvProblem:
+    problem = next(p for p in suite.suite() if bench.label(p).startswith(words))
+    return suite.in_mode(problem, mode)
+
+
+# the table of the design notes, in microseconds of an H200: pack, compute and traffic for three products and for one, traffic of 16 bits, then the
+# floors in fp32, in tf32, and of 16 bits channels last and not
+FLOORS = {
+    "conv1d 128x512x448 -> 1024x448 k3 s1 p1": ((55, 41), (685, 228), (83, 69, 42), (740, 269, 228, 256)),
+    "conv2d 32x512x7x7 -> 512x7x7 k3x3": ((1.5, 1.1), (28.1, 9.4), (3.7, 2.2, 1.8), (30, 10.5, 9.4, 10)),
+    "conv2d 64x64x56x56 -> 64x56x56 k3x3": ((24, 18), (56, 18.7), (24, 18, 12), (80, 37, 18.7, 31)),
+    "conv2d 64x256x14x14 -> 256x14x14 k3x3": ((6, 4.5), (56, 18.7), (6.5, 4.8, 3.3), (62, 23, 18.7, 22)),
+    POINTWISE: ((24, 18), (25, 8.3), (15, 9, 7.6), (49, 27, 8.3, 20)),
+    "conv2d 32x256x56x56 -> 256x56x56 k3x3": ((48, 36), (450, 150), (48, 36, 24), (497, 186, 150, 174)),
+    "conv2d 4x2048x33x33 -> 256x33x33 k3x3 s1 p12 d12": ((17, 12), (156, 52), (14, 7, 7), (173, 65, 52, 60)),
+}
+
+
+@pytest.mark.parametrize("words", FLOORS)
+def test_floors_are_those_of_the_design_notes(words):
+    def near(*values):
+        return pytest.approx(values, rel=0.03, abs=0.6)
+
+    pack, compute, traffic, floors = FLOORS[words]
+    three, one, half, packed_half = (floor(_layer(words, mode), tensor_cores=True) for mode in ("fp32", "tf32", "fp16-nhwc", "fp16"))
+    assert (three.pack, one.pack, half.pack) == near(*pack, 0) and (three.compute, one.compute, half.compute) == near(*compute, compute[1])
+    assert (three.traffic, one.traffic, half.traffic) == near(*traffic)
+    assert (three.us, one.us, half.us, packed_half.us) == near(*floors)
+    assert floor(_layer(words, "tf32-nhwc"), tensor_cores=True) == one and floor(_layer(words, "bf16"), tensor_cores=True) == packed_half
+    # the tensor cores could do it: what another engine makes of it is held against that
+    assert floor(_layer(words, "fp32"), tensor_cores=False) == three
+
+
+def test_a_depthwise_layer_s_floor_is_its_bytes():
+    full, half = (_layer("conv2d 64x144x56x56", mode) for mode in ("fp32", "fp16"))
+    assert floor(full, tensor_cores=False).us == pytest.approx(54, abs=0.5) and floor(half, tensor_cores=False).us == pytest.approx(27, abs=0.5)
+    assert floor(full, tensor_cores=False).compute == pytest.approx(full.flops / 60e6) and floor(full, tensor_cores=False).pack == 0
+
+
+def test_what_is_for_the_plain_units():
+    labels = {bench.label(p) for p in suite.suite() if for_plain_units(p)}
+    assert {text.split()[1] for text in labels} == {"1x1x5x5", "2x4x5x5", "32x16x7x7", "4x16x32x32", "1x1x512x512", "64x144x56x56", "64x192x28x28", "64x256x28x28"}
+    assert for_plain_units(replace(_layer("conv2d 64x64x56x56 -> 64x56x56 k3x3", "fp32"), dtype="float64"))
+    grouped = _layer(THIN, "fp16-nhwc")
+    # where the tensor cores run it all the same, the lower floor counts: none is beaten
+    assert floor(grouped, tensor_cores=False) == plain_floor(grouped) and floor(grouped, tensor_cores=True) == tensor_floor(grouped)
+    assert tensor_floor(grouped).us < plain_floor(grouped).us
+
+
+def test_images_that_are_multiplied_as_they_lie_are_read_once():
+    problem = _layer(POINTWISE, "fp32")
+    read, written = 4 * math.prod(problem.input_shape), 4 * math.prod(problem.result_shape)
+    found = floor(problem, tensor_cores=True, packed=False)
+    assert found == Floor(0, tensor_floor(problem).compute, pytest.approx((read + written + 4 * math.prod(problem.weight_shape)) / 4.3e6))
+
+
+@pytest.mark.parametrize("words, config, expected", [
+    (THIN, ImplicitGemm(), tensor_floor), (THIN, Batched(), plain_floor), (POINTWISE, ImplicitGemm(POINTWISE=True), lambda problem: tensor_floor(problem, packed=False)),
+    (POINTWISE, ImplicitGemm(), tensor_floor),
+], ids=["thin groups on tensor cores", "thin groups", "not packed", "packed"])
+def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
+    mode = "fp16-nhwc" if words is THIN else "fp16"
+    problem = _layer(words, mode)
+    found = bench._blank(SimpleNamespace(problem=problem, config=config), mode)
+    least = expected(problem)
+    assert (found.floor_pack_us, found.floor_compute_us, found.floor_traffic_us, found.floor_us) == (least.pack, least.compute, least.traffic, least.us)
+    assert (found.mode, found.kernel) == (mode, type(config).__name__)
 
 
 @pytest.mark.parametrize("settings, command", [
-    ({}, "make bench"), ({"readme": Path("README.md"), "seed": 3}, "make bench"), ({"precision": "tf32", "quick": True}, "pycuda-conv bench --precision tf32 --quick"),
+    ({}, "make bench"), ({"readme": Path("README.md"), "seed": 3}, "make bench"), ({"modes": ("tf32", "fp16"), "quick": True}, "pycuda-conv bench --mode tf32 fp16 --quick"), ({"modes": tuple(suite.MODES)}, "pycuda-conv bench --mode all"),
     ({"only": "k3 | $x'", "device": 1, "host_calls": True}, """pycuda-conv bench --only 'k3 | $x'"'"'' --device 1 --host-calls"""),
 ])
 def test_the_command_repeats_what_was_measured(settings, command):
@@ -140,6 +259,17 @@ def test_the_oracle_tells_rounding_from_a_wrong_element(change, correct):
     out[0, 3, 5, 5] += change
     errors = compare(problem, out, reference, reference)
     assert errors.correct == correct and (errors.of_bound <= 1) == correct
+
+
+@pytest.mark.parametrize("changes, part", [
+    ({}, 4 * 2.0**-23 * 6), ({"precision": "tf32"}, 2.0**-9), ({"dtype": "float16"}, 4 * 2.0**-23 * 6), ({"dtype": "bfloat16", "precision": "tf32"}, 4 * 2.0**-23 * 6),
+    ({"dtype": "float64", "precision": "tf32"}, 4 * 2.0**-52 * 6),
+])
+def test_the_bound_is_that_of_the_arithmetic(changes, part):
+    problem = replace(ConvProblem.forward(2, (1, 4, 8, 8), (4, 4, 3, 3)), **changes)
+    assert bound(problem, np.zeros(1), np.full(1, 2e6)) == pytest.approx(2e6 * part, rel=1e-6)
+    eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}[problem.dtype]
+    assert bound(problem, np.full(1, -3e6), np.zeros(1)) == pytest.approx(3e6 * eps, rel=1e-6)
 
 
 # ---- timing, on a GPU whose clock is ours
@@ -226,7 +356,7 @@ def test_the_copy_s_bandwidth_is_that_of_the_best_round(monkeypatch):
 
 MACHINE = {
     "date": "2026-01-02T03:04:05+00:00", "GPU": "NVIDIA H200, compute capability 9.0, 132 multiprocessors", "driver": "580.65, CUDA 13.0, nvcc 13.0.48",
-    "torch": "2.9.0, CUDA 12.8, cuDNN 91002, cudnn.benchmark = True, torch.backends.cudnn.conv.fp32_precision = 'ieee'", "precision": "fp32",
+    "torch": "2.9.0, CUDA 12.8, cuDNN 91002, cudnn.benchmark = True, torch.backends.cudnn.conv.fp32_precision = 'ieee'", "mode": "fp32",
     "method": "median", "command": "make bench",
 }
 LOOPS = [{"problem": "l", "calls": 64, "loop_us": 640.0, "single_us": 6.4, "ratio": 100.0, "verdict": v} for v in ("ok", "WRONG")]
@@ -240,13 +370,24 @@ def test_markdown_tells_the_machine_the_command_and_every_row():
     for part in ("NVIDIA H200", "driver 580.65", "CUDA 13.0", "torch 2.9.0", "cuDNN 91002", "fp32_precision = 'ieee'", "2026-01-02", "`make bench`"):
         assert part in first
     for line in (
-        "- ours is faster in 1 of 1 timed rows; 1 wrong", "| problem | kernel | ours us | TFLOP/s | torch us | ratio | error | torch's error |",
-        "| p | Gemm | 10.00 | 100 | 20.00 | 2.00 | 1.0e-07 | 2.0e-07 |", "| w | Gemm | **WRONG** | - | - | - | 5.0e-01 | 1.0e-07 |",
+        "- fp32: 1 of 2 rows timed; 1 wrong", "  - lowest: 2.00 (p), kept 4.00 (p)",
+        "| problem | kernel | ours us | kept us | torch us | ratio | kept | TFLOP/s | of floor | error | torch's error |",
+        "| p | Gemm | 10.00 | 5.00 | 20.00 | 2.00 | 4.00 | 100 | 25% | 1.0e-07 | 2.0e-07 |", "| w | Gemm | **WRONG** | - | - | - | - | - | - | 5.0e-01 | 1.0e-07 |",
         "| l | 64 | 640.0 | 6.40 | 100 |", "| l | 64 | 640.0 | **WRONG** | 100 |", "| `pc.conv2d(x, w)` | 12.3 |",
     ):
         assert line in text.splitlines()
     for table in re.findall(r"(?:^\|.*\n?)+", text, re.M):
         assert len({line.count("|") for line in table.splitlines()}) == 1 and set(table.splitlines()[1]) <= set("|-: ")
+    assert "<details>" not in text
+
+
+def test_markdown_has_a_table_for_every_mode():
+    rows = [row(problem="first"), row(problem="second", mode="tf32-nhwc")]
+    text = report.markdown(MACHINE, rows, report.summary(rows), [], [])
+    sections = text.split("<details><summary>")
+    assert [section.split("</summary>")[0] for section in sections[1:]] == ["fp32: float32 in fp32, NCHW", "tf32-nhwc: float32 in tf32, channels last"]
+    for section, name in zip(sections[1:], ("first", "second"), strict=True):
+        assert section.count("\n| ") == 3 and f"\n| {name} |" in section and "</summary>\n\n|" in section and "|\n\n</details>" in section
 
 
 def test_markdown_leaves_out_what_was_not_measured():
@@ -411,7 +552,7 @@ def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich
     assert status == FAILED and all(f"WRONG: {problem}" in out for problem in SMALLEST)
     rows = json.loads(facts.read_text())["rows"]
     assert [(r["verdict"], r["ours_us"], r["torch_us"], r["ratio"]) for r in rows] == [("WRONG", None, None, None)] * 2
-    assert readme.read_text().count("| **WRONG** | - | - | - |") == 2
+    assert readme.read_text().count("| **WRONG** | - | - | - | - | - |") == 2
 
 
 def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, torch, rich, monkeypatch):
@@ -436,13 +577,15 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     before, after = report.around_results(readme)
     files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path / "new" / "plots", "--readme", readme)
     status, out, _ = command("bench", "--device", device, "--quick", "--only", ONLY_SMALLEST, "--seed", 1, *files)
-    assert status == OK and "of 2 timed rows; 0 wrong" in out
+    assert status == OK and "fp32: 2 of 2 rows timed; 0 wrong" in out
 
     facts = json.loads((tmp_path / "b.json").read_text())
     assert sorted(facts) == ["host_calls", "loop", "machine", "rows", "summary"] and facts["machine"]["seed"] == 1
     assert tuple(r["problem"] for r in facts["rows"]) == SMALLEST
     for r in facts["rows"]:
         assert r["verdict"] == "ok" and r["ratio"] == pytest.approx(r["torch_us"] / r["ours_us"]) and 0 <= r["error"] < 1e-6 and r["of_bound"] <= 1
+        assert r["kept_ratio"] == pytest.approx(r["torch_us"] / r["kept_us"]) and r["of_floor"] == pytest.approx(r["floor_us"] / r["ours_us"])
+        assert r["floor_us"] == r["floor_pack_us"] + max(r["floor_compute_us"], r["floor_traffic_us"]) and r["mode"] == "fp32"
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["problem"], float(r["ours_us"])) for r in csv.DictReader(file)] == [(r["problem"], r["ours_us"]) for r in facts["rows"]]
     for name in ("ratios.png", "roofline.png"):
@@ -451,6 +594,82 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     text = readme.read_text()
     assert text.startswith(before) and text.endswith(after)
     assert all(f"\n| {problem} | " in text for problem in SMALLEST) and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
+
+
+def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
+    if device != "opencl" and not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    seen = []
+    plain = bench.rival
+    monkeypatch.setattr(bench, "rival", lambda torch, problem, x, w: seen.append((problem, x[0].dtype, x[0].stride())) or plain(torch, problem, x, w))
+    files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path)
+    status, out, err = command("bench", "--device", device, "--quick", "--only", "2x4x5x5", "--seed", 1, "--mode", "all", *files)
+    assert status == OK and all(f"{mode}: 1 of 1 rows timed; 0 wrong" in out and f"[{mode} 1/1]" in err for mode in suite.MODES)
+    facts = json.loads((tmp_path / "b.json").read_text())
+    assert [(r["mode"], r["verdict"], r["problem"]) for r in facts["rows"]] == [(mode, "ok", SMALLEST[1]) for mode in suite.MODES]
+    assert list(facts["summary"]) == list(suite.MODES) and set(suite.MODES) < set(facts["machine"]["seconds_of"])
+    for mode, (problem, dtype, strides) in zip(suite.MODES, seen, strict=True):
+        assert problem == _layer("conv2d 2x4x5x5", mode) and dtype is getattr(torch, problem.dtype)
+        assert strides == ((100, 1, 20, 4) if "nhwc" in mode else (100, 25, 5, 1))
+        for name in ("ratios", "roofline"):
+            assert (tmp_path / f"{name}-{mode}.png").read_bytes().startswith(PNG)
+    limits = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+    assert all(r["error"] < limits[p.dtype] and r["torch_error"] < limits[p.dtype] for r, (p, *_) in zip(facts["rows"], seen, strict=True))
+    with (tmp_path / "b.csv").open(newline="") as file:
+        assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
+
+
+def test_bench_refuses_to_time_a_kernel_that_is_wrong_where_the_filter_is_kept(command, opencl, torch, rich, monkeypatch):
+    def call(self, input, *, out, stream=None):
+        self._run(input, out, stream)
+        out.view(-1)[-1] += 1e-3
+
+    monkeypatch.setattr(pc.plan.BoundPlan, "__call__", call)
+    status, out, _ = command("bench", "--device", "opencl", "--quick", "--only", SMALLEST[0])
+    assert status == FAILED and f"WRONG: {SMALLEST[0]}, fp32" in out
+
+
+CHECKED = (
+    ConvProblem.forward(1, (3, 6, 9), (8, 6, 3), padding=1), ConvProblem.forward(2, (3, 6, 5, 5), (9, 2, 3, 3), groups=3),
+    ConvProblem.transposed(2, (3, 8, 5, 5), (8, 6, 3, 3), stride=2), ConvProblem.transposed(2, (3, 8, 5, 5), (8, 3, 3, 3), groups=2),
+    ConvProblem.forward(3, (3, 4, 4, 4, 4), (8, 4, 3, 3, 3)),
+)
+
+
+@pytest.mark.parametrize("problem", CHECKED, ids=str)
+@pytest.mark.parametrize("changes", [{}, {"layout": "NHWC"}, {"dtype": "float16", "layout": "NHWC"}], ids=str)
+def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, problem, changes):
+    problem = replace(problem, **changes)
+    sets = bench.Operands(torch, problem, "cpu", 1, torch.Generator().manual_seed(1))
+    x, w = sets.x[0], sets.w[0]
+    assert tuple(x.shape) == problem.input_shape and tuple(sets.out[0].shape) == problem.result_shape and not sets.written()
+    if problem.layout == "NHWC":
+        assert x.permute(problem.order).is_contiguous() and sets.out[0].permute(problem.order).is_contiguous() and not x.is_contiguous()
+    result = torch_for(problem)(x.double(), w.double()).to(x.dtype)
+    torch.testing.assert_close(bench.rival(torch, problem, [x], [w])(0), result, rtol=0, atol=0.05)  # torch's float16 on the CPU is no better
+    monkeypatch.setattr(bench, "SLICE_BYTES", 1)  # image by image
+    whole = bench.Truth(torch, problem, x, w)
+    assert whole.channels == problem.result_channels and whole.errors(result).correct
+    monkeypatch.setattr(bench, "LARGE_FLOPS", 0)
+    monkeypatch.setattr(bench, "CHECKED_CHANNELS", 2 * problem.groups)
+    some = bench.Truth(torch, problem, x, w, seed=3)
+    own = problem.result_channels // problem.groups
+    checked = [group * own + c for group in range(problem.groups) for c in bench.checked_channels(problem, 3)]
+    assert some.channels == len(checked) == 2 * problem.groups and some.errors(result).correct
+    for channel in range(problem.result_channels):
+        broken = result.clone()
+        broken[-1, channel].view(-1)[-1] += 1
+        assert not whole.errors(broken).correct and some.errors(broken).correct == (channel not in checked)
+
+
+@pytest.mark.parametrize("modes, words", [(("fp32",), "{0}"), (("tf32", "tf32-nhwc"), "{1}"), (("fp32", "tf32", "fp16"), "{0} in fp32, fp16 and {1} in tf32")])
+def test_the_header_says_how_cudnn_computes(torch, modes, words):
+    found = []
+    for precision in ("fp32", "tf32"):
+        with bench.torch_precision(precision) as said:
+            found.append(said)
+    assert found[0] != found[1] and bench.arithmetic(modes) == words.format(*found)
 
 
 def test_the_python_loop_agrees_with_the_single_call(device, torch, monkeypatch):
@@ -474,7 +693,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("verify", "--cases", "depthwize"), "did you mean depthwise?"), (("verify", "--cases", " , "), "names no case"), (("verify", "--device", "tpu"), "'tpu'"),
     (("verify", "--device", "cuda:99", "--cases", "k1s1p0"), ""), (("verify", "--seed", "-1"), "--seed"), (("verify", "--seed", "x"), "'x'"),
     (("bench", "--device", "opencl", "--only", "("), "regular expression"), (("bench", "--device", "opencl", "--only", "conv9d"), "matches no problem"),
-    (("bench", "--device", "opencl", "--host-calls"), "--host-calls"), (("bench", "--list", "--only", "("), "regular expression"), (("bench", "--precision", "int4"), "int4"),
+    (("bench", "--device", "opencl", "--host-calls"), "--host-calls"), (("bench", "--list", "--only", "("), "regular expression"), (("bench", "--mode", "fp32", "int4"), "int4"), (("bench", "--mode"), "--mode"),
     (("bench", "--device", "opencl", "--json", "/no/such/folder/b.json"), "no folder"), (("bench", "--device", "opencl", "--csv", "/"), "can't be written"),
     (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--readme", "/no/README.md"), "can't be read"),
     (("bench", "--device", "opencl", "--readme", ROOT / "setup.cfg"), "results:begin"),

@@ -144,7 +144,7 @@ class Operands:
         def unwritten(shape: Sequence[int]) -> Any:
             return torch.full(shape, math.nan, device=place, dtype=dtype)
 
-        self.count = count
+        self.count, self._torch = count, torch
         self.x = [lying(problem.input_shape, draw) for _ in range(count)]
         self.w = [draw(problem.weight_shape) for _ in range(count)]
         self.out, self.kept = ([lying(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
@@ -156,7 +156,7 @@ class Operands:
 
     def written(self) -> bool:
         """Whether every element of every output was."""
-        return not any(bool(out.isnan().any()) for out in (*self.out, *self.kept))
+        return not bool(self._torch.stack([out.isnan().any() for out in (*self.out, *self.kept)]).any())
 
 
 def checked_channels(problem: ConvProblem, seed: int) -> list[int]:
@@ -214,7 +214,7 @@ def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) 
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = isinstance(config, (ImplicitGemm, ImplicitGemm80))
-    least = floor(problem, tensor_cores=tensor_cores, packed=not getattr(config, "POINTWISE", False))
+    least = floor(problem, tensor_cores=tensor_cores, packed=not (isinstance(config, ImplicitGemm) and config.POINTWISE))
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
         least.traffic, least.us, **known,
@@ -480,8 +480,8 @@ def run(settings: Settings) -> int:
         title = f"Host time of one call, torch tensors, {label(HOST_PROBLEM)}"
         out.print(table(title, ("call", "us"), [(c["call"], f"{c['us']:.1f}") for c in calls], left=("call",)))
     report = {
-        "machine": machine | {"seconds": time.perf_counter() - began, "seconds_of": took}, "rows": [row.record() for row in rows], "summary": means,
-        "loop": loops, "host_calls": calls,
+        "machine": machine | {"seconds": time.perf_counter() - began, "seconds_of": took}, "rows": [row.record() for row in rows],
+        "summary": means, "loop": loops, "host_calls": calls,
     }
     _write(settings, report, rows)
     wrong = [f"{r.problem}, {r.mode}" for r in rows if r.verdict == "WRONG"] + [r["problem"] for r in loops if r["verdict"] == "WRONG"]

@@ -196,7 +196,8 @@ def microseconds(value: float | None) -> str:
 
 
 COLUMNS = (
-    "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "floor us", "of it", "error", "torch's", "timing", "verdict",
+    "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "floor us", "of it", "error", "torch's", "timing",
+    "verdict",
 )
 SPARE = (8, 12)  # the floor and the timing
 
@@ -237,29 +238,32 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
     lines = []
     for mode, means in found.items():
         dense, every = means["dense"], means["all"]
-        for words, part in ((f"{dense['rows']} dense rows above 1 GFLOP", dense), (f"{every['rows']} rows in all", every)):
-            if part["rows"]:
-                lines += _part_lines(mode, words, part)
+        if dense["rows"]:
+            lines += _part_lines(f"{mode}, {dense['rows']} dense rows above 1 GFLOP", dense, _together([]))
+        if every["rows"]:
+            lines += _part_lines(f"{mode}, {every['rows']} rows in all", every, dense)
         lines.append(f"{mode}: {every['rows']} of {means['rows']} rows timed; {means['wrong_rows']} wrong")
     return lines
 
 
-def _part_lines(mode: str, words: str, part: dict[str, Any]) -> list[str]:
+def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[str]:
+    """What `part` says; the rows that `told` has named are not named again."""
     ours, kept = part["packed"], part["kept"]
 
-    def named(problems: Sequence[str]) -> str:
-        return f"{len(problems)}" + (f" ({'; '.join(problems)})" if problems else "")
+    def named(problems: Sequence[str], before: Sequence[str]) -> str:
+        new = "; ".join(problem for problem in problems if problem not in before)
+        return f"{len(problems)}" + (f" ({'besides: ' if before else ''}{new})" if new else "")
 
     def lowest(way: dict[str, Any]) -> str:
         return f"{number(way['lowest'], '.2f')} ({way['lowest_problem']})"
 
     return [
-        f"{mode}, {words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
-        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; of the part of the floor {number(ours['of_floor'], '.0%')}, "
+        f"{words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
+        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; the floor is {number(ours['of_floor'], '.0%')} of our time, "
         f"{number(kept['of_floor'], '.0%')}",
         f"  lowest: {lowest(ours)}, kept {lowest(kept)}",
-        f"  below 1: {named(ours['below_one'])}, kept {named(kept['below_one'])}",
-        f"  error above torch's: {named(part['less_exact'])}",
+        f"  below 1: {named(ours['below_one'], told['packed']['below_one'])}, kept {named(kept['below_one'], told['kept']['below_one'])}",
+        f"  error above torch's: {named(part['less_exact'], told['less_exact'])}",
     ]
 
 

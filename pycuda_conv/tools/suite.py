@@ -21,8 +21,9 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def in_mode(problem: ConvProblem, mode: str) -> ConvProblem:
-    """A problem of the suite in one of the :data:`MODES`."""
-    return replace(problem, **MODES[mode])
+    """A problem of the suite in one of the :data:`MODES`; images of one channel count as NCHW, as in the public functions."""
+    changes = MODES[mode]
+    return replace(problem, **(changes | {"layout": "NCHW"} if problem.operand_channels == 1 else changes))
 
 
 def mode_words(mode: str) -> str:
