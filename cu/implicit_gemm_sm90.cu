@@ -93,7 +93,7 @@ constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : 4 *
 struct Shape {
   long long tiles, tiles_m, splits, tiles_pixels;       // how many tiles: all, along the channels, splits, along the pixels
   long long blocks, channel_blocks;                     // blocks of KC along gemm k, and how many of them belong to one tap
-  long long rows_group, rows, blocks_group, taps;       // output channels of a group, and of all; w: blocks of 64 rows of a group, taps
+  long long rows_group, rows, blocks_group, row_blocks;  // output channels of a group, and of all; blocks of 64 rows of w, and of KC channels of those
   long long channels_group, channels;                   // packed input channels of a group, and of all
   long long tap_r, tap_s;                               // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
@@ -160,7 +160,7 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& sha
     const int x_h = inside % (int)shape.load_pq / (int)shape.load_q * (int)shape.stride_h + (int)shape.low_h;
     const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
     const int channel = of.group * (int)shape.channels_group;
-    const long long w_block = shape.taps * shape.channel_blocks * A_SUB;  // bytes of 64 rows
+    const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
     const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
     int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
@@ -171,10 +171,10 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& sha
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
-        // blocks past the end, to fill the last stage: any of w, and zeros of x, which lie past the last channel
+        // blocks past the end, to fill the last stage: the zeros at the end of w's, and of x what lies past the last channel
         const bool real = block < (int)shape.blocks;
         const long long tap = shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s;
-        const uint8_t* const from = w_tile + (real ? (tap * shape.channel_blocks + c) * A_SUB : 0);
+        const uint8_t* const from = w_tile + (real ? tap * shape.channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_block, A_SUB, arrived);
 #pragma unroll
@@ -214,7 +214,7 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const int* again
     if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
-    const long long w_block = shape.channel_blocks * A_SUB;
+    const long long w_block = shape.row_blocks * A_SUB;
     const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;

@@ -8,11 +8,11 @@
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + SLACK) below the largest, or more, would lose too many bits even so; such an image or channel, and one that
 // holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
-// SLACK is half the bits of gemm k: what the rounding of a sum of that length may lose anyway.
+// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; 0 with one limb.
 //
 // pack           blocks 0 .. filter_rows - 1: one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
 //                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
-//                filled up with zeros.
+//                filled up with zeros; where a stage takes several blocks, one of zeros follows each 64 rows', to fill it up.
 //                Further blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
 //                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
 //                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
@@ -74,6 +74,7 @@ struct Shape {
   long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
   long long w_group, w_m, w_c;                       // elements of w from one group, m, c to the next
   long long taps, channel_blocks;                    // of the packed filter; tap * FOLDS + folded tap counts through w
+  long long row_blocks;                              // blocks of 64 rows: taps * channel_blocks, and one of zeros where KC < 64
 };
 
 struct Extremes {
@@ -92,7 +93,10 @@ struct Extremes {
   __device__ bool covered() const {
     return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST && least() >= exponent() - COVERED);
   }
-  __device__ bool guessed() const { return largest == 0 || (exponent() < 15 - GUESS && least() >= -14 - GUESS - SLACK); }
+  // the largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so
+  __device__ bool guessed() const {
+    return largest == 0 || (exponent() < 15 - GUESS && exponent() >= -2 - GUESS && least() >= -14 - GUESS - SLACK);
+  }
   __device__ float scale() const { return largest && covered() ? __uint_as_float((127 + 14 - exponent()) << 23) : 1; }
 };
 
@@ -235,7 +239,9 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
   constexpr int PIECES = KC / 8;
   const int row_pieces = (int)shape.channel_blocks * PIECES, r = row % 64;
-  packed += (blockIdx.x / 64) * (taps * (int)shape.channel_blocks * (long long)(LIMBS * 64 * PIECES));
+  packed += (blockIdx.x / 64) * (shape.row_blocks * (LIMBS * 64 * PIECES));
+  for (int i = taps * (int)shape.channel_blocks * LIMBS * PIECES + threadIdx.x; i < shape.row_blocks * LIMBS * PIECES; i += THREADS)
+    packed[i / PIECES * (64 * PIECES) + r * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
   auto write = [&](const float(&v)[8], int tap, int i) {
     const int block = tap * (int)shape.channel_blocks + i / PIECES, piece = i % PIECES;
     const int swizzled = piece ^ (PIECES == 8 ? r % 8 : PIECES == 4 ? r / 2 % 4 : r / 4 % 2);
@@ -281,7 +287,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 1 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
                                                            Extremes* __restrict__ parts, uint4* __restrict__ w_packed,
                                                            float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
   if (blockIdx.x < shape.filter_rows) {

@@ -7,7 +7,9 @@ Layouts. The problem has one for input and result: C order (NCHW) or channels la
 decides: a torch tensor that is channels last, as ``torch.channels_last`` and ``channels_last_3d`` make it, or
 ``x.transpose(1, 2)`` of a contiguous (N, W, C) tensor, gives a result that is, and so has its `out` to be. All else counts
 as NCHW: other kinds of array, and tensors that are both, with one channel or one pixel. The filter has no say, unlike in
-torch. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are not in C order,
+torch. The result's layout says nothing of the kernels: where those that read NCHW are faster by more than the copies take,
+as for a depthwise convolution, the input is copied to that order and the result is put into its own, and so it always is with
+tensors in host memory. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are not in C order,
 and arrays whose address is not a multiple of 16 bytes, are copied first.
 """
 
@@ -78,9 +80,17 @@ def _check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> No
         raise ConvArgumentError(f"out must have dtype {plan.problem.dtype}, the input's, but got {out_dtype}")
 
 
-_NOT_CONTIGUOUS = "out must be {}, but its strides are {} for shape {}"
-_LAYOUTS = {"NCHW": "C-contiguous", "NHWC": "channels last, as the result is"}
 _OVERLAP = "out overlaps {} in memory; the result can't be written over what is still being read"
+
+
+def _not_contiguous(order: tuple[int, ...] | None, strides: Sequence[int], shape: Sequence[int]) -> str:
+    wanted = "C-contiguous" if order is None else "channels last, as the result is"
+    return f"out must be {wanted}, but its strides are {tuple(strides)} for shape {list(shape)}"
+
+
+def _order(plan: Plan, layout: str) -> tuple[int, ...] | None:
+    """The axes of the plan's result as they lie in memory in that layout, outermost first; None for C order."""
+    return channels_last(len(plan.result_shape), plan.problem.ndim) if layout == "NHWC" else None
 
 
 # ---- host arrays
@@ -113,7 +123,7 @@ class HostKind(ArrayKind):
     ) -> Any:
         """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's."""
         layout = layout or plan.problem.layout
-        order = channels_last(len(plan.result_shape), plan.problem.ndim) if layout == "NHWC" else None
+        order = _order(plan, layout)
         turned = layout != plan.problem.layout  # the plan's result is to be put in order
         named = (("input", input), ("weight", weight), ("bias", bias))
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
@@ -127,7 +137,7 @@ class HostKind(ArrayKind):
             if not target.flags.writeable or not self.writeable(out):
                 raise ConvArgumentError("out is read-only; pass a writeable array")
             if not (target if order is None else target.transpose(order)).flags.c_contiguous:
-                raise ConvArgumentError(_NOT_CONTIGUOUS.format(_LAYOUTS[layout], target.strides, list(target.shape)))
+                raise ConvArgumentError(_not_contiguous(order, target.strides, target.shape))
             for (name, _), array in zip(named, given, strict=True):
                 if array is not None and np.may_share_memory(target, array):
                     raise ConvArgumentError(_OVERLAP.format(name))
@@ -238,15 +248,23 @@ class DeviceKind(ArrayKind):
             raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
         return own
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, packed: Any = None) -> Any:
-        """As :meth:`ArrayKind.convolve`; `packed` is what :meth:`_pack` made of the filter."""
+    def fill(self, array: Any, values: Any) -> None:
+        """Write `values` into `array`, whose elements may lie in another order."""
+        raise NotImplementedError
+
+    def convolve(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, packed: Any = None, layout: str = "",
+    ) -> Any:
+        """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's; `packed` is what :meth:`_pack` made."""
+        if layout and layout != plan.problem.layout:
+            return self._turned(plan, input, weight, bias, out, stream, _order(plan, layout))
         device: Any = plan.device
         pointer, contiguous, order = self.pointer, self.contiguous, plan.order
         device.push()
         try:
             x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
             if out is not None:
-                self._check_out(out, plan, (("input", input, x), ("weight", weight, w), ("bias", bias, b)))
+                self._check_out(out, plan, order, (("input", input, x), ("weight", weight, w), ("bias", bias, b)))
             home = self.current_stream(device)
             on = home if stream is None else stream_of(stream)
             if self.has_producers:
@@ -287,6 +305,25 @@ class DeviceKind(ArrayKind):
         finally:
             device.pop()
 
+    def _turned(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, order: tuple[int, ...] | None
+    ) -> Any:
+        """As :meth:`convolve`, the plan's result being put into that order at the end."""
+        device: Any = plan.device
+        if out is not None:
+            named = (("input", input), ("weight", weight), ("bias", bias))
+            self._check_out(out, plan, order, [(name, a, 0 if a is None else self.pointer(a)) for name, a in named])
+        made = DeviceKind.convolve(self, plan, input, weight, bias, None, stream)
+        with device:
+            if out is None:
+                result = self.copy(made, order)
+            else:  # the current stream waits for the caller's by now, as `made` is memory of its
+                self.fill(out, made)
+                result = out
+            if stream is not None:
+                device.order(self.current_stream(device), stream_of(stream))
+        return result
+
     def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
         if not plan.filter_bytes:
             return ArrayKind.bind(self, plan, weight, bias)
@@ -314,7 +351,9 @@ class DeviceKind(ArrayKind):
             raise ConvArgumentError(f"{name} has negative strides {self.strides(array)}, which are not supported; pass a copy")
         return self.copy(array, order)
 
-    def _check_out(self, out: Any, plan: Plan, others: Sequence[tuple[str, Any, int]]) -> None:
+    def _check_out(
+        self, out: Any, plan: Plan, order: tuple[int, ...] | None, others: Sequence[tuple[str, Any, int]]
+    ) -> None:
         signature = shape, dtype, ordinal = self.signature(out)
         if signature != plan.accepted_out.get(self):
             _check_out_shape(shape, self.dtype_name(dtype), plan)
@@ -323,8 +362,8 @@ class DeviceKind(ArrayKind):
             plan.accepted_out[self] = signature
         if not self.writeable(out):
             raise ConvArgumentError("out is read-only; pass a writeable array")
-        if not self.lies(out, plan.order):
-            raise ConvArgumentError(_NOT_CONTIGUOUS.format(_LAYOUTS[plan.problem.layout], self.strides(out), list(shape)))
+        if not self.lies(out, order):
+            raise ConvArgumentError(_not_contiguous(order, self.strides(out), shape))
         start = self.pointer(out)
         if start % ALIGNMENT:
             raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
@@ -570,6 +609,10 @@ class TorchKind(DeviceKind, HostKind):
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
         return self.empty(array.shape, array, None, order).copy_(array.detach())
+
+    def fill(self, array: Any, values: Any) -> None:
+        with self.torch.inference_mode():  # to which every tensor lends itself, as it does to kernels
+            array.copy_(values)
 
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         return like.new_empty(shape) if order is None else like.new_empty_strided(shape, _strides(shape, 1, order))

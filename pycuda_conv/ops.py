@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.plan import Plan, cached_plan
+from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import PRECISIONS, ConvProblem, integer
 from pycuda_conv.runtime import device_count, get_device
 from pycuda_conv.tune import caches
@@ -21,17 +22,18 @@ def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
     output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
 ) -> Plan:
-    """The plan for a call, from the hashable part of its arguments."""
+    """The plan for a call, from the hashable part of its arguments. It may be NCHW although `layout`, the result's, is not."""
     common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
     check_same_type(kind, input, weight, bias)
-    if input[2] not in (None, -1):  # arrays in host memory are put in order on their way
-        common["layout"] = layout
     shapes = (ndim, input[0], weight[0], None if bias is None else bias[0])
     if transposed:
         problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
     else:
         problem = ConvProblem.forward(*shapes, **common, precision=precision)
     own = kind.device(input, device)
+    if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
+        last = replace(problem, layout="NHWC")
+        problem = last if reads_channels_last(last, own, tune) else problem
     return cached_plan(problem, own, True) if tune else cached_plan(problem, own)
 
 

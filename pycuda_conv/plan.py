@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import engines
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, get_device
-from pycuda_conv.tune import caches, lookup, tuned
+from pycuda_conv.tune import Choice, caches, lookup, tuned
 
 #: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
 CACHED_PLANS = 1024
@@ -178,3 +181,33 @@ def cached_plan(problem: ConvProblem, device: Device, tune: bool = False) -> Pla
 
 
 caches.append(cached_plan)
+
+
+TENSOR_CORES = (ImplicitGemm, ImplicitGemm80)
+
+
+def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
+    """Whether arrays that are channels last, as in `problem`, are best convolved as they lie, on a GPU.
+
+    The tensor cores' engines read either order; the direct engine's fast kernels read NCHW alone. Nothing is compiled, and
+    with `tune` nothing is measured that can't be the answer.
+    """
+    return _pays(problem, device, lookup(problem, device)) and (not tune or _pays(problem, device, tuned(problem, device)))
+
+
+def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
+    if not isinstance(found.config if found else engines.choose(problem, device), TENSOR_CORES):
+        return False
+    if isinstance(engines.choose(replace(problem, layout="NCHW"), device), TENSOR_CORES):
+        return True
+    predicted = (us for us, config in engines.predictions(problem, device) if isinstance(config, TENSOR_CORES))
+    return (found.us if found else next(predicted)) <= _turned_time(problem, device)
+
+
+def _turned_time(problem: ConvProblem, device: Device) -> float:
+    """Roughly the microseconds of a direct kernel with its input turned to NCHW before and its result turned back after.
+
+    15 for the launches, the host's share included; an H200 makes 8 million MACs a microsecond and moves 3 MB, there and back.
+    """
+    moved = 2 * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) * problem.itemsize
+    return 15 + (problem.macs / 8e6 + moved / 3e6) * 132 / device.multiprocessors

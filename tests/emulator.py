@@ -116,7 +116,7 @@ class Extremes:
         return self.largest == 0 or (finite and self.least >= self.exponent - 28 - self.slack)
 
     def guessed(self) -> bool:
-        return self.largest == 0 or (self.exponent < 15 - GUESS and self.least >= -14 - GUESS - self.slack)
+        return self.largest == 0 or (-2 - GUESS <= self.exponent < 15 - GUESS and self.least >= -14 - GUESS - self.slack)
 
     def scale(self) -> float:
         return 2.0 ** (14 - self.exponent) if self.largest and self.covered() else 1.0
@@ -160,8 +160,11 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-        at = (((block // 64 * s.taps + tap) * s.channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
+        at = ((block // 64 * s.row_blocks + tap * s.channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
         store(target, at * kc + piece * 8 + j % 8, limb)
+        for zeros in range(s.taps * s.channel_blocks, s.row_blocks):
+            at = ((block // 64 * s.row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
+            store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
 
 
 def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, scale: float) -> np.ndarray:
@@ -307,7 +310,7 @@ def check_product(step, s, memory: Memory) -> None:
         check_map(described, memory)
     if pointwise:
         assert x_map.box == (pixels if pointwise == 2 else 64, 64, 1) and x_map.span == (0 if pointwise == 2 else 128)
-        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == s.taps == 1
+        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     else:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
     assert x_map.dtype == ("float32" if pointwise == 2 else "bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
@@ -356,16 +359,15 @@ def product(step, memory: Memory, finite: bool) -> None:
         walks = [walked(x_map, (*start[:rank], image + limb * s.limb_images)) for limb in range(limbs_of(step))]
         total = np.zeros((define["ROWS"], pixels))
         for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
-            real = block < s.blocks  # the last stage is filled with any of w and zeros of x
-            if not real and finite:
-                break
+            real = block < s.blocks  # the last stage is filled with zeros
             tap, c = divmod(block, s.channel_blocks)
             t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
             w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
             offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d) if real else (0, 0, 0)
             assert not any(offsets[rank:]), "an offset is lost"
-            assert not real or 0 <= w_tap < s.taps, f"tap {w_tap} of {s.taps}"
-            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, w_tap * s.channel_blocks + c if real else 0)
+            assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
+            number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
+            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, number)
             channel = group * s.channels_group + c * kc if real else s.channels
             b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
@@ -419,7 +421,7 @@ def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
     rows, unit = np.arange(64)[:, None], limbs * 64 * kc
     found = []
     for one in range(block, block + define["ROWS"] // 64):
-        raw = inside(w, (one * s.taps * s.channel_blocks + number) * unit + np.arange(unit)).reshape(limbs, 64, kc // 8, 8)
+        raw = inside(w, (one * s.row_blocks + number) * unit + np.arange(unit)).reshape(limbs, 64, kc // 8, 8)
         found.append(raw[:, rows, np.arange(kc // 8) ^ swizzled(rows, kc // 8)].reshape(limbs, 64, kc))
     return np.concatenate(found, axis=1).astype(np.float64)
 

@@ -331,7 +331,7 @@ def guarded(
     problem: ConvProblem, image_flags: int | tuple[int, int], filter_flags: int | tuple[int, int], multiprocessors: int
 ) -> list[Step]:
     """Launches that compute the flagged images and channels of `problem`, and nothing else: see ``direct_gemm.cu``."""
-    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 2))
+    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1))
     return [
         replace(
             step, defines={**step.defines, "GUARDED": 1}, grid=min(step.grid, 2 * multiprocessors),

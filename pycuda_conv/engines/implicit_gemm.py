@@ -163,8 +163,10 @@ def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
         size = _size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
         count = channels * math.prod(folded)
         load = _channels_a_load(count)
+        # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
+        align = 8 if problem.groups == 1 else load
         as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
-        packed = Packing(as_is, level, folded, size, _ceil(count, 8) * 8, load)
+        packed = Packing(as_is, level, folded, size, _ceil(count, align) * align, load)
         walks = []
         for phase in direct.phases(problem):
             if level:
@@ -383,9 +385,9 @@ def _pack(problem: ConvProblem, packed: Packing, scratch: _Room, multiprocessors
     """Pack the operands, the images into `scratch`."""
     wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
     kept = _Room(PACKED)
-    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
+    blocks, _, _ = _filter_sizes(problem, packed)
     filter_rows = problem.groups * blocks * 64
-    w_limbs = kept.take(2 * count * filter_rows * taps * channel_blocks * packed.load)
+    w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
     w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
     chunks = problem.groups * packed.group // 8
     defines = _pack_defines(problem, packed)
@@ -421,12 +423,18 @@ def _filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]
     return 2 * _ceil(written, 128), math.prod(problem.filter_size) // math.prod(packed.folded), _ceil(packed.group, packed.load)
 
 
+def row_blocks(problem: ConvProblem, packed: Packing) -> int:
+    """Blocks of channels of 64 rows of the packed filter: where a stage takes several, one of zeros to fill it up."""
+    _, taps, channel_blocks = _filter_sizes(problem, packed)
+    return taps * channel_blocks + (packed.load < 64)
+
+
 def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
         "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
-        "SLACK": int(math.log2(reduction) / 2),
+        "SLACK": int(math.log2(reduction) / 2) if limbs(problem) == 2 else 0,
         "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
     }
     return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
@@ -445,7 +453,7 @@ def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices:
         filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
         *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, blocks,
         read * written * all_taps, *((read * all_taps, all_taps) if problem.direction == "fprop" else (all_taps, written * all_taps)),
-        taps, channel_blocks,
+        taps, channel_blocks, row_blocks(problem, packed),
     )
 
 
@@ -505,13 +513,14 @@ def _product(
     dense = phase.step == (1, 1, 1)
     neighbours = rows // groups if nhwc else plane if dense else 1
     empty = 0 in phase.taps
-    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
+    blocks, _, channel_blocks = _filter_sizes(problem, packed)
     flat = problem.N * plane
     size, low, stride = phase.size, walk.low, walk.stride
     load = (flat, flat, flat) if walk.flat else (plane, size[1] * size[2], size[2])
     shape = (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], 0 if empty else channel_blocks * math.prod(walk.taps),
-        channel_blocks, rows // groups, rows, blocks, taps, packed.group, groups * packed.group, max(walk.taps[1], 1), max(walk.taps[2], 1),
+        channel_blocks, rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group,
+        max(walk.taps[1], 1), max(walk.taps[2], 1),
         sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
         *walk.dilation, problem.N * plane, 1 if walk.flat else problem.N, *load, *((1, 1, 1) if walk.flat else stride),
         *((0, 0, 0) if walk.flat else low), plane, size[1] * size[2], size[2], math.prod(result),

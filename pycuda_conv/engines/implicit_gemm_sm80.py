@@ -121,8 +121,7 @@ def _x_chunks(problem: ConvProblem, packed: Packing) -> int:
 
 def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
     """Eights of channels in a block of 64 rows of the packed filter."""
-    _, taps, channel_blocks = shared._filter_sizes(problem, packed)
-    return 64 * limbs(problem) * taps * channel_blocks * packed.load // 8
+    return 64 * limbs(problem) * shared.row_blocks(problem, packed) * packed.load // 8
 
 
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
