@@ -259,10 +259,16 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   if (channels) {
     for (int c0 = 0; c0 < row_pieces * 8; c0 += channels) {
       __syncthreads();
+      if (shape.w_c == taps) {  // the row is contiguous
+        const int left = real ? (CHANNELS - c0) * taps : 0;
 #pragma unroll 8
-      for (int i = threadIdx.x; i < channels * taps; i += THREADS) {
-        const int c = c0 + i / taps;
-        turn[i] = real && c < CHANNELS ? to_float(w[c * shape.w_c + i % taps]) : 0;
+        for (int i = threadIdx.x; i < channels * taps; i += THREADS) turn[i] = i < left ? to_float(w[c0 * taps + i]) : 0;
+      } else {
+#pragma unroll 4
+        for (int i = threadIdx.x; i < channels * taps; i += THREADS) {
+          const int c = c0 + i / taps;
+          turn[i] = real && c < CHANNELS ? to_float(w[c * shape.w_c + i % taps]) : 0;
+        }
       }
       __syncthreads();
       for (int i = threadIdx.x; i < channels / 8 * taps; i += THREADS) {

@@ -317,7 +317,7 @@ class DeviceKind(ArrayKind):
         with device:
             if out is None:
                 result = self.copy(made, order)
-            else:  # the current stream waits for the caller's by now, as `made` is memory of its
+            else:  # the current stream, whose memory `made` is, waits for the caller's by now
                 self.fill(out, made)
                 result = out
             if stream is not None:

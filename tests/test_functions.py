@@ -1,6 +1,8 @@
 """The six public functions against torch's: parameters, layouts, dtypes, and a search over everything at once."""
 
+import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -9,7 +11,11 @@ from hypothesis import example, given, settings
 from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, check, dgrad, fprop, is_channels_last, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import Plan
+from pycuda_conv import ConvProblem, Plan, ops, plan
+from pycuda_conv.arrays import DeviceKind, TorchKind
+from pycuda_conv.engines import ImplicitGemm
+from pycuda_conv.engines.direct import Gemm
+from pycuda_conv.tune import Choice
 
 torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
 F = torch.nn.functional
@@ -258,6 +264,130 @@ def test_a_plan_keeps_the_layout_of_its_problem(device, transposed, ndim):
         for tensors in ([torch.from_numpy(a) for a in (x, w, b)], [channels_last(torch.from_numpy(x)), torch.from_numpy(w), torch.from_numpy(b)]):
             got = plan(*tensors)
             assert is_channels_last(got) == last and np.array_equal(got.numpy(), expected)
+
+
+# ---- channels last on a GPU: as they lie, or turned to NCHW and back
+
+HOPPER, AMPERE, TURING = (
+    SimpleNamespace(capability=capability, multiprocessors=132, backend="cuda", name="cuda:0", model="") for capability in ((9, 0), (8, 0), (7, 5))
+)  # fmt: skip
+LAYER = {"input_shape": (64, 64, 56, 56), "weight_shape": (64, 64, 3, 3), "padding": 1}
+READ = [  # (problem, where tensors of it are read as they lie)
+    ({**LAYER, "dtype": "float16"}, (HOPPER, AMPERE)), (LAYER, (HOPPER, AMPERE)), ({**LAYER, "dtype": "float64"}, ()),
+    ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64, "dtype": "float16"}, ()), ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64}, ()),
+    ({**LAYER, "weight_shape": (64, 8, 3, 3), "groups": 8, "dtype": "bfloat16"}, ()),
+    ({"input_shape": (64, 256, 56, 56), "weight_shape": (8, 256, 1, 1), "dtype": "float16"}, (HOPPER, AMPERE)),  # few channels, but deep sums
+    ({"input_shape": (64, 3, 224, 224), "weight_shape": (3, 3, 3, 3), "dtype": "float16"}, ()),
+    ({"input_shape": (0, 64, 5, 5), "weight_shape": (8, 64, 3, 3)}, ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "where"), READ, ids=[str(a) for a, _ in READ])
+def test_tensor_cores_read_channels_last_and_direct_kernels_do_not(monkeypatch, arguments, where):
+    """The plan of a call on a GPU; tensors in host memory are turned anyway."""
+    problem = ConvProblem.forward(2, **arguments, layout="NHWC")
+    x, w = ((s, getattr(torch, problem.dtype), 0) for s in (problem.input_shape, problem.weight_shape))
+    monkeypatch.setattr(ops, "cached_plan", lambda problem, device, tune=False: problem)
+    for device in (HOPPER, AMPERE, TURING):
+        assert plan.reads_channels_last(problem, device) == (device in where)
+        monkeypatch.setattr(TorchKind, "device", lambda *_, device=device: device)
+        for layout, ordinal in (("NHWC", 0), ("NCHW", 0), ("NHWC", -1)):
+            given = ((*x[:2], ordinal), (*w[:2], ordinal), None, 1, arguments.get("padding", 0), 0, 1, problem.groups, "fp32", None, layout, False)
+            found = ops._plan.__wrapped__(False, 2, TorchKind(), *given)
+            assert found == replace(problem, layout="NHWC" if layout == "NHWC" and ordinal == 0 and device in where else "NCHW")
+
+
+def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
+    layer, depthwise = (replace(ConvProblem.forward(2, **arguments), layout="NHWC") for arguments in (LAYER, READ[4][0]))
+    gemm, tensor_cores = Gemm(64, 64, 16, 8, 8, 6), ImplicitGemm(64, 128, 4)
+    for problem, choice, expected in (
+        (layer, Choice(gemm, 1.0), False), (layer, Choice(tensor_cores, 1e6), True),
+        (depthwise, Choice(tensor_cores, 1e6), False), (depthwise, Choice(tensor_cores, 1.0), True),
+    ):  # fmt: skip
+        monkeypatch.setattr(plan, "lookup", lambda *_, choice=choice: choice)
+        assert plan.reads_channels_last(problem, HOPPER) == expected
+    monkeypatch.setattr(plan, "lookup", lambda *_: None)
+    monkeypatch.setattr(plan, "tuned", lambda *_: Choice(gemm, 1.0))
+    assert plan.reads_channels_last(layer, HOPPER) and not plan.reads_channels_last(layer, HOPPER, tune=True)
+    monkeypatch.setattr(plan, "tuned", lambda *_: pytest.fail("measured"))
+    assert not plan.reads_channels_last(depthwise, HOPPER, tune=True)
+
+
+class Recorder:
+    """A device that lists what happens on which stream, and a plan of `case` there, whose kernel is torch's and reads NCHW."""
+
+    ordinal = -1  # of tensors in host memory
+
+    def __init__(self, case, arrays):
+        self.events, self.depth, problem = [], 0, case.problem()
+        self.plan = SimpleNamespace(
+            problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
+            operand_bytes=[a.nbytes for a in arrays], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
+        )  # fmt: skip
+        self._case = case
+
+    def push(self):
+        self.depth += 1
+
+    def pop(self, *_):
+        self.depth -= 1
+
+    __enter__, __exit__ = push, pop
+
+    def order(self, first, second):
+        assert self.depth
+        self.events.append(("order", first, second))
+
+    def launch_on(self, work, stream):
+        self.events.append(("launch", stream))
+        work(stream)
+
+    def _launch(self, buffers, stream, packed):
+        problem = self.plan.problem
+        shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
+        x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(buffers, shapes, strict=False))
+        y[...] = self._case.reference(x, w, b)
+
+
+HOME, SIDE = 3, 7
+
+
+@pytest.mark.parametrize("stream", [None, SIDE])
+@pytest.mark.parametrize("given_out", [False, True])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
+def test_what_is_turned_on_a_gpu_is_ordered_with_the_streams(monkeypatch, transposed, ndim, given_out, stream):
+    case = small(transposed, ndim)
+    arrays = case.integers("float32")
+    device, kind = Recorder(case, arrays), TorchKind()
+    kind._current_stream = lambda ordinal: HOME
+    for name in ("copy", "fill"):
+        original = getattr(TorchKind, name)
+        monkeypatch.setattr(TorchKind, name, lambda *a, name=name, original=original: (device.events.append((name, HOME)), original(*a))[1])
+    x, w, b = (torch.from_numpy(a) for a in arrays)
+    expected = torch.from_numpy(case.reference(*arrays)).float()
+    out = channels_last(torch.full_like(expected, float("nan"))) if given_out else None
+    got = DeviceKind.convolve(kind, device.plan, channels_last(x), w, b, out, stream, layout="NHWC")
+    assert is_channels_last(got) and torch.equal(got, expected) and (out is None or got is out) and device.depth == 0
+    turned, back = ("copy", HOME), ("fill" if given_out else "copy", HOME)
+    if stream is None:
+        assert device.events == [turned, ("launch", HOME), back]
+    else:
+        there, here = ("order", HOME, SIDE), ("order", SIDE, HOME)
+        assert device.events == [here, turned, there, ("launch", SIDE), here, back, there]
+    device.events.clear()
+    for bad in (expected.clone(), channels_last(expected)[:1], channels_last(expected.double())):
+        with pytest.raises(pc.ConvArgumentError, match="out must"):
+            DeviceKind.convolve(kind, device.plan, channels_last(x), w, b, bad, stream, layout="NHWC")
+    assert device.events == []
+
+
+def test_every_kind_of_tensor_can_be_filled():
+    values = torch.arange(24.0).reshape(2, 3, 2, 2)
+    with torch.inference_mode():
+        inference = torch.zeros(2, 3, 2, 2)
+    for out in (channels_last(torch.zeros(2, 3, 2, 2)), torch.zeros(2, 3, 2, 2, requires_grad=True), inference):
+        TorchKind().fill(out, values)
+        assert torch.equal(out, values)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -12,10 +12,11 @@ import pytest
 from reference import DTYPES, TORCH_LAYOUTS, assert_close, channels_last, dgrad, fprop, is_channels_last, python, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, DeviceMemoryError, Plan, engines
+from pycuda_conv import ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines
 from pycuda_conv import arrays as arrays_module
 from pycuda_conv.engines import ImplicitGemm, direct
 from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
+from pycuda_conv.plan import reads_channels_last
 from pycuda_conv.runtime import get_device
 
 pytestmark = pytest.mark.gpu
@@ -276,17 +277,115 @@ def test_the_input_decides_whether_the_result_is_channels_last(torch, transposed
     ],
     ids=str,
 )  # fmt: skip
-def test_channels_last_tensors_are_read_where_they_are(torch, monkeypatch, transposed, shape, weight, options, dtype):
-    """Large and small, on tensor cores or not: right, channels last, and no copy was made."""
-    monkeypatch.setattr(arrays_module.TorchKind, "copy", lambda *_: pytest.fail("copied"))
-    ndim = len(shape) - 2
+def test_channels_last_tensors_are_read_where_they_are_or_turned(torch, monkeypatch, transposed, shape, weight, options, dtype):
+    """Large and small: right, channels last, and copied only where the tensor cores' engines are not used, both input and result."""
+    copies, original, ndim = [], arrays_module.TorchKind.copy, len(shape) - 2
+    monkeypatch.setattr(arrays_module.TorchKind, "copy", lambda *args: (copies.append(args), original(*args))[1])
+    problem = (ConvProblem.transposed if transposed else ConvProblem.forward)(ndim, shape, weight, dtype=dtype, layout="NHWC", **options)
+    read = reads_channels_last(problem, get_device("cuda"))
+    assert not read or dtype != "float64"
     name = f"conv{'_transpose' if transposed else ''}{ndim}d"
     x, w = (torch.randint(-2, 3, s, device="cuda").to(getattr(torch, dtype)) for s in (shape, weight))
     expected = getattr(torch.nn.functional, name)(x.cpu().double(), w.cpu().double(), **options).to(x.dtype).cuda()
     last = channels_last(x)
     got = getattr(pc, name)(last, w, **options)
     assert is_channels_last(got) and got.dtype is x.dtype and torch.equal(got, expected)
-    assert torch.equal(getattr(pc, name)(x, w, **options), expected)
+    assert len(copies) == (0 if read else 2)
+    assert torch.equal(getattr(pc, name)(x, w, **options), expected) and len(copies) == (0 if read else 2)
+    copies.clear()
+    plan = Plan(problem, "cuda")  # which keeps its layout
+    got = plan(last, w)
+    assert is_channels_last(got) and torch.equal(got, expected) and not copies
+
+
+TURNED = fprop((2, 16, 12, 10), (16, 1, 3, 3), padding=1, groups=16)  # in float64, for which there are no tensor cores' engines
+
+
+@pytest.fixture
+def turned_call(torch):
+    """A call that turns its input, late inputs, and the results."""
+    sets = [[torch.from_numpy(a).cuda() for a in TURNED.integers("float64", seed)] for seed in range(3)]
+    w, b = sets[0][1:]
+    sources = [channels_last(s[0]) for s in sets]
+    expected = [torch.nn.functional.conv2d(x.cpu(), w.cpu(), b.cpu(), **TURNED.options).contiguous().cuda() for x in sources]
+    call(TURNED, sources[0], w, b)  # compiled
+    torch.cuda.synchronize()
+    return lambda x, **options: call(TURNED, x, w, b, **options), sources, expected
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_turned_tensors_on_the_current_stream(torch, turned_call, given_out):
+    function, sources, expected = turned_call
+    x, out, side = torch.empty_like(sources[0]), channels_last(torch.empty_like(expected[0])), torch.cuda.Stream()
+    for busy in (1, LONG // 4):  # the first round loads whatever is loaded at first use
+        torch.cuda.synchronize()
+        results = []
+        with torch.cuda.stream(side):
+            for source in sources:
+                torch.cuda._sleep(busy)
+                x.copy_(source)
+                y = function(x, out=out if given_out else None)
+                results.append(y.clone())
+                y.fill_(float("nan"))
+                x.fill_(float("nan"))
+            assert busy == 1 or not side.query(), "a call waited for the stream"
+        side.synchronize()
+        for got, value in zip(results, expected, strict=True):
+            assert is_channels_last(got) and torch.equal(got, value)
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_turned_tensors_on_an_explicit_stream(torch, turned_call, given_out):
+    """Whichever is later: what the given stream holds, or what the current one does."""
+    function, sources, expected = turned_call
+    x, side = torch.empty_like(sources[0]), torch.cuda.Stream()
+    out = channels_last(torch.full_like(expected[0], float("nan"))) if given_out else None
+    for i, (source, value) in enumerate(zip(sources, expected, strict=True)):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG // (40 if i % 2 else 4))
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG // (4 if i % 2 else 40))
+            x.copy_(source)
+            if given_out:
+                out.fill_(float("nan"))
+        y = function(x, out=out, stream=side)
+        assert y is out or not given_out
+        with torch.cuda.stream(side):
+            x.fill_(float("nan"))
+            got = y.cpu()  # waits for this stream alone
+        assert is_channels_last(y) and torch.equal(got, value.cpu())
+    torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_turned_tensors_in_a_graph(torch, turned_call, given_out):
+    function, sources, expected = turned_call
+    x, out = sources[0].clone(), channels_last(torch.empty_like(expected[0])) if given_out else None
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function(x, out=out)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = function(x, out=out)
+    for source, value in zip(sources, expected, strict=True):
+        x.copy_(source)
+        y.fill_(float("nan"))
+        graph.replay()
+        assert is_channels_last(y) and torch.equal(y, value)
+
+
+def test_turned_tensors_leave_no_memory_behind_and_mind_overlaps(torch, turned_call):
+    function, sources, expected = turned_call
+    before = torch.cuda.memory_allocated()
+    y = function(sources[0])
+    assert torch.cuda.memory_allocated() - before == -(-y.numel() * y.element_size() // 512) * 512
+    with pytest.raises(ConvArgumentError, match="out overlaps input"):
+        function(sources[0], out=sources[0])
+    with pytest.raises(ConvArgumentError, match="out must be channels last"):
+        function(sources[0], out=expected[0].clone())
+    assert torch.equal(y, expected[0])
 
 
 def test_channels_last_tensors_that_are_strided_misaligned_or_negated(torch):
