@@ -15,6 +15,8 @@ Config = direct.Config | ImplicitGemm | ImplicitGemm80
 
 __all__ = ["Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
+#: Below so many multiplications the tensor cores' launches cost more than the products: 43 million took 22 us, by direct_gemm.cu 10.
+LEAST_MACS = 100e6
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
 
 
@@ -31,7 +33,7 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration that should be the fastest for `problem` on `device`."""
     units = device.multiprocessors
     plain = direct.choose(problem, units, device.backend)
-    if isinstance(plain, direct.Gemm):
+    if isinstance(plain, direct.Gemm) and problem.macs >= LEAST_MACS:
         found: tuple[float, Config] | None = None
         if implicit_gemm.unsupported(device) is None:
             found = implicit_gemm.choose(problem, units)
