@@ -75,7 +75,10 @@ def _choice(problem: str, entry: Any) -> Choice:
     try:
         ((name, values),) = entry["config"].items()
         cls, us = _CLASSES[name], entry["us"]
-        right = values.keys() == {field.name for field in fields(cls)} and all(type(v) is int and v > 0 for v in values.values())
+        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
+        right = values.keys() == defaults.keys() and all(
+            type(v) is type(defaults[name]) and (isinstance(v, bool) or v > 0) for name, v in values.items()
+        )
         right = right and type(us) in (int, float) and 0 < us < math.inf
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False

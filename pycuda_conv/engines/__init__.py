@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm, Program
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.packed import Program, packing
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -15,7 +16,7 @@ Config = direct.Config | ImplicitGemm | ImplicitGemm80
 
 __all__ = ["Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
-#: Below so many multiplications the tensor cores' launches cost more than the products: 43 million took 22 us, by direct_gemm.cu 10.
+#: Below so many multiplications, packing costs more than the tensor cores gain: 43 million took 22 us, by direct_gemm.cu 10.
 LEAST_MACS = 100e6
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
 
@@ -33,7 +34,8 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration that should be the fastest for `problem` on `device`."""
     units = device.multiprocessors
     plain = direct.choose(problem, units, device.backend)
-    if isinstance(plain, direct.Gemm) and problem.macs >= LEAST_MACS:
+    read_as_is = problem.layout == "NHWC" and problem.itemsize == 2
+    if isinstance(plain, direct.Gemm) and (problem.macs >= LEAST_MACS or read_as_is):
         found: tuple[float, Config] | None = None
         if implicit_gemm.unsupported(device) is None:
             found = implicit_gemm.choose(problem, units)
@@ -83,7 +85,7 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
     if not isinstance(config, (ImplicitGemm, ImplicitGemm80)):
         return None
-    found = implicit_gemm.packing(problem)
+    found = packing(problem)
     assert found is not None
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
     return (*asked, found[0].folded, found[0].group, found[0].load)

@@ -1,11 +1,7 @@
-"""The implicit GEMM engine: convolutions on tensor cores, fp32 results from 16-bit products.
+"""The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/implicit_gemm_sm90.cu``).
 
-float32 arrays are packed into fp16 limbs (``cu/pack.cu``) and multiplied by ``cu/implicit_gemm_sm90.cu``: three products for
-``precision="fp32"``, one for ``"tf32"``. float16 and bfloat16 arrays take one product of what they are. What does not fit
-the limbs is found while packing and computed by the direct engine's kernel in plain fp32, without a word to the host.
-
-A problem is first brought into the form that tensor loads can make (:func:`packing`), then cut into phases (one for a forward
-convolution), each of which is one launch. :func:`choose` picks tiles by a short model of time.
+How operands are packed and problems walked is in :mod:`pycuda_conv.engines.packed`; here are the tiles, the tensor maps and
+the launch of a phase. :func:`choose` picks tiles by a short model of time.
 """
 
 from __future__ import annotations
@@ -13,30 +9,37 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import islice
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WEIGHT, WORKSPACE, Phase
-from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase
+from pycuda_conv.engines.packed import (
+    ELEMENTS,
+    PACK_THREADS,
+    Operands,
+    Packing,
+    Program,
+    Room,
+    Walk,
+    arithmetic,
+    assemble,
+    ceil,
+    filter_sizes,
+    limbs,
+    moved_bytes,
+    pack_defines,
+    pack_operands,
+    packing,
+    places,
+    products,
+    row_blocks,
+    tap_numbers,
+)
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
-
-#: the plan's buffer of the packed filter
-PACKED = 5
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
-PACK_THREADS = 256
-PACK_ITEMS, FOLD_ITEMS = 2, 4  # pixels of 8 channels that a thread of it takes at once; where it folds taps
-FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
-ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
-
-#: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
-CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
-OFFSETS = {1: 65535, 2: 255, 3: 31}
-MOST_STRIDE = 8
-
-
 @dataclass(frozen=True)
 class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
@@ -50,146 +53,6 @@ class ImplicitGemm:
     STAGES: int = 3
     SPLIT: int = 1
     POINTWISE: bool = False
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def _size3(values: list[int]) -> Size3:
-    d, h, w = values
-    return d, h, w
-
-
-def products(problem: ConvProblem) -> int:
-    """Products of 16-bit numbers for one of the problem's."""
-    return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
-
-
-def limbs(problem: ConvProblem) -> int:
-    """16-bit numbers that stand for one element."""
-    return 2 if products(problem) == 3 else 1
-
-
-# ---- the form that tensor loads can make
-
-
-@dataclass(frozen=True)
-class Packing:
-    """How a problem's operands are laid out for the tensor loads.
-
-    Attributes
-    ----------
-    as_is : bool
-        The input needs no packing: it has 16 bits and its channels are last.
-    level : int
-        How many of the innermost axes packing takes care of.
-    folded : (int, int, int)
-        Taps that packing turns into channels, an axis; 1 where the loads make them.
-    size : (int, int, int)
-        Pixels of a packed image.
-    group : int
-        Packed channels of a group.
-    load : int
-        Channels a load: 64, 32 or 16.
-    """
-
-    as_is: bool
-    level: int
-    folded: Size3
-    size: Size3
-    group: int
-    load: int
-
-
-@dataclass(frozen=True)
-class Walk:
-    """How one phase walks the packed image.
-
-    Pixel j and tap i of an axis meet at ``j * stride + low + i * dilation``; tap i of the phase is number
-    ``base + i * step`` of the packed filter along the axis.
-    """
-
-    phase: Phase
-    taps: Size3
-    stride: Size3
-    low: Size3
-    dilation: Size3
-    base: Size3
-    step: Size3
-    #: spatial axes that the loads need, and whether all images are one row of pixels to them
-    rank: int
-    flat: bool
-
-
-def _channels_a_load(channels: int) -> int:
-    # a shorter row wastes less where channels end, but is loaded less well
-    return min((64, 32, 16), key=lambda load: _ceil(channels, load) * load * {64: 1.0, 32: 1.05, 16: 1.15}[load])
-
-
-def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
-    """The walk of `phase`, or None if tensor loads can't make it."""
-    axes = []
-    for i in range(3):
-        if phase.dilation[i] >= 0:
-            axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
-        else:  # dgrad meets its taps backwards
-            last = phase.taps[i] - 1
-            start = -phase.pad[i] + last * phase.dilation[i]
-            axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
-    taps, stride, low, dilation, base, step = (_size3(list(values)) for values in zip(*axes, strict=True))
-    trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
-    flat = all(trivial)
-    rank = 1 if flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)) else 2 if trivial[0] and packed.size[0] == 1 else 3
-    if not flat:
-        for i in range(3 - rank, 3):
-            lowest, highest = CORNERS[rank]
-            upper = low[i] + (phase.size[i] - 1) * stride[i] - (packed.size[i] - 1)
-            reach = (max(taps[i], 1) - 1) * dilation[i]
-            if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > OFFSETS[rank] or stride[i] > MOST_STRIDE:
-                return None
-    return Walk(phase, taps, stride, low, dilation, base, step, rank, flat)
-
-
-@lru_cache(maxsize=1024)
-def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
-    """How to pack the problem and walk its phases; None if the loads can't be made to serve it."""
-    channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
-    forward = problem.direction == "fprop"
-    # with few channels the innermost taps are folded, or most of each product would be zeros
-    first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
-    for level in range(first, 4 if forward else 1):
-        folded = _size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
-        size = _size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
-        count = channels * math.prod(folded)
-        load = _channels_a_load(count)
-        # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
-        align = 8 if problem.groups == 1 else load
-        as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
-        packed = Packing(as_is, level, folded, size, _ceil(count, align) * align, load)
-        walks = []
-        for phase in direct.phases(problem):
-            if level:
-                phase = _folded_phase(phase, level)
-            walk = _walk(problem, phase, packed)
-            if walk is None:
-                break
-            walks.append(walk)
-        else:
-            return packed, tuple(sorted(walks, key=lambda walk: -math.prod(walk.taps)))
-    return None
-
-
-def _folded_phase(phase: Phase, level: int) -> Phase:
-    """A forward convolution after its innermost `level` axes were folded: there it has one tap and no stride."""
-
-    def kept(values: Size3, instead: int) -> Size3:
-        return _size3([v if i < 3 - level else instead for i, v in enumerate(values)])
-
-    return Phase(
-        phase.size, phase.origin, phase.step, kept(phase.taps, 1), kept(phase.first, 0), kept(phase.every, 1), kept(phase.stride, 1),
-        kept(phase.pad, 0), kept(phase.dilation, 1),
-    )
 
 
 # ---- what is legal
@@ -294,167 +157,38 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 # ---- launches
 
 
-@dataclass(frozen=True)
-class Program:
-    """The launches of a plan.
-
-    `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other.
-    """
-
-    prepare: list[list[Step]]
-    stages: list[list[Step]]
-    whole: list[list[Step]]
-    workspace_bytes: int
-    filter_bytes: int
-
-
-class _Room:
-    """Hands out pieces of a buffer."""
-
-    def __init__(self, buffer: int) -> None:
-        self.buffer, self.used = buffer, 0
-
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """A place of so many bytes, as a step names it."""
-        place = self.buffer, self.used
-        self.used += _ceil(nbytes, 256) * 256
-        return place
-
-
 def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
     """The launches of `config`, which is legal for `problem`."""
+    if config.POINTWISE:
+        return _pointwise_program(problem, config, multiprocessors)
+
+    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+        return _product(problem, config, packed, walk, operands.x_limbs, buffers, multiprocessors)
+
+    return assemble(problem, config.SPLIT, multiprocessors, product)
+
+
+def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
+    """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
     found = packing(problem)
     assert found is not None
-    packed, walks = found
-    scratch = _Room(WORKSPACE)
-    if config.POINTWISE:
-        return _pointwise_program(problem, config, packed, walks[0], multiprocessors)
-    operands = _pack(problem, packed, scratch, multiprocessors)
-    target: int | tuple[int, int] = RESULT
-    if config.SPLIT > 1:
-        target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
-    buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-    after = [[_product(problem, config, packed, walk, operands.x_limbs, buffers, multiprocessors) for walk in walks]]
-    if config.SPLIT > 1:
-        after.append([direct.reduce_step(problem, config.SPLIT, target)])
-    if problem.dtype == "float32":
-        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
-
-
-def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, multiprocessors: int) -> Program:
-    """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
-    scratch = _Room(WORKSPACE)
-    filters = _pack(problem, packed, _Room(WORKSPACE), multiprocessors)
+    packed, (walk,) = found
+    scratch = Room(WORKSPACE)
+    filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
     if problem.itemsize == 2:
         buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
         stages = [[_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
-    count = 4 * _ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
+    count = 4 * ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
     parts, scales = scratch.take(8 * problem.N * count), scratch.take(4 * problem.N)
     flags, again = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
     buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
     first, second = (_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second) for second in (0, 1))
-    defines = _pack_defines(problem, packed)
+    defines = pack_defines(problem, packed)
     settle = Step("settle_scales", defines, problem.N, PACK_THREADS, (parts, scales, flags, again), (count,), "pack")
     stages = [[first], [settle], [second], *([step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors))]
     return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes)
-
-
-@dataclass(frozen=True)
-class Operands:
-    """The packed operands: where they, their scales and flags lie, and the launches that make them.
-
-    `prepare` packs the filter, `images` the images, `both` does the two in as few launches.
-    """
-
-    x_limbs: tuple[int, int]
-    x_scales: tuple[int, int]
-    x_flags: tuple[int, int]
-    w_limbs: tuple[int, int]
-    w_scales: tuple[int, int]
-    w_flags: tuple[int, int]
-    prepare: list[list[Step]]
-    images: list[list[Step]]
-    both: list[list[Step]]
-    filter_bytes: int
-
-
-def _pack(problem: ConvProblem, packed: Packing, scratch: _Room, multiprocessors: int) -> Operands:
-    """Pack the operands, the images into `scratch`."""
-    wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
-    kept = _Room(PACKED)
-    blocks, _, _ = _filter_sizes(problem, packed)
-    filter_rows = problem.groups * blocks * 64
-    w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
-    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
-    chunks = problem.groups * packed.group // 8
-    defines = _pack_defines(problem, packed)
-    tiles = _ceil(math.prod(packed.size), PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * _ceil(chunks, defines["CHUNKS"])
-    # a block for each image that was guessed right, more where few images may have to be packed again
-    slices = max(1, min(tiles, 2 * multiprocessors // problem.N))
-    x_limbs = x_scales = x_flags = parts = (INPUT, 0)
-    if not packed.as_is:
-        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * 8 * chunks)
-        if wide:
-            parts, x_scales, x_flags = scratch.take(8 * problem.N * tiles), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-
-    def pack(filter_rows: int, blocks: int) -> list[Step]:
-        shape = _pack_shape(problem, packed, filter_rows, slices)
-        places = (INPUT, WEIGHT, x_limbs, parts, w_limbs, w_scales, w_flags)
-        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, places, shape)]
-
-    settle = []
-    if wide:
-        shape, places = _pack_shape(problem, packed, 0, slices), (INPUT, x_limbs, parts, x_scales, x_flags)
-        settle = [[Step("settle_images", defines, problem.N * slices, PACK_THREADS, places, (tiles, *shape), "pack")]]
-    prepare = [pack(filter_rows, 0)]
-    if packed.as_is:
-        images, both = [], prepare
-    else:
-        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, filter_rows))
-    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, images, both, kept.used)
-
-
-def _filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
-    """Blocks of 64 output channels of a group, an even number of them; taps; blocks of channels."""
-    written = problem.result_channels // problem.groups
-    return 2 * _ceil(written, 128), math.prod(problem.filter_size) // math.prod(packed.folded), _ceil(packed.group, packed.load)
-
-
-def row_blocks(problem: ConvProblem, packed: Packing) -> int:
-    """Blocks of channels of 64 rows of the packed filter: where a stage takes several, one of zeros to fill it up."""
-    _, taps, channel_blocks = _filter_sizes(problem, packed)
-    return taps * channel_blocks + (packed.load < 64)
-
-
-def _pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
-    reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
-    defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
-        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
-        "SLACK": int(math.log2(reduction) / 2) if limbs(problem) == 2 else 0,
-        "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
-    }
-    return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
-
-
-def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices: int) -> tuple[int, ...]:
-    """The scalars of ``pack.cu``."""
-    groups, all_taps = problem.groups, math.prod(problem.filter_size)
-    blocks, taps, channel_blocks = _filter_sizes(problem, packed)
-    read, written = problem.operand_channels // groups, problem.result_channels // groups
-
-    def where_folded(values: Size3, instead: int) -> tuple[int, ...]:
-        return tuple(v if i >= 3 - packed.level else instead for i, v in enumerate(values))
-
-    return (
-        filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
-        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, blocks,
-        read * written * all_taps, *((read * all_taps, all_taps) if problem.direction == "fprop" else (all_taps, written * all_taps)),
-        taps, channel_blocks, row_blocks(problem, packed),
-    )
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
@@ -501,39 +235,23 @@ def _product(
     buffers: tuple[int | tuple[int, int], ...], multiprocessors: int, second: int = 0,
 ) -> Step:
     """The launch of one phase."""
-    phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
-    groups, rows = problem.groups, problem.result_channels
+    phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles = _tiles(problem, config, phase)
-    tap_strides = [1, 1, 1]  # taps of the packed filter from one to the next along t, r, s
-    kept = [n // f if f > 1 else n for n, f in zip(problem.filter_size, packed.folded, strict=True)]
-    tap_strides[1], tap_strides[0] = kept[2], kept[2] * kept[1]
-    result = problem.result_size
-    out_strides = (result[1] * result[2], result[2], 1)
-    plane = math.prod(phase.size)
-    dense = phase.step == (1, 1, 1)
-    neighbours = rows // groups if nhwc else plane if dense else 1
-    empty = 0 in phase.taps
-    blocks, _, channel_blocks = _filter_sizes(problem, packed)
+    blocks, _, channel_blocks = filter_sizes(problem, packed)
+    plane, size = math.prod(phase.size), phase.size
+    # as the loads count pixels: all images are one row of them where no tap looks elsewhere
     flat = problem.N * plane
-    size, low, stride = phase.size, walk.low, walk.stride
-    load = (flat, flat, flat) if walk.flat else (plane, size[1] * size[2], size[2])
+    load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
     shape = (
-        math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], 0 if empty else channel_blocks * math.prod(walk.taps),
-        channel_blocks, rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group,
-        max(walk.taps[1], 1), max(walk.taps[2], 1),
-        sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
-        *walk.dilation, problem.N * plane, 1 if walk.flat else problem.N, *load, *((1, 1, 1) if walk.flat else stride),
-        *((0, 0, 0) if walk.flat else low), plane, size[1] * size[2], size[2], math.prod(result),
-        sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
-        second,
+        math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
+        rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
+        max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
+        *places(problem, phase), second,
     )
     pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
-    defines = {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
-        "RANK": walk.rank, "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
-        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense), "WGMMA_N": _consumer_pixels(config),
-        "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walk.rank,
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
         "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2,
     }
     maps = [_plane_map(problem, config) if pointwise else _image_map(problem, config, packed, walk, x_limbs)]
@@ -548,8 +266,8 @@ def _product(
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
     plane = math.prod(phase.size)
-    across = problem.N * _ceil(plane, config.PIXELS) if config.POINTWISE else _ceil(problem.N * plane, config.PIXELS)
-    return _ceil(problem.result_channels // problem.groups, config.ROWS), across
+    across = problem.N * ceil(plane, config.PIXELS) if config.POINTWISE else ceil(problem.N * plane, config.PIXELS)
+    return ceil(problem.result_channels // problem.groups, config.ROWS), across
 
 
 # ---- the choice
@@ -590,7 +308,7 @@ def _steps(problem: ConvProblem) -> int:
     found = packing(problem)
     assert found is not None
     packed, walks = found
-    return _ceil(_ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
+    return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
@@ -600,26 +318,20 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     packed, walks = found
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
-    arithmetic = 4 * count * config.PIXELS * config.ROWS / 128
-    step = max(arithmetic, ROW_CYCLES * pixel_rows) / CLOCK
+    cycles = 4 * count * config.PIXELS * config.ROWS / 128
+    step = max(cycles, ROW_CYCLES * pixel_rows) / CLOCK
     if config.POINTWISE:  # limited by the conversion, or by memory for each tile of pixels' first use
         conversion = CONVERT_CYCLES * limbs(problem) * config.PIXELS if problem.itemsize == 4 else 0
-        step = max(arithmetic / CLOCK, conversion / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
+        step = max(cycles / CLOCK, conversion / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
     time = LAUNCH_TIME
     for walk in walks:
-        steps = _ceil(_ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
+        steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
-        time += _ceil(tiles, multiprocessors) * (_ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
-    result = math.prod(problem.result_shape)
-    moved = 0.0
-    if not packed.as_is and not config.POINTWISE:
-        moved += math.prod(problem.input_shape) * problem.itemsize
-        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
-    moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))
+        time += ceil(tiles, multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
     if config.SPLIT > 1:
         time += 2
-        moved += result * (8 * config.SPLIT + problem.itemsize)
+    moved = moved_bytes(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
     launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
     return time + moved / 3.5e6 + 1.5 * launches
 

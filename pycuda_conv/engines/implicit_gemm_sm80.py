@@ -10,9 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines import implicit_gemm as shared
-from pycuda_conv.engines.direct import BIAS, RESULT, WORKSPACE
-from pycuda_conv.engines.implicit_gemm import ELEMENTS, FLOAT, Packing, Program, Walk, limbs, packing, products
+from pycuda_conv.engines import implicit_gemm as hopper
+from pycuda_conv.engines.direct import BIAS
+from pycuda_conv.engines.packed import (
+    Operands,
+    Packing,
+    Program,
+    Walk,
+    arithmetic,
+    assemble,
+    ceil,
+    filter_sizes,
+    limbs,
+    moved_bytes,
+    packing,
+    places,
+    products,
+    row_blocks,
+    tap_numbers,
+)
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Step
 
@@ -31,10 +47,6 @@ class ImplicitGemm80:
     SPLIT: int = 1
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 # ---- what is legal
 
 
@@ -47,11 +59,11 @@ def unsupported(device: Device) -> str | None:
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    reason = shared.why_not(problem)
+    reason = hopper.why_not(problem)
     if reason:
         return reason
     packed = _packing(problem)[0]
-    blocks = problem.groups * shared._filter_sizes(problem, packed)[0]
+    blocks = problem.groups * filter_sizes(problem, packed)[0]
     if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
         return "it counts eights of channels in 32 bits"
     return None
@@ -121,52 +133,35 @@ def _x_chunks(problem: ConvProblem, packed: Packing) -> int:
 
 def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
     """Eights of channels in a block of 64 rows of the packed filter."""
-    return 64 * limbs(problem) * shared.row_blocks(problem, packed) * packed.load // 8
+    return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
     """The launches of `config`, which is legal for `problem`."""
-    packed, walks = _packing(problem)
-    scratch = shared._Room(WORKSPACE)
-    operands = shared._pack(problem, packed, scratch, multiprocessors)
-    target: int | tuple[int, int] = RESULT
-    if config.SPLIT > 1:
-        target = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape))
-    buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-    after = [[_product(problem, config, packed, walk, buffers) for walk in walks]]
-    if config.SPLIT > 1:
-        after.append([direct.reduce_step(problem, config.SPLIT, target)])
-    if problem.dtype == "float32":
-        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+
+    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+        return _product(problem, config, packed, walk, buffers)
+
+    return assemble(problem, config.SPLIT, multiprocessors, product)
 
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: Packing, walk: Walk, buffers: tuple[int | tuple[int, int], ...]
 ) -> Step:
     """The launch of one phase."""
-    phase, split, nhwc = walk.phase, config.SPLIT > 1, problem.layout == "NHWC"
-    groups, rows, chunks = problem.groups, problem.result_channels, packed.group // 8
-    blocks, _, channel_blocks = shared._filter_sizes(problem, packed)
-    tiles_m, tiles_pixels = _tiles(problem, config, walk)
-    kept = [n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)]
-    tap_strides = (kept[1] * kept[2], kept[2], 1)  # taps of the packed filter from one to the next along t, r, s
-    result = problem.result_size
-    out_strides = (result[1] * result[2], result[2], 1)
+    phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8
+    blocks, _, channel_blocks = filter_sizes(problem, packed)
     plane, row = math.prod(phase.size), phase.size[2]
-    dense = phase.step == (1, 1, 1)
+    tiles_m, tiles_pixels = _tiles(problem, config, walk)
     shape = (
-        tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, groups * chunks, rows // groups, rows,
+        tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, problem.groups * chunks, rows // problem.groups, rows,
         blocks, channel_blocks, _w_chunks(problem, packed), _x_chunks(problem, packed), max(walk.taps[1], 1), max(walk.taps[2], 1),
-        sum(b * t for b, t in zip(walk.base, tap_strides, strict=True)), *(s * t for s, t in zip(walk.step, tap_strides, strict=True)),
-        *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane, phase.size[1] * row, row, math.prod(result),
-        sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)), *(s * t for s, t in zip(phase.step, out_strides, strict=True)),
+        *tap_numbers(problem, packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
+        phase.size[1] * row, row, *places(problem, phase),
     )
-    defines = {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "PRODUCTS": products(problem), "KC": packed.load,
-        "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
-        "VEC": math.gcd(rows // groups if nhwc else plane if dense else 1, 4), "DENSE": int(dense),
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load,
     }
     grid = _blocks(problem, config, walk)
     return Step("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
@@ -174,7 +169,7 @@ def _product(
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
-    return _ceil(problem.result_channels // problem.groups, config.ROWS), _ceil(problem.N * math.prod(walk.phase.size), config.PIXELS)
+    return ceil(problem.result_channels // problem.groups, config.ROWS), ceil(problem.N * math.prod(walk.phase.size), config.PIXELS)
 
 
 def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> int:
@@ -197,7 +192,7 @@ TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with
 def configs(problem: ConvProblem) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`."""
     packed, walks = _packing(problem)
-    steps = _ceil(packed.group * math.prod(walks[0].taps), STEP)
+    steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
@@ -217,15 +212,9 @@ def time(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int, cap
     step = max(arithmetic, (filled + read) / SHARED_RATE, filled / FILL)
     cycles = 0.0
     for walk in walks:
-        steps = _ceil(packed.group * math.prod(walk.taps), STEP)
-        cycles += _ceil(_blocks(problem, config, walk), multiprocessors) * (_ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    moved = 0.0
-    if not packed.as_is:
-        moved += math.prod(problem.input_shape) * problem.itemsize
-        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
-    moved += math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))
-    if config.SPLIT > 1:
-        moved += math.prod(problem.result_shape) * (8 * config.SPLIT + problem.itemsize)
+        steps = ceil(packed.group * math.prod(walk.taps), STEP)
+        cycles += ceil(_blocks(problem, config, walk), multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
+    moved = moved_bytes(problem, config.SPLIT, not packed.as_is)
     launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
     return cycles / CLOCK + (2 if config.SPLIT > 1 else 0) + moved / 3.5e6 + 1.5 * launches
 

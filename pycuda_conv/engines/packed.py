@@ -1,0 +1,361 @@
+"""What the tensor-core engines share: operands packed as 16-bit limbs, and the walks over them (``cu/pack.cu``).
+
+float32 arrays become fp16 limbs, two for ``precision="fp32"``, one for ``"tf32"``; float16 and bfloat16 arrays stay what they
+are. What does not fit the limbs is found while packing and computed by the direct engine's kernel in plain fp32, without a
+word to the host.
+
+A problem is first brought into the form that tensor loads can make (:func:`packing`), then cut into phases (one for a forward
+convolution), each of which is one launch: :func:`assemble` puts the launches around those of an engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import INPUT, RESULT, WEIGHT, WORKSPACE, Phase
+from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.runtime.base import Step
+
+#: the plan's buffer of the packed filter
+PACKED = 5
+
+PACK_THREADS = 256
+PACK_ITEMS, FOLD_ITEMS = 2, 4  # pixels of 8 channels that a thread of it takes at once; where it folds taps
+FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
+ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
+
+#: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
+CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
+OFFSETS = {1: 65535, 2: 255, 3: 31}
+MOST_STRIDE = 8
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def size3(values: list[int]) -> Size3:
+    d, h, w = values
+    return d, h, w
+
+
+def products(problem: ConvProblem) -> int:
+    """Products of 16-bit numbers for one of the problem's."""
+    return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
+
+
+def limbs(problem: ConvProblem) -> int:
+    """16-bit numbers that stand for one element."""
+    return 2 if products(problem) == 3 else 1
+
+
+# ---- the form that tensor loads can make
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a problem's operands are laid out for the tensor loads.
+
+    Attributes
+    ----------
+    as_is : bool
+        The input needs no packing: it has 16 bits and its channels are last.
+    level : int
+        How many of the innermost axes packing takes care of.
+    folded : (int, int, int)
+        Taps that packing turns into channels, an axis; 1 where the loads make them.
+    size : (int, int, int)
+        Pixels of a packed image.
+    group : int
+        Packed channels of a group.
+    load : int
+        Channels a load: 64, 32 or 16.
+    """
+
+    as_is: bool
+    level: int
+    folded: Size3
+    size: Size3
+    group: int
+    load: int
+
+
+@dataclass(frozen=True)
+class Walk:
+    """How one phase walks the packed image.
+
+    Pixel j and tap i of an axis meet at ``j * stride + low + i * dilation``; tap i of the phase is number
+    ``base + i * step`` of the packed filter along the axis.
+    """
+
+    phase: Phase
+    taps: Size3
+    stride: Size3
+    low: Size3
+    dilation: Size3
+    base: Size3
+    step: Size3
+    #: spatial axes that the loads need, and whether all images are one row of pixels to them
+    rank: int
+    flat: bool
+
+
+def _channels_a_load(channels: int) -> int:
+    # a shorter row wastes less where channels end, but is loaded less well
+    return min((64, 32, 16), key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.05, 16: 1.15}[load])
+
+
+def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
+    """The walk of `phase`, or None if tensor loads can't make it."""
+    axes = []
+    for i in range(3):
+        if phase.dilation[i] >= 0:
+            axes.append((phase.taps[i], phase.stride[i], -phase.pad[i], max(phase.dilation[i], 1), phase.first[i], phase.every[i]))
+        else:  # dgrad meets its taps backwards
+            last = phase.taps[i] - 1
+            start = -phase.pad[i] + last * phase.dilation[i]
+            axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
+    taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*axes, strict=True))
+    trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
+    flat = all(trivial)
+    rank = 1 if flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)) else 2 if trivial[0] and packed.size[0] == 1 else 3
+    if not flat:
+        for i in range(3 - rank, 3):
+            lowest, highest = CORNERS[rank]
+            upper = low[i] + (phase.size[i] - 1) * stride[i] - (packed.size[i] - 1)
+            reach = (max(taps[i], 1) - 1) * dilation[i]
+            if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > OFFSETS[rank] or stride[i] > MOST_STRIDE:
+                return None
+    return Walk(phase, taps, stride, low, dilation, base, step, rank, flat)
+
+
+@lru_cache(maxsize=1024)
+def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
+    """How to pack the problem and walk its phases; None if the loads can't be made to serve it."""
+    channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
+    forward = problem.direction == "fprop"
+    # with few channels the innermost taps are folded, or most of each product would be zeros
+    first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
+    for level in range(first, 4 if forward else 1):
+        folded = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
+        size = size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
+        count = channels * math.prod(folded)
+        load = _channels_a_load(count)
+        # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
+        align = 8 if problem.groups == 1 else load
+        as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
+        packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load)
+        walks = []
+        for phase in direct.phases(problem):
+            if level:
+                phase = _folded_phase(phase, level)
+            walk = _walk(problem, phase, packed)
+            if walk is None:
+                break
+            walks.append(walk)
+        else:
+            return packed, tuple(sorted(walks, key=lambda walk: -math.prod(walk.taps)))
+    return None
+
+
+def _folded_phase(phase: Phase, level: int) -> Phase:
+    """A forward convolution after its innermost `level` axes were folded: there it has one tap and no stride."""
+
+    def kept(values: Size3, instead: int) -> Size3:
+        return size3([v if i < 3 - level else instead for i, v in enumerate(values)])
+
+    return Phase(
+        phase.size, phase.origin, phase.step, kept(phase.taps, 1), kept(phase.first, 0), kept(phase.every, 1), kept(phase.stride, 1),
+        kept(phase.pad, 0), kept(phase.dilation, 1),
+    )
+
+
+# ---- launches
+
+
+@dataclass(frozen=True)
+class Program:
+    """The launches of a plan.
+
+    `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
+    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other.
+    """
+
+    prepare: list[list[Step]]
+    stages: list[list[Step]]
+    whole: list[list[Step]]
+    workspace_bytes: int
+    filter_bytes: int
+
+
+class Room:
+    """Hands out pieces of a buffer."""
+
+    def __init__(self, buffer: int) -> None:
+        self.buffer, self.used = buffer, 0
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """A place of so many bytes, as a step names it."""
+        place = self.buffer, self.used
+        self.used += ceil(nbytes, 256) * 256
+        return place
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The packed operands: where they, their scales and flags lie, and the launches that make them.
+
+    `prepare` packs the filter, `images` the images, `both` does the two in as few launches.
+    """
+
+    x_limbs: tuple[int, int]
+    x_scales: tuple[int, int]
+    x_flags: tuple[int, int]
+    w_limbs: tuple[int, int]
+    w_scales: tuple[int, int]
+    w_flags: tuple[int, int]
+    prepare: list[list[Step]]
+    images: list[list[Step]]
+    both: list[list[Step]]
+    filter_bytes: int
+
+
+def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int) -> Operands:
+    """Pack the operands, the images into `scratch`."""
+    wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
+    kept = Room(PACKED)
+    blocks, _, _ = filter_sizes(problem, packed)
+    filter_rows = problem.groups * blocks * 64
+    w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
+    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
+    chunks = problem.groups * packed.group // 8
+    defines = pack_defines(problem, packed)
+    tiles = ceil(math.prod(packed.size), PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * ceil(chunks, defines["CHUNKS"])
+    # a block for each image that was guessed right, more where few images may have to be packed again
+    slices = max(1, min(tiles, 2 * multiprocessors // problem.N))
+    x_limbs = x_scales = x_flags = parts = (INPUT, 0)
+    if not packed.as_is:
+        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * 8 * chunks)
+        if wide:
+            parts, x_scales, x_flags = scratch.take(8 * problem.N * tiles), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+
+    def pack(filter_rows: int, blocks: int) -> list[Step]:
+        shape = _pack_shape(problem, packed, filter_rows, slices)
+        places = (INPUT, WEIGHT, x_limbs, parts, w_limbs, w_scales, w_flags)
+        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, places, shape)]
+
+    settle = []
+    if wide:
+        shape, places = _pack_shape(problem, packed, 0, slices), (INPUT, x_limbs, parts, x_scales, x_flags)
+        settle = [[Step("settle_images", defines, problem.N * slices, PACK_THREADS, places, (tiles, *shape), "pack")]]
+    prepare = [pack(filter_rows, 0)]
+    if packed.as_is:
+        images, both = [], prepare
+    else:
+        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, filter_rows))
+    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, images, both, kept.used)
+
+
+def filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
+    """Blocks of 64 output channels of a group, an even number of them; taps; blocks of channels."""
+    written = problem.result_channels // problem.groups
+    return 2 * ceil(written, 128), math.prod(problem.filter_size) // math.prod(packed.folded), ceil(packed.group, packed.load)
+
+
+def row_blocks(problem: ConvProblem, packed: Packing) -> int:
+    """Blocks of channels of 64 rows of the packed filter: where a stage takes several, one of zeros to fill it up."""
+    _, taps, channel_blocks = filter_sizes(problem, packed)
+    return taps * channel_blocks + (packed.load < 64)
+
+
+def pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
+    reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+    defines = {
+        "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
+        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
+        "SLACK": int(math.log2(reduction) / 2) if limbs(problem) == 2 else 0,
+        "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
+    }
+    return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
+
+
+def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices: int) -> tuple[int, ...]:
+    """The scalars of ``pack.cu``."""
+    groups, all_taps = problem.groups, math.prod(problem.filter_size)
+    blocks, taps, channel_blocks = filter_sizes(problem, packed)
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+
+    def where_folded(values: Size3, instead: int) -> tuple[int, ...]:
+        return tuple(v if i >= 3 - packed.level else instead for i, v in enumerate(values))
+
+    return (
+        filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
+        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, blocks,
+        read * written * all_taps, *((read * all_taps, all_taps) if problem.direction == "fprop" else (all_taps, written * all_taps)),
+        taps, channel_blocks, row_blocks(problem, packed),
+    )
+
+
+def assemble(
+    problem: ConvProblem, split: int, multiprocessors: int, product: Callable[[Packing, Walk, Operands, int | tuple[int, int]], Step]
+) -> Program:
+    """The launches of a problem whose phases `product` makes: what packs its operands, adds a split sum, and takes the exact path."""
+    found = packing(problem)
+    assert found is not None
+    packed, walks = found
+    scratch = Room(WORKSPACE)
+    operands = pack_operands(problem, packed, scratch, multiprocessors)
+    target: int | tuple[int, int] = RESULT
+    if split > 1:
+        target = scratch.take(4 * split * math.prod(problem.result_shape))
+    after = [[product(packed, walk, operands, target) for walk in walks]]
+    if split > 1:
+        after.append([direct.reduce_step(problem, split, target)])
+    if problem.dtype == "float32":
+        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+
+
+def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
+    """The number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
+    _, r, s = (n // f for n, f in zip(problem.filter_size, packed.folded, strict=True))
+    strides = (r * s, s, 1)
+    step_t, step_r, step_s = (a * b for a, b in zip(walk.step, strides, strict=True))
+    return sum(a * b for a, b in zip(walk.base, strides, strict=True)), step_t, step_r, step_s
+
+
+def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
+    """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
+    d, h, w = problem.result_size
+    strides = (h * w, w, 1)
+    step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))
+    return d * h * w, sum(a * b for a, b in zip(phase.origin, strides, strict=True)), step_d, step_h, step_w
+
+
+def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
+    """The defines that say what is multiplied and how it is written, the same for every kernel on packed operands."""
+    nhwc, dense = problem.layout == "NHWC", phase.step == (1, 1, 1)
+    neighbours = problem.result_channels // problem.groups if nhwc else math.prod(phase.size) if dense else 1
+    return {
+        "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
+        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
+        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
+    }
+
+
+def moved_bytes(problem: ConvProblem, split: int, packs_images: bool) -> float:
+    """Bytes that packing and adding a split sum move, for the models of time."""
+    found = packing(problem)
+    assert found is not None
+    packed, _ = found
+    moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem)))
+    if packs_images:
+        moved += math.prod(problem.input_shape) * problem.itemsize
+        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
+    if split > 1:
+        moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
+    return moved
