@@ -31,7 +31,7 @@ from reference import DTYPES, Case, dgrad, fprop, python, tensor
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, host, ops, runtime
 from pycuda_conv.engines.direct import WEIGHT, Batched, Dgrad, Gemm
-from pycuda_conv.engines.implicit_gemm import PACKED, Program
+from pycuda_conv.engines.packed import PACKED, Program
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import Step, cuda, get_device, pinned

@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pycuda_conv
 from pycuda_conv.engines import ImplicitGemm, ImplicitGemm80
 from pycuda_conv.errors import DeviceMemoryError
-from pycuda_conv.plan import Plan
+from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda
 from pycuda_conv.tools.floors import floor
@@ -211,6 +212,13 @@ def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) 
     return lambda i: wide(images[i], filters[i]).squeeze(2) if flat else wide(images[i], filters[i])
 
 
+@cache
+def public(problem: ConvProblem) -> Callable[..., Any]:
+    """The package's function for `problem`, with its options."""
+    name = f"conv{problem.ndim}d" if problem.direction == "fprop" else f"conv_transpose{problem.ndim}d"
+    return partial(getattr(pycuda_conv, name), **options(problem), precision=problem.precision)
+
+
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = isinstance(config, (ImplicitGemm, ImplicitGemm80))
@@ -228,15 +236,24 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     generator = torch.Generator(place).manual_seed(seed)
     sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator)
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
-    bound = [plan.bind(w) for w in sets.w]
+    turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
+    if turned:  # as the public functions do it: to NCHW and back, with a filter that is packed in the call if at all
+        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device)
+    bound = [] if turned else [plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
     theirs_out: list[Any] = [None] * sets.count  # kept, so that torch writes to as much memory as we do
 
     def ours(i: int) -> None:
-        plan(sets.x[i], sets.w[i], out=sets.out[i])
+        if turned:
+            public(problem)(sets.x[i], sets.w[i], out=sets.out[i])
+        else:
+            plan(sets.x[i], sets.w[i], out=sets.out[i])
 
     def kept(i: int) -> None:
-        bound[i](sets.x[i], out=sets.kept[i])
+        if turned:
+            public(problem)(sets.x[i], sets.w[i], out=sets.kept[i])
+        else:
+            bound[i](sets.x[i], out=sets.kept[i])
 
     def theirs(i: int) -> None:
         theirs_out[i] = function(i)
