@@ -1,6 +1,6 @@
 // implicit_gemm_sm90.cu: convolution as a matrix product on Hopper's tensor cores, fp32 results from fp16 limbs.
 //
-//   y[n, k, pixel] = act(scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c] + bias[k])
+//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c] + bias[k]
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of KC channels
 //
 // Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
@@ -10,7 +10,7 @@
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of ROWS channels x PIXELS pixels.
 //          Tile order, fastest first: channels, split, pixels, group: blocks that share pixels run together.
-//          warpgroup 0: one thread, the producer, asks for the tiles of x and w by TMA. Two consumer warpgroups multiply:
+//          warpgroup 0: one thread, the producer, asks for the tiles of x and w. Two consumer warpgroups multiply:
 //          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
 // Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
 //          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
@@ -26,8 +26,9 @@
 // 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
 //          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
 //          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by 2^GUESS, and notes their
-//          extremes, parts[image][tile][warp]. settle_images (pack.cu) then says which images did not fit; a second launch, with
+//          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
+// Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
@@ -93,7 +94,8 @@ constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : 4 *
 struct Shape {
   long long tiles, tiles_m, splits, tiles_pixels;       // how many tiles: all, along the channels, splits, along the pixels
   long long blocks, channel_blocks;                     // blocks of KC along gemm k, and how many of them belong to one tap
-  long long rows_group, rows, blocks_group, row_blocks;  // output channels of a group, and of all; blocks of 64 rows of w, and of KC channels of those
+  long long rows_group, rows;                           // output channels of a group, and of all
+  long long blocks_group, row_blocks;                   // of w: blocks of 64 rows of a group, and blocks of KC channels of 64 rows
   long long channels_group, channels;                   // packed input channels of a group, and of all
   long long tap_r, tap_s;                               // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
@@ -147,6 +149,8 @@ struct Position {
     }
   }
 };
+
+// ---- the producer
 
 #if !POINTWISE
 DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
@@ -322,7 +326,7 @@ template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
 }
 
 // What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
-// its two channels. Loaded before a tile is multiplied, used while the next one is.
+// its two channels. Loaded while a tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
   float scale[2], bias[2];
@@ -339,6 +343,7 @@ struct Rows {
 };
 
 #if !TENSOR_STORE
+// A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
 template <int base>
 DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, out_t* y) {
   constexpr int PITCH = NHWC ? 20 : 40;
