@@ -60,7 +60,8 @@ def named_device(device: Any) -> Device:
 def console(stderr: bool = False) -> Any:
     """A rich console; wide when its output goes to a file, and never so narrow that a table loses columns."""
     stream = sys.stderr if stderr else sys.stdout
-    made = require("rich.console").Console(file=stream, highlight=False)
+    # rich itself leaves bold to NO_COLOR
+    made = require("rich.console").Console(file=stream, highlight=False, color_system=None if os.environ.get("NO_COLOR") else "auto")
     if not stderr:
         known = stream.isatty() or "COLUMNS" in os.environ
         made.width = max(made.width, LEAST_WIDTH) if known else PIPED_WIDTH
