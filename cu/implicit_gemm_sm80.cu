@@ -22,9 +22,7 @@
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "packed.cuh"
 
 #ifndef ROWS
 #define ROWS 128     // 64 or 128
@@ -40,7 +38,6 @@
 #define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #endif
-#define DEVICE __device__ __forceinline__
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
 constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
@@ -55,19 +52,7 @@ constexpr int ACROSS = NHWC ? WARP_M : WARP_N, PIECES = (NHWC ? WARP_N : WARP_M)
 constexpr int PITCH = ACROSS + (NHWC ? 4 : 8);  // floats; free of bank conflicts when the sums are put down
 static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hold a piece for each warp");
 
-#if OUT == 32
-typedef float out_t;
-DEVICE out_t to_out(float v) { return v; }
-DEVICE float from_out(out_t v) { return v; }
-#elif OUT == 16
-typedef __half out_t;
-DEVICE out_t to_out(float v) { return __float2half_rn(v); }
-DEVICE float from_out(out_t v) { return __half2float(v); }
-#else
-typedef __nv_bfloat16 out_t;
-DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
-DEVICE float from_out(out_t v) { return __bfloat162float(v); }
-#endif
+typedef element<OUT> out_t;
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -231,14 +216,6 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
 
 // ---- a warp's sums, scaled and so on, to y. Through shared memory, so that it writes neighbours together.
 
-DEVICE int plane_offset(const Shape& shape, int inside) {
-#if DENSE
-  return inside;
-#else
-  return (int)(shape.out_base + inside / (int)shape.pq * shape.out_d + inside % (int)shape.pq / (int)shape.q * shape.out_h + inside % (int)shape.q * shape.out_w);
-#endif
-}
-
 // `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
 DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
                   const float* scale_k, const out_t* bias, out_t* y) {
@@ -267,15 +244,15 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
       const int across = i % (ACROSS / VEC) * VEC, down = i / (ACROSS / VEC);
       const int pixel = pixel0 + (NHWC ? 16 * piece + down : across), m = m0 + (NHWC ? across : 16 * piece + down);
       if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
-        const int image = pixel / (int)shape.plane, offset = plane_offset(shape, pixel % (int)shape.plane), k = k0 + m;
+        const int image = pixel / (int)shape.plane, offset = plane_offset<DENSE>(shape, pixel % (int)shape.plane), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : (image * shape.rows + k) * shape.out_size + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
           float v = staging[down * PITCH + across + e];
           if (SCALED) v *= scale_n[image] * scale_k[NHWC ? k + e : k];
-          if (HAS_BIAS) v += from_out(bias[NHWC ? k + e : k]);
-          vector.v[e] = to_out(v);
+          if (HAS_BIAS) v += to_float(bias[NHWC ? k + e : k]);
+          vector.v[e] = from_float<out_t>(v);
         }
         *(Vector*)(y + at) = vector;
       }

@@ -68,25 +68,13 @@ constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
 constexpr int CONSUMERS = 2, CHUNK = 32;  // pixels of a staging tile
-[[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4, GUESS = 9;  // as in pack.cu
+[[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4;
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0), "whole blocks of 64 pixels");
 constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 
-#if OUT == 32
-typedef float out_t;
-DEVICE out_t to_out(float v) { return v; }
-DEVICE float from_out(out_t v) { return v; }
-#elif OUT == 16
-typedef __half out_t;
-DEVICE out_t to_out(float v) { return __float2half_rn(v); }
-DEVICE float from_out(out_t v) { return __half2float(v); }
-#else
-typedef __nv_bfloat16 out_t;
-DEVICE out_t to_out(float v) { return __float2bfloat16_rn(v); }
-DEVICE float from_out(out_t v) { return __bfloat162float(v); }
-#endif
+typedef element<OUT> out_t;
 
 constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : 4 * 32 * 20 * 4;  // bytes of a consumer
 
@@ -307,14 +295,6 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
 
 // ---- a tile's sums, scaled and so on, to y
 
-DEVICE int plane_offset(const Shape& shape, int inside) {
-#if DENSE
-  return inside;
-#else
-  return (int)(shape.out_base + inside / (int)shape.pq * shape.out_d + inside % (int)shape.pq / (int)shape.q * shape.out_h + inside % (int)shape.q * shape.out_w);
-#endif
-}
-
 // A number known to the compiler, as an argument.
 template <int n> struct Constant {
   static constexpr int value = n;
@@ -337,7 +317,7 @@ struct Rows {
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
       scale[half] = SCALED ? scale_k[k] : 1;
-      bias[half] = HAS_BIAS ? from_out(bias_k[k]) : 0;
+      bias[half] = HAS_BIAS ? to_float(bias_k[k]) : 0;
     }
   }
 };
@@ -380,18 +360,18 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #else
   const int pixel = pixel0 + across;
   const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
-  out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
+  out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
 #endif
 #pragma unroll
   for (int i = 0; i < DOWN / STEP; ++i) {
     const float* const from = staging + (down + i * STEP) * PITCH + across;
     Vector out;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) out.v[e] = to_out(from[e]);
+    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(from[e]);
     if (down + i * STEP < last) {
 #if NHWC
       const int pixel = pixel0 + down + i * STEP;
-      const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset(shape, pixel % (int)shape.plane);
+      const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
       *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
       *(Vector*)(to + i * STEP * shape.out_size) = out;
@@ -434,7 +414,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
       }
 #else
     // 8 x 8 blocks of 16-bit numbers, turned, one row of 8 channels a lane
-    const uint32_t packed[2] = {pack2(to_out(v[0][0]), to_out(v[0][1])), pack2(to_out(v[1][0]), to_out(v[1][1]))};
+    const uint32_t packed[2] = {pack2(from_float<out_t>(v[0][0]), from_float<out_t>(v[0][1])), pack2(from_float<out_t>(v[1][0]), from_float<out_t>(v[1][1]))};
     store_turned(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
 #endif
   }

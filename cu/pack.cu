@@ -22,9 +22,7 @@
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
 //          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
+#include "packed.cuh"
 
 #ifndef IN
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
@@ -41,26 +39,12 @@
 #define FOLD_S 1
 #endif
 
-#if IN == 32
-typedef float in_t;
-typedef __half limb_t;
-__device__ float to_float(in_t v) { return v; }
-__device__ limb_t to_limb(float v) { return __float2half_rn(v); }
-#elif IN == 16
-typedef __half in_t;
-typedef __half limb_t;
-__device__ float to_float(in_t v) { return __half2float(v); }
-__device__ limb_t to_limb(float v) { return __float2half_rn(v); }
-#else
-typedef __nv_bfloat16 in_t;
-typedef __nv_bfloat16 limb_t;
-__device__ float to_float(in_t v) { return __bfloat162float(v); }
-__device__ limb_t to_limb(float v) { return __float2bfloat16_rn(v); }
-#endif
+typedef element<IN> in_t;
+typedef element<IN == 17 ? 17 : 16> limb_t;
 
 constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
 constexpr unsigned INFINITE = 0x7f800000;
-constexpr int GUESS = 9, LARGEST = 60, COVERED = 28 + SLACK;  // exponents
+constexpr int LARGEST = 60, COVERED = 28 + SLACK;  // exponents
 constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
@@ -118,9 +102,9 @@ __device__ void split(const float (&v)[8], float scale, uint4 (&limbs)[LIMBS]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float scaled = v[i] * scale;
-    parts[0][i] = to_limb(scaled);
+    parts[0][i] = from_float<limb_t>(scaled);
 #if LIMBS == 2
-    parts[1][i] = to_limb((scaled - to_float(parts[0][i])) * 2048);
+    parts[1][i] = from_float<limb_t>((scaled - to_float(parts[0][i])) * 2048);
 #endif
   }
 #pragma unroll

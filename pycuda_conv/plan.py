@@ -9,8 +9,6 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import engines
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
-from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.tune import Choice, caches, lookup, tuned
@@ -183,9 +181,6 @@ def cached_plan(problem: ConvProblem, device: Device, tune: bool = False) -> Pla
 caches.append(cached_plan)
 
 
-TENSOR_CORES = (ImplicitGemm, ImplicitGemm80)
-
-
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
     """Whether arrays that are channels last, as in `problem`, are best convolved as they lie, on a GPU.
 
@@ -196,11 +191,11 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
-    if not isinstance(found.config if found else engines.choose(problem, device), TENSOR_CORES):
+    if not isinstance(found.config if found else engines.choose(problem, device), engines.TENSOR_CORES):
         return False
-    if isinstance(engines.choose(replace(problem, layout="NCHW"), device), TENSOR_CORES):
+    if isinstance(engines.choose(replace(problem, layout="NCHW"), device), engines.TENSOR_CORES):
         return True
-    predicted = (us for us, config in engines.predictions(problem, device) if isinstance(config, TENSOR_CORES))
+    predicted = (us for us, config in engines.predictions(problem, device) if isinstance(config, engines.TENSOR_CORES))
     return (found.us if found else next(predicted)) <= _turned_time(problem, device)
 
 

@@ -24,6 +24,7 @@ import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import implicit_gemm as ig
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.packed import packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 from pycuda_conv.tools.suite import suite
@@ -138,7 +139,7 @@ PLANNED = [(case, mode) for i, case in enumerate(AWKWARD) for mode in BY_TURNS[i
 def test_the_plan_computes_the_convolution(case, mode):
     """Every scalar, offset and tensor map, in numpy: exact integers, then numbers that need both limbs."""
     problem = asked(case, mode)
-    if ig.packing(problem) is None:
+    if packing(problem) is None:
         assert case.transposed, "a forward convolution can always be folded"
         pytest.skip("the loads can't make it")
     arrays = case.integers(dtype_of(mode))
@@ -223,7 +224,7 @@ def requests(draw) -> tuple[Case, str, int, int]:
     else:
         size = tuple(max(m, d * (f - 1) + 1 - a - b, 1) for m, d, f, (a, b) in zip(size, dilation, taps, pairs, strict=True))
         case = Case(False, (n, read * groups, *size), (written * groups, read, *taps), options, bias)
-    assume(ig.packing(asked(case, mode)) is not None)
+    assume(packing(asked(case, mode)) is not None)
     return case, mode, draw(st.sampled_from([64, 128])), draw(st.sampled_from([1, 1, 2, 3]))
 
 
@@ -267,7 +268,7 @@ def test_any_plan_computes_the_convolution(request):
 def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
     """Just inside a limit and just outside: folded from the innermost axis on, or refused."""
     problem = asked(case, mode)
-    found = ig.packing(problem)
+    found = packing(problem)
     if level is None:
         assert found is None and ig.choose(problem, 132) is None
         assert "tensor loads can't" in ig.legal(problem, ImplicitGemm()) and "tensor loads can't" in engines.legal(problem, ImplicitGemm(), H200)
@@ -288,7 +289,7 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
 
 def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     def as_is(case, mode="fp16 last"):
-        return ig.packing(asked(case, mode))[0].as_is
+        return packing(asked(case, mode))[0].as_is
 
     assert as_is(BASE) and as_is(fprop((2, 8, 5, 5), (4, 8, 3, 1))) and as_is(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2))
     assert as_is(dgrad((2, 24, 5, 5), (24, 8, 3, 3), stride=2))
@@ -731,7 +732,7 @@ RUNS = [(case, mode, config) for case, mode, config in RUNS if mode in MODES]
 GPU_TILES = {mode: ImplicitGemm(64, 128, 3) if "p32" in mode else ImplicitGemm(128, 128, 4) for mode in MODES}
 AWKWARD_RUNS = [
     (case, mode, GPU_TILES[mode]) for case in AWKWARD for mode in ("fp32", "fp16", "bf16 last")
-    if mode in MODES and ig.packing(asked(case, mode)) is not None
+    if mode in MODES and packing(asked(case, mode)) is not None
 ]  # fmt: skip
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (

@@ -7,14 +7,17 @@ from collections.abc import Hashable
 from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.packed import Program, packing
+from pycuda_conv.engines.packed import Program, packed_form
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: A kernel and its tile.
 Config = direct.Config | ImplicitGemm | ImplicitGemm80
 
-__all__ = ["Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
+#: The classes of those that run on tensor cores.
+TENSOR_CORES = (ImplicitGemm, ImplicitGemm80)
+
+__all__ = ["TENSOR_CORES", "Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
 #: Below so many multiplications, packing costs more than the tensor cores gain: 43 million took 22 us, by direct_gemm.cu 10.
 LEAST_MACS = 100e6
@@ -83,9 +86,8 @@ def program(problem: ConvProblem, config: Config, device: Device) -> Program:
 
 def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
-    if not isinstance(config, (ImplicitGemm, ImplicitGemm80)):
+    if not isinstance(config, TENSOR_CORES):
         return None
-    found = packing(problem)
-    assert found is not None
+    packed, _ = packed_form(problem)
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
-    return (*asked, found[0].folded, found[0].group, found[0].load)
+    return (*asked, packed.folded, packed.group, packed.load)

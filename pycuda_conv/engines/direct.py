@@ -82,7 +82,8 @@ def accumulator_bytes(problem: ConvProblem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def _ceil(a: int, b: int) -> int:
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up."""
     return -(-a // b)
 
 
@@ -175,17 +176,17 @@ def _grids(problem: ConvProblem, config: Config) -> list[int]:
     """Blocks of each launch."""
     planes, (_, p, q) = problem.N * problem.K, problem.output_size
     if isinstance(config, Single):
-        return [planes * _ceil(p * q, config.THREADS)]
+        return [planes * ceil(p * q, config.THREADS)]
     if isinstance(config, Tile):
-        return [planes * _ceil(p, config.TILE_P) * _ceil(q, config.TILE_Q)]
+        return [planes * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)]
     if isinstance(config, Batched):
-        return [_ceil(_pixels(problem), config.THREADS) * problem.groups * _ceil(problem.K // problem.groups, config.BLOCK_K)]
+        return [ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.K // problem.groups, config.BLOCK_K)]
     if isinstance(config, Dgrad):
         # without channels to write, as for an empty operand, the grid is empty too
-        return [_ceil(_pixels(problem), config.THREADS) * problem.groups * _ceil(problem.C // problem.groups, config.BLOCK_C)]
-    m_tiles = _ceil(problem.result_channels // problem.groups, config.BLOCK_M)
+        return [ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C)]
+    m_tiles = ceil(problem.result_channels // problem.groups, config.BLOCK_M)
     return [
-        _ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles for phase in phases(problem)
+        ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles for phase in phases(problem)
     ]
 
 
@@ -216,13 +217,13 @@ def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> 
     found: list[tuple[int, ...]] = []
     every = stride // math.gcd(stride, dilation)
     for a in range(min(stride, size)):
-        pixels = _ceil(size - a, stride)
+        pixels = ceil(size - a, stride)
         first = next((r for r in range(min(taps, every)) if (a + pad - r * dilation) % stride == 0), None)
         if first is None:
             found.append((pixels, a, stride, 0, 0, 1, 1, 0, 0))
         else:
             start = (a + pad - first * dilation) // stride
-            found.append((pixels, a, stride, _ceil(taps - first, every), first, every, 1, -start, -(every * dilation // stride)))
+            found.append((pixels, a, stride, ceil(taps - first, every), first, every, 1, -start, -(every * dilation // stride)))
     return found
 
 
@@ -240,6 +241,14 @@ def phases(problem: ConvProblem) -> Iterator[Phase]:
     ]
     for combination in product(*axes):
         yield Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True)))
+
+
+def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
+    """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
+    d, h, w = problem.result_size
+    strides = (h * w, w, 1)
+    step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))
+    return d * h * w, sum(a * b for a, b in zip(phase.origin, strides, strict=True)), step_d, step_h, step_w
 
 
 # ---- launches
@@ -276,8 +285,6 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
     tap_strides = (r * s, s, 1)
     forward = problem.direction == "fprop"
     w_m, w_c = (reduction * taps, taps) if forward else (taps, m * taps)
-    result = problem.result_size
-    out_strides = (result[1] * result[2], result[2], 1)
     size = math.prod(problem.result_shape)
     split = config.SPLIT_K
     nchw = problem.layout == "NCHW"
@@ -298,7 +305,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
             "W_G": m * reduction * taps, "W_M": w_m, "W_C": w_c,
-            "OUT_SIZE": math.prod(result), "OUT_BASE": sum(o * t for o, t in zip(phase.origin, out_strides, strict=True)),
+            **dict(zip(("OUT_SIZE", "OUT_BASE", "OUT_D", "OUT_H", "OUT_W"), places(problem, phase), strict=True)),
         }
         for i, (axis, tap_axis, pixel_axis) in enumerate(zip("DHW", "TRS", "OPQ", strict=True)):
             count = max(phase.taps[i], 1)
@@ -307,7 +314,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
                 axis: problem.operand_size[i], tap_axis: count, pixel_axis: phase.size[i], f"STRIDE_{axis}": phase.stride[i],
                 f"PAD_{axis}": phase.pad[i], f"DIL_{axis}": phase.dilation[i],
                 f"CHECK_{axis}": int(min(ends) < 0 or max(ends) >= problem.operand_size[i]),
-                f"W_{tap_axis}": phase.every[i] * tap_strides[i], f"OUT_{axis}": phase.step[i] * out_strides[i],
+                f"W_{tap_axis}": phase.every[i] * tap_strides[i],
             }
         target = RESULT if split == 1 else WORKSPACE
         launches.append(Step("direct_gemm", defines, grid, config.threads, (INPUT, WEIGHT, BIAS, target), (pixels,)))
@@ -324,7 +331,7 @@ def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) 
         "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
         "HAS_BIAS": int(problem.has_bias),
     }
-    return Step("direct_reduce", defines, _ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
+    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
 
 
 def guarded(
@@ -366,7 +373,7 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         yield from sorted(gemm_configs(problem), key=lambda config: gemm_time(problem, config, multiprocessors))
     for block in (8, 4, 2, 1):
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
-        threads = _pixels(problem) * problem.groups * _ceil(written, block)
+        threads = _pixels(problem) * problem.groups * ceil(written, block)
         if block == 1 or (block <= written and threads >= 256 * multiprocessors):
             for reduction in (16, 8, 4, 2, 1):
                 if reduction <= max(read, 1):
@@ -399,7 +406,7 @@ TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(16, 16, 4), Tile(8, 16, 2), Tile
 def _tile_loads(problem: ConvProblem, config: Tile) -> int:
     """Elements that the tiles of one plane load, halos and overhang included: what such a kernel spends its time on."""
     _, p, q = problem.output_size
-    return _ceil(p, config.TILE_P) * _ceil(q, config.TILE_Q) * math.prod(_halo(problem, config))
+    return ceil(p, config.TILE_P) * ceil(q, config.TILE_Q) * math.prod(_halo(problem, config))
 
 
 #: TFLOP/s of the tiles with the machine full: fitted to 700 timings of 32 layers on an H200
@@ -439,11 +446,11 @@ def gemm_time(problem: ConvProblem, config: Gemm, multiprocessors: int) -> float
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
     lengths = [
-        step * (_ceil(_ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + 7) / rate for phase in phases(problem)
+        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + 7) / rate for phase in phases(problem)
     ]
     if len(blocks) == 1:
         rounds, rest = divmod(blocks[0], multiprocessors * fit)
-        last = _ceil(rest, multiprocessors)
+        last = ceil(rest, multiprocessors)
         time = lengths[0] * (rounds * fit + (last / (last / fit) ** 0.15 if last else 0))
     else:
         work = sum(count * length for count, length in zip(blocks, lengths, strict=True))

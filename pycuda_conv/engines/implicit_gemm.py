@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase
+from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, SPLITS, WORKSPACE, Phase, ceil, places
 from pycuda_conv.engines.packed import (
-    ELEMENTS,
     PACK_THREADS,
     Operands,
     Packing,
@@ -23,23 +22,24 @@ from pycuda_conv.engines.packed import (
     Walk,
     arithmetic,
     assemble,
-    ceil,
     filter_sizes,
     limbs,
-    moved_bytes,
+    overhead,
     pack_defines,
     pack_operands,
-    packing,
-    places,
+    packed_form,
     products,
     row_blocks,
     tap_numbers,
+    why_not,
 )
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
+
+
 @dataclass(frozen=True)
 class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
@@ -62,20 +62,6 @@ def unsupported(device: Device) -> str | None:
     """Why the engine can't run on `device`, or None if it can."""
     if device.capability != (9, 0):
         return "it takes a GPU of compute capability 9.0"
-    return None
-
-
-def why_not(problem: ConvProblem) -> str | None:
-    """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.dtype not in ELEMENTS:
-        return f"it takes {', '.join(ELEMENTS)} arrays"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
-        return "there is nothing to compute"
-    images = problem.N * limbs(problem)
-    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= 2**31 - 2**20 or images >= 2**31:
-        return "it counts pixels in 32 bits"
-    if packing(problem) is None:
-        return "tensor loads can't make its padding or dilation"
     return None
 
 
@@ -102,9 +88,7 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
-    found = packing(problem)
-    assert found is not None
-    packed, walks = found
+    packed, walks = packed_form(problem)
     if problem.layout != "NCHW" or problem.groups != 1 or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
         return "images are multiplied as they lie for 1x1 filters on NCHW arrays, without groups, stride or padding"
     if math.prod(problem.operand_size) * problem.itemsize % 16:
@@ -171,9 +155,7 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
 
 def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
     """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
-    found = packing(problem)
-    assert found is not None
-    packed, (walk,) = found
+    packed, (walk,) = packed_form(problem)
     scratch = Room(WORKSPACE)
     filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
     if problem.itemsize == 2:
@@ -290,7 +272,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
-            for split in (1, 2, 3, 4, 6, 8):
+            for split in SPLITS:
                 if split == 1 or steps >= 4 * split:
                     yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
@@ -305,17 +287,13 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
 
 def _steps(problem: ConvProblem) -> int:
     """Stages of the ring that a tile without splits goes through, at the most."""
-    found = packing(problem)
-    assert found is not None
-    packed, walks = found
+    packed, walks = packed_form(problem)
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
-    found = packing(problem)
-    assert found is not None
-    packed, walks = found
+    packed, walks = packed_form(problem)
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
@@ -329,11 +307,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
         time += ceil(tiles, multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
-    if config.SPLIT > 1:
-        time += 2
-    moved = moved_bytes(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
-    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
-    return time + moved / 3.5e6 + 1.5 * launches
+    return time + overhead(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
 
 
 def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines import implicit_gemm as hopper
-from pycuda_conv.engines.direct import BIAS
+from pycuda_conv.engines.direct import BIAS, SPLITS, ceil, places
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
@@ -19,16 +18,15 @@ from pycuda_conv.engines.packed import (
     Walk,
     arithmetic,
     assemble,
-    ceil,
     filter_sizes,
     limbs,
-    moved_bytes,
-    packing,
-    places,
+    overhead,
+    packed_form,
     products,
     row_blocks,
     tap_numbers,
 )
+from pycuda_conv.engines.packed import why_not as why_not_packed
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Step
 
@@ -59,10 +57,10 @@ def unsupported(device: Device) -> str | None:
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    reason = hopper.why_not(problem)
+    reason = why_not_packed(problem)
     if reason:
         return reason
-    packed = _packing(problem)[0]
+    packed, _ = packed_form(problem)
     blocks = problem.groups * filter_sizes(problem, packed)[0]
     if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
         return "it counts eights of channels in 32 bits"
@@ -85,7 +83,7 @@ def legal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
     if config.SPLIT < 1:
         return "it has at least one split"
-    if any(_blocks(problem, config, walk) > direct.GRID_LIMIT for walk in _packing(problem)[1]):
+    if any(_blocks(problem, config, walk) > direct.GRID_LIMIT for walk in packed_form(problem)[1]):
         return f"its grid is larger than {direct.GRID_LIMIT:,} blocks"
     return None
 
@@ -118,12 +116,6 @@ def _warp(config: ImplicitGemm80) -> tuple[int, int]:
 
 
 # ---- launches
-
-
-def _packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
-    found = packing(problem)
-    assert found is not None
-    return found
 
 
 def _x_chunks(problem: ConvProblem, packed: Packing) -> int:
@@ -191,32 +183,30 @@ TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with
 
 def configs(problem: ConvProblem) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`."""
-    packed, walks = _packing(problem)
+    packed, walks = packed_form(problem)
     steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in (256, 128, 64):
             stages = next((n for n in (4, 3) if legal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
-            for split in (1, 2, 3, 4, 6, 8):
+            for split in SPLITS:
                 if stages and (split == 1 or steps >= 8 * split):
                     yield ImplicitGemm80(rows, pixels, stages, split)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int, capability: tuple[int, int]) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
-    packed, walks = _packing(problem)
+    packed, walks = packed_form(problem)
     tile, filled = config.ROWS * config.PIXELS, stage_bytes(problem, config)
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
-    arithmetic = products(problem) * tile * STEP / (SUSTAINED * RATES.get(capability, OTHER_RATE))
-    step = max(arithmetic, (filled + read) / SHARED_RATE, filled / FILL)
+    multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(capability, OTHER_RATE))
+    step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
     cycles = 0.0
     for walk in walks:
         steps = ceil(packed.group * math.prod(walk.taps), STEP)
         cycles += ceil(_blocks(problem, config, walk), multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    moved = moved_bytes(problem, config.SPLIT, not packed.as_is)
-    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
-    return cycles / CLOCK + (2 if config.SPLIT > 1 else 0) + moved / 3.5e6 + 1.5 * launches
+    return cycles / CLOCK + overhead(problem, config.SPLIT, not packed.as_is)
 
 
 def choose(problem: ConvProblem, multiprocessors: int, capability: tuple[int, int]) -> tuple[float, ImplicitGemm80] | None:

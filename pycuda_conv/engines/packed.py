@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import INPUT, RESULT, WEIGHT, WORKSPACE, Phase
+from pycuda_conv.engines.direct import INPUT, RESULT, WEIGHT, WORKSPACE, Phase, ceil
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Step
 
@@ -32,10 +32,6 @@ ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
-
-
-def ceil(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def size3(values: list[int]) -> Size3:
@@ -174,6 +170,27 @@ def _folded_phase(phase: Phase, level: int) -> Phase:
     )
 
 
+def packed_form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
+    """The packing and the walks of a problem that has them: see :func:`why_not`."""
+    found = packing(problem)
+    assert found is not None
+    return found
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no kernel on packed operands can run `problem`, or None if one can."""
+    if problem.dtype not in ELEMENTS:
+        return f"it takes {', '.join(ELEMENTS)} arrays"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    images = problem.N * limbs(problem)
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= 2**31 - 2**20 or images >= 2**31:
+        return "it counts pixels in 32 bits"
+    if packing(problem) is None:
+        return "tensor loads can't make its padding or dilation"
+    return None
+
+
 # ---- launches
 
 
@@ -304,9 +321,7 @@ def assemble(
     problem: ConvProblem, split: int, multiprocessors: int, product: Callable[[Packing, Walk, Operands, int | tuple[int, int]], Step]
 ) -> Program:
     """The launches of a problem whose phases `product` makes: what packs its operands, adds a split sum, and takes the exact path."""
-    found = packing(problem)
-    assert found is not None
-    packed, walks = found
+    packed, walks = packed_form(problem)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
@@ -328,14 +343,6 @@ def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int,
     return sum(a * b for a, b in zip(walk.base, strides, strict=True)), step_t, step_r, step_s
 
 
-def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
-    """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
-    d, h, w = problem.result_size
-    strides = (h * w, w, 1)
-    step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))
-    return d * h * w, sum(a * b for a, b in zip(phase.origin, strides, strict=True)), step_d, step_h, step_w
-
-
 def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
     """The defines that say what is multiplied and how it is written, the same for every kernel on packed operands."""
     nhwc, dense = problem.layout == "NHWC", phase.step == (1, 1, 1)
@@ -347,15 +354,14 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
     }
 
 
-def moved_bytes(problem: ConvProblem, split: int, packs_images: bool) -> float:
-    """Bytes that packing and adding a split sum move, for the models of time."""
-    found = packing(problem)
-    assert found is not None
-    packed, _ = found
+def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
+    """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
+    packed, _ = packed_form(problem)
     moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem)))
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
-    return moved
+    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
+    return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches

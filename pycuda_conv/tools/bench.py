@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pycuda_conv
-from pycuda_conv.engines import ImplicitGemm, ImplicitGemm80
+from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
@@ -212,7 +212,6 @@ def rival(torch: Any, problem: ConvProblem, x: Sequence[Any], w: Sequence[Any]) 
     return lambda i: wide(images[i], filters[i]).squeeze(2) if flat else wide(images[i], filters[i])
 
 
-@cache
 def public(problem: ConvProblem) -> Callable[..., Any]:
     """The package's function for `problem`, with its options."""
     name = f"conv{problem.ndim}d" if problem.direction == "fprop" else f"conv_transpose{problem.ndim}d"
@@ -221,7 +220,7 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
-    tensor_cores = isinstance(config, (ImplicitGemm, ImplicitGemm80))
+    tensor_cores = isinstance(config, TENSOR_CORES)
     least = floor(problem, tensor_cores=tensor_cores, packed=not (isinstance(config, ImplicitGemm) and config.POINTWISE))
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
@@ -239,21 +238,16 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
     if turned:  # as the public functions do it: to NCHW and back, with a filter that is packed in the call if at all
         plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device)
-    bound = [] if turned else [plan.bind(w) for w in sets.w]
+    call = public(problem) if turned else plan
+    bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
     theirs_out: list[Any] = [None] * sets.count  # kept, so that torch writes to as much memory as we do
 
     def ours(i: int) -> None:
-        if turned:
-            public(problem)(sets.x[i], sets.w[i], out=sets.out[i])
-        else:
-            plan(sets.x[i], sets.w[i], out=sets.out[i])
+        call(sets.x[i], sets.w[i], out=sets.out[i])
 
     def kept(i: int) -> None:
-        if turned:
-            public(problem)(sets.x[i], sets.w[i], out=sets.kept[i])
-        else:
-            bound[i](sets.x[i], out=sets.kept[i])
+        bound[i](sets.x[i], out=sets.kept[i])
 
     def theirs(i: int) -> None:
         theirs_out[i] = function(i)
