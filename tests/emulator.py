@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -377,6 +378,18 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 
 
 def product(step, memory: Memory, finite: bool) -> None:
+    """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
+    phases = step.defines["PHASES"]
+    size = len(step.scalars) // phases
+    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(step.maps[i], *step.maps[phases:])) for i in range(phases)]
+    tiles = {named(one).tiles for one in whole}
+    assert len(tiles) == 1 and step.grid <= phases * max(tiles) and (step.grid == phases * max(tiles) or math.gcd(step.grid, phases) == 1)
+    assert 128 * len(step.maps) + 8 * (len(step.scalars) + len(step.buffers)) < 4096 - 128
+    for one in whole:
+        multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
+
+
+def multiplied(step, memory: Memory, finite: bool) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
     if define["POINTWISE"]:
