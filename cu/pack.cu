@@ -317,7 +317,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 1 : 4) pack(const
     pack_filter(w, w_packed, w_scales, w_flags, shape);
     return;
   }
-  const int block = blockIdx.x - (int)shape.filter_rows, blocks = gridDim.x - (int)shape.filter_rows;
+  const int block = blockIdx.x - (int)shape.filter_rows;
+  [[maybe_unused]] const int blocks = gridDim.x - (int)shape.filter_rows;
 #if FILTER
   // neighbouring rows side by side: they are neighbours in the packed filter
   const int rows = (int)shape.blocks_group * 64, image = block % rows, tile = block / rows;
