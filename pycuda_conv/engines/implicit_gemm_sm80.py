@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, SPLITS, ceil, places
+from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, SPLITS, ceil, places
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
@@ -132,7 +132,7 @@ def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) 
     """The launches of `config`, which is legal for `problem`."""
 
     def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
-        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return _product(problem, config, packed, walk, buffers)
 
     return assemble(problem, config.SPLIT, multiprocessors, product)
