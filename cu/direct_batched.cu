@@ -110,9 +110,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
 #pragma unroll
     for (int j = 0; j < BLOCK_K; ++j)
       if (k0 + j < KG) {
-        const int k = g * KG + k0 + j;
-        const index_t at = (n * (GROUPS * KG) + k) * ((index_t)O * P * Q) + opq;
-        EPILOGUE(sum[j], LOAD(scale, k), LOAD(bias, k), LOAD(residual, at))
+        const index_t at = (n * (GROUPS * KG) + g * KG + k0 + j) * ((index_t)O * P * Q) + opq;
+        EPILOGUE(sum[j], LOAD(scale, g * KG + k0 + j), LOAD(bias, g * KG + k0 + j), LOAD(residual, at))
         STORE(y, at, sum[j]);
       }
   }

@@ -96,9 +96,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
     for (int j = 0; j < BLOCK_C; ++j)
       if (c0 + j < CG) {
-        const int c = g * CG + c0 + j;
-        const index_t at = (n * (GROUPS * CG) + c) * ((index_t)D * H * W) + dhw;
-        EPILOGUE(sum[j], LOAD(scale, c), LOAD(bias, c), LOAD(residual, at))
+        const index_t at = (n * (GROUPS * CG) + g * CG + c0 + j) * ((index_t)D * H * W) + dhw;
+        EPILOGUE(sum[j], LOAD(scale, g * CG + c0 + j), LOAD(bias, g * CG + c0 + j), LOAD(residual, at))
         STORE(x, at, sum[j]);
       }
   }

@@ -259,6 +259,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
         if (m < M) {
 #endif
           const index_t to = at + (index_t)m * Y_CHANNEL;
+          const acc_t s = HAS_SCALE ? LOAD(scale, g * M + m) : 1, b = HAS_BIAS ? LOAD(bias, g * M + m) : 0;
           acc_t r[OUT_VEC];
 #if HAS_RESIDUAL && OUT_VEC == 4
           LOAD_VEC(r, residual, to)
@@ -266,7 +267,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
           r[0] = LOAD(residual, to);
 #endif
 #pragma unroll
-          for (int v = 0; v < OUT_VEC; ++v) EPILOGUE(sum[i][j + v], LOAD(scale, g * M + m), LOAD(bias, g * M + m), r[v])
+          for (int v = 0; v < OUT_VEC; ++v) EPILOGUE(sum[i][j + v], s, b, r[v])
 #if OUT_VEC == 4
           STORE_VEC(y, to, sum[i] + j);
 #else
