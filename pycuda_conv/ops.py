@@ -20,8 +20,8 @@ from pycuda_conv.tune import caches
 @lru_cache(maxsize=1024)
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
-    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None,
-    residual: Signature | None, activation: Any,
+    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None = None,
+    residual: Signature | None = None, activation: Any = None,
 ) -> Plan:
     """The plan for a call, from the hashable part of its arguments. It may be NCHW although `layout`, the result's, is not."""
     common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}

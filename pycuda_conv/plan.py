@@ -89,9 +89,8 @@ class Plan:
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. The residual
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
-        if self.filter_bytes and not packed:
-            packed = buffers[4] + self.program.workspace_bytes
-        buffers = (*buffers, packed, scale, residual)
+        place = packed or (buffers[4] + self.program.workspace_bytes if self.filter_bytes else 0)
+        buffers = (*buffers, place, scale, residual)
         for launcher in self._launchers if packed else self._whole:
             launcher(buffers, stream)
 
