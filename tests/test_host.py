@@ -1014,11 +1014,11 @@ def test_a_residual_goes_in_chunks_too_and_may_be_out(gpus, cut, monkeypatch, wa
     options = {"scale": scale, "activation": "relu"}
     problem = replace(case.problem(), has_scale=True, has_residual=True, activation="relu")
     bound, sets = Plan(problem, gpu).bind(w, b, scale), [{}, *([{"devices": "all"}] if not small else [])]
-    for given in (residual, locked(gpu, residual), np.asfortranarray(residual), residual.astype(">f4")):
+    for one in (residual, locked(gpu, residual), np.asfortranarray(residual), residual.astype(">f4")):
         for source in (x, locked(gpu, x)):
             for where in sets:
-                assert np.array_equal(call(case, source, w, b, residual=given, **options, **where), expected)
-            assert np.array_equal(bound(source, residual=given), expected)
+                assert np.array_equal(call(case, source, w, b, residual=one, **options, **where), expected)
+            assert np.array_equal(bound(source, residual=one), expected)
     for make in (np.copy, lambda a: locked(gpu, a)):
         for where in sets:
             out = make(residual)
