@@ -417,7 +417,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       ADD_AND_ACTIVATE(v, to_float(added[i % BATCH].v[e]))
       out.v[e] = from_float<out_t>(v);
     }
-    if (down + i * STEP < last) *(Vector*)(y + place(i)) = out;
+    if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
   }
 }
 #else
