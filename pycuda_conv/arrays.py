@@ -73,9 +73,9 @@ class ArrayKind:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
-        """A function of (input, residual, out, stream) that runs `plan` with this filter, which stays where the kernels read it."""
-        return lambda input, residual, out, stream: self.convolve(
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
+        """A function of (input, out, stream, residual) that runs `plan` with this filter, which stays where the kernels read it."""
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, scale=scale, residual=residual
         )
 
@@ -166,7 +166,7 @@ class HostKind(ArrayKind):
         made = self.from_numpy(result, input)
         return self.in_order(made, order) if turned and order else made
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         given = (weight, bias, scale)
         named = zip(OPERANDS[1:4], given, strict=True)
         copies = [None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named]
@@ -175,7 +175,7 @@ class HostKind(ArrayKind):
         if plan.device.backend == "cuda":
             filters.keep(plan)
         w, b, s = (None if copy is None else self.from_numpy(copy, a) for copy, a in zip(copies, given, strict=True))
-        return lambda input, residual, out, stream: self.convolve(
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, w, b, out, stream, kept=filters, scale=s, residual=residual
         )
 
@@ -347,11 +347,11 @@ class DeviceKind(ArrayKind):
                 device.order(self.current_stream(device), stream_of(stream))
         return result
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         if not plan.filter_bytes:
             return ArrayKind.bind(self, plan, weight, bias, scale)
         weight, packed = self._pack(plan, weight)
-        return lambda input, residual, out, stream: self.convolve(
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, packed=packed, scale=scale, residual=residual
         )
 
@@ -605,7 +605,7 @@ class TorchKind(DeviceKind, HostKind):
                 "these functions have no gradients yet: call them inside torch.no_grad(), or pass input.detach() and weight.detach()"
             )
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         if self.torch.is_grad_enabled():
             self._refuse_gradients(weight, bias, scale)
         return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias, scale)
