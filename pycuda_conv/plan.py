@@ -154,6 +154,7 @@ class BoundPlan:
         self._kind = same_kind(weight, weight, bias, None)
         self._weight = self._kind.signature(weight)
         self._bias = None if bias is None else self._kind.signature(bias)
+        self._kind.check_not_recorded(weight, weight, bias)
         check_fit(plan, self._kind, (plan.problem.input_shape, *self._weight[1:]), self._weight, self._bias)
         self._accepted: Any = None  # what the last input looked like
         self._run = self._kind.bind(plan, weight, bias)
@@ -165,6 +166,7 @@ class BoundPlan:
         kind = same_kind(input, input, None, out)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
+        kind.check_not_recorded(input, input, None)
         signature = kind.signature(input)
         if signature != self._accepted:
             check_fit(self.plan, kind, signature, self._weight, self._bias)
