@@ -25,7 +25,7 @@
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
 //          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
-//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by 2^GUESS, and notes their
+//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by a guess, and notes their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
@@ -51,6 +51,7 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define RAW_STAGES 2
+#define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
 #endif
 #if POINTWISE
 #define WGMMA_TURNED_B "1"
@@ -93,6 +94,7 @@ struct Shape {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
   long long second;                                     // the launch that does images again
 };
 
@@ -244,7 +246,7 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
     const Tile of(shape, tile);
     if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
-    const float scale = again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
+    const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
     unsigned largest = 0, smallest = ~0u;  // magnitudes as bits, less one: zero is none, and the largest there is
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw_full + 8 * raw_stage, raw_parity);
@@ -360,7 +362,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #else
   const int pixel = pixel0 + across;
   const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
-  out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
+  out_t* to = y + pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
 #endif
 #pragma unroll
   for (int i = 0; i < DOWN / STEP; ++i) {
@@ -374,7 +376,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
       *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
-      *(Vector*)(to + i * STEP * shape.out_size) = out;
+      *(Vector*)(to + i * STEP * shape.out_row) = out;
 #endif
     }
   }
@@ -390,7 +392,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
                                   const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
-  if (thread == 0) bulk_wait_read<1>();  // the last chunk but one has left this tile
+  // the last chunk but one has left this tile; where a consumer's chunks are odd in number, the first tile's last user is the very last
+  if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
   named_barrier(1 + consumer, 128);
 #pragma unroll
   for (int i = 0; i < CHUNK / 8; ++i) {
@@ -483,7 +486,7 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
       for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
         const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
-        scales[i] = POINTWISE == 2 && !again ? 1.f / (1 << GUESS) : scale_n[image];
+        scales[i] = POINTWISE == 2 && !SAMPLED && !again ? 1.f / (1 << GUESS) : scale_n[image];
       }
       named_barrier(1 + consumer, 128);
 #endif

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, SPLITS, WORKSPACE, Phase, ceil, places
+from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     PACK_THREADS,
     Operands,
@@ -23,15 +23,17 @@ from pycuda_conv.engines.packed import (
     arithmetic,
     assemble,
     filter_sizes,
+    images_of,
     limbs,
     overhead,
-    pack_defines,
     pack_operands,
     packed_form,
     products,
     row_blocks,
+    sample_step,
     tap_numbers,
     why_not,
+    written_places,
 )
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
@@ -163,13 +165,19 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
         stages = [[_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
     count = 4 * ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
-    parts, scales = scratch.take(8 * problem.N * count), scratch.take(4 * problem.N)
-    flags, again = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
-    first, second = (_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second) for second in (0, 1))
-    defines = pack_defines(problem, packed)
-    settle = Step("settle_scales", defines, problem.N, PACK_THREADS, (parts, scales, flags, again), (count,), "pack")
-    stages = [[first], [settle], [second], *([step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors))]
+    parts = scratch.take(8 * problem.N * count)
+    guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
+
+    def multiply(scales: tuple[int, int], second: int) -> Step:
+        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
+        return _product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second)
+
+    images = images_of(problem, packed)
+    settle = Step("settle_scales", images.defines, problem.N, PACK_THREADS, (parts, guesses, scales, flags, again), (count,), "pack")
+    stages = [[multiply(guesses, 0)], [settle], [multiply(scales, 1)]]
+    if images.sampled:
+        stages.insert(0, [sample_step(images, INPUT, guesses)])
+    stages += [[step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors)]
     return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes)
 
 
@@ -228,13 +236,14 @@ def _product(
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *places(problem, phase), second,
+        *written_places(problem, phase), second,
     )
     pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
+    sampled = pointwise == 2 and images_of(problem, packed).sampled
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walk.rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
-        "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2,
+        "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
     }
     maps = [_plane_map(problem, config) if pointwise else _image_map(problem, config, packed, walk, x_limbs)]
     if tensor_store(problem, config):
@@ -272,9 +281,8 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
-            for split in SPLITS:
-                if split == 1 or steps >= 4 * split:
-                    yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
+            for split in splits(problem, steps // 4):
+                yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
             yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
 
