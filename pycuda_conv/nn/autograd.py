@@ -25,7 +25,8 @@ import torch
 
 from pycuda_conv import ops
 from pycuda_conv.arrays import TorchKind, kind_of
-from pycuda_conv.problem import channels_last, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _kind = kind_of("input", torch.empty(0))
 assert isinstance(_kind, TorchKind)
@@ -82,7 +83,11 @@ class Operator:
         raise NotImplementedError
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
-        """The result's shape; the settings are in numbers."""
+        """The result's shape, of sizes that may be symbols; the settings are in numbers."""
+        raise NotImplementedError
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        """The problem for operands of these shapes, which checks them."""
         raise NotImplementedError
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
@@ -107,6 +112,9 @@ class _Conv(Operator):
         axes = zip(first[-ndim:], second[-ndim:], strides, paddings, dilations, strict=True)
         return [*first[: -ndim - 1], second[0], *((n + sum(p) - d * (f - 1) - 1) // s + 1 for n, f, s, p, d in axes)]
 
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.forward(ndim, first, second, bias, **settings)
+
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         return call(CONV_INPUT, settings, grad, second, None, shape)
 
@@ -129,12 +137,18 @@ class _ConvTranspose(Operator):
         sizes = ((n - 1) * s - sum(p) + d * (f - 1) + e + 1 for n, f, s, p, d, e in axes)
         return [*first[: -ndim - 1], second[1] * groups, *sizes]
 
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.transposed(ndim, first, second, bias, output_padding=size, **settings)
+
     # An output padding of a stride or more, which a dilation permits, gives pixels that the convolution back makes more of than
     # there are in the input: they are dropped there, and zeros here.
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        more = call(CONV, settings, grad, second, None, ())
-        return more if more.shape == shape else more[(..., *(slice(n) for n in shape[-settings.ndim :]))]
+        dx = call(CONV, settings, grad, second, None, ())
+        for axis in range(-settings.ndim, 0):
+            if dx.shape[axis] != shape[axis]:
+                dx = dx.narrow(axis, 0, shape[axis])
+        return dx
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
         ndim = settings.ndim
@@ -154,6 +168,9 @@ class _ConvInput(Operator):
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         return size
 
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.gradient("input", ndim, size, second, first, **settings)
+
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         return call(CONV, settings, grad, second, None, ())
 
@@ -169,6 +186,9 @@ class _ConvWeight(Operator):
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         return size
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.gradient("weight", ndim, first, size, second, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         return call(CONV_INPUT, settings, second, grad, None, shape)
@@ -197,7 +217,8 @@ def convolve(
     """A (transposed) convolution of which torch is told. The arguments are those of :func:`pycuda_conv.conv2d`."""
     settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
     input, weight, bias = _cast(input, weight, bias)
-    return call(CONV_TRANSPOSE, settings, input, weight, bias, output_padding) if transposed else call(CONV, settings, input, weight, bias, ())
+    operator, size = (CONV_TRANSPOSE, output_padding) if transposed else (CONV, ())
+    return call(operator, settings, input, weight, bias, size)
 
 
 def gradient(
@@ -285,6 +306,18 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
 def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
     settings = _from_flat(*flat)
+    for name, other in ((operator.words[1], second), ("bias", bias)):
+        if other is not None and (other.device != first.device or other.dtype != first.dtype):
+            raise ConvArgumentError(
+                f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
+                f"on {other.device} in {other.dtype}"
+            )
+    if all(isinstance(n, int) for n in (*first.shape, *second.shape, *size)):
+        operator.problem(
+            settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=_kind.dtype_name(first.dtype),
+            precision=settings.precision,
+        )
     shape = operator.shape(settings, first.shape, second.shape, size)
     if operator is CONV_WEIGHT or _layout(first, settings.ndim) == "NCHW":
         return first.new_empty(shape)

@@ -93,7 +93,7 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
         was = type(module)
         if was in _OURS or was in _OURS.values():
             module.__class__ = _OURS.get(was, was)
-            module.precision = precision  # type: ignore[assignment]
+            module.precision = precision
             found[module] = Converted(name, was.__name__)
         elif isinstance(module, tuple(_OURS)):
             done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
