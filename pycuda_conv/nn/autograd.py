@@ -28,7 +28,8 @@ from pycuda_conv.arrays import TorchKind, kind_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
-_kind = kind_of("input", torch.empty(0))
+# asked now, so that torch.compile, which follows the public functions, finds both types known
+_kind, _ = kind_of("input", torch.empty(0)), kind_of("weight", torch.nn.Parameter(torch.empty(0)))
 assert isinstance(_kind, TorchKind)
 _traced, _layout = _kind.traced, _kind.layout
 
