@@ -25,14 +25,15 @@
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
 //          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
-//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by a guess, and notes their
+//          RAW_STAGES of [64 channels][PIXELS]; further warpgroups split them into limbs, scaled by a guess, and note their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
-// Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
-//          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
+// Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
+//          that writes every out_h-th row and out_w-th column. A launch takes up to PHASES of them, by turns tile by tile: what one
+//          writes of a sector of y and what another does meet in the L2 cache, where the whole then waits to go to memory.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128
@@ -50,6 +51,7 @@
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
+#define PHASES 1
 #define RAW_STAGES 2
 #define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
 #endif
@@ -68,7 +70,7 @@
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
-constexpr int CONSUMERS = 2, CHUNK = 32;  // pixels of a staging tile
+constexpr int CONSUMERS = 2, CONVERTERS = POINTWISE == 2 ? 2 : 0, CHUNK = 32;  // warpgroups; pixels of a staging tile
 [[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4;
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0), "whole blocks of 64 pixels");
 constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
@@ -97,6 +99,15 @@ struct Shape {
   long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
   long long second;                                     // the launch that does images again
 };
+
+struct Shapes {
+  Shape of[PHASES];
+};
+struct Maps {
+  CUtensorMap of[PHASES];
+};
+// Which phase tile number `tile` of the launch belongs to. The grid and PHASES have no common factor, so a block meets all phases.
+DEVICE int phase_of(int tile) { return PHASES == 1 ? 0 : tile % PHASES; }
 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`
@@ -143,11 +154,14 @@ struct Position {
 // ---- the producer
 
 #if !POINTWISE
-DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
-  prefetch_map(map_x);
+DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty) {
+#pragma unroll
+  for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
+  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+    const Shape& shape = shapes.of[phase_of(tile)];
+    const CUtensorMap* const map_x = maps.of + phase_of(tile);
+    const Tile of(shape, tile / PHASES);
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.load_plane, inside = of.pixel % (int)shape.load_plane;
     const int x_w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
@@ -198,8 +212,10 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& sha
 // Of the images whose tiles are wanted: all at first, then those that are to be done again.
 DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
 
-DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const int* again, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty,
+DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty,
                     uint32_t raw, uint32_t raw_full, uint32_t raw_empty) {
+  const Shape& shape = shapes.of[0];
+  const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
   Position at;
   [[maybe_unused]] int raw_stage = 0, raw_parity = 0;
@@ -236,10 +252,10 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const int* again
 #endif
 
 #if POINTWISE == 2
-// float32 pixels to limbs, by a warpgroup. A thread takes 8 neighbouring pixels of a channel at a time.
+// float32 pixels to limbs, by the converters. A thread takes 8 neighbouring pixels of a channel at a time.
 DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint32_t full, uint32_t empty, uint32_t raw_full, uint32_t raw_empty,
                     const float* scale_n, const int* again, uint2* parts) {
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x - 128 * (1 + CONSUMERS);
   Position at;
   int raw_stage = 0, raw_parity = 0;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
@@ -253,8 +269,8 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-#pragma unroll 4
-      for (int i = thread; i < 64 * PIXELS / 8; i += 128) {
+#pragma unroll 2
+      for (int i = thread; i < 64 * PIXELS / 8; i += 128 * CONVERTERS) {
         const int row = i / (PIXELS / 8), piece = i % (PIXELS / 8);
         const float4 left = from[2 * i], right = from[2 * i + 1];
         const float v[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
@@ -289,7 +305,7 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       largest = __reduce_max_sync(~0u, largest);
       smallest = __reduce_min_sync(~0u, smallest);
       const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane / PIXELS;
-      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * 4 + thread / 32] = make_uint2(largest, smallest);
+      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * (4 * CONVERTERS) + thread / 32] = make_uint2(largest, smallest);
     }
   }
 }
@@ -434,7 +450,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 
 // ---- the multiplication
 
-DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
+DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
                     const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, const int* again, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
@@ -461,8 +477,10 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
     unread.next();
   };
-  Rows rows(shape, Tile(shape, blockIdx.x), consumer, scale_k, bias);
+  Rows rows(shapes.of[phase_of(blockIdx.x)], Tile(shapes.of[phase_of(blockIdx.x)], blockIdx.x / PHASES), consumer, scale_k, bias);
+  int stored = blockIdx.x;  // the tile that total and rows belong to
   auto store = [&] {
+    [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
     for_chunks([&](auto base) {
 #if TENSOR_STORE
       store_chunk_by_tensor<decltype(base)::value>(total, rows, consumer, staging, scales, map_y);
@@ -472,8 +490,9 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     });
   };
   bool pending = false;  // total holds the tile before, not stored yet
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
+  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+    const Shape& shape = shapes.of[phase_of(tile)];
+    const Tile of(shape, tile / PHASES);
 #if POINTWISE
     if (!wanted(of, shape, again)) continue;
 #endif
@@ -482,6 +501,7 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     int step = range.first;
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_k, bias);
+      stored = tile;
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
       for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
@@ -558,9 +578,9 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
 #endif
 }
 
-constexpr int THREADS = POINTWISE == 2 ? 512 : 384;
+constexpr int THREADS = 128 * (1 + CONSUMERS + CONVERTERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_x,
+    implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if TENSOR_STORE
                        const __grid_constant__ CUtensorMap map_y,
 #endif
@@ -569,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if POINTWISE == 2
                        uint2* __restrict__ parts, const int* __restrict__ not_guessed,
 #endif
-                       const __grid_constant__ Shape shape) {
+                       const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * RAW_STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
@@ -581,18 +601,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   [[maybe_unused]] const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * RAW_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, POINTWISE == 2 ? 1 + 4 : 1);  // the producer's bytes, and the converter's warps
+      barrier_init(full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
       barrier_init(empty + 8 * i, 4 * CONSUMERS);
     }
     if (POINTWISE == 2)
       for (int i = 0; i < RAW_STAGES; ++i) {
         barrier_init(raw_full + 8 * i, 1);
-        barrier_init(raw_empty + 8 * i, 4);
+        barrier_init(raw_empty + 8 * i, 4 * CONVERTERS);
       }
     barrier_init_done();
   }
   __syncthreads();
 #if POINTWISE == 2
+  const Shape& shape = shapes.of[0];
   const int* const again = shape.second ? not_guessed : nullptr;
   if (again) {  // the usual case first: nothing is
     int any = 0;
@@ -606,23 +627,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     registers_down<40>();
 #if POINTWISE
-    if (threadIdx.x == 0) produce(w, &map_x, again, shape, ring, full, empty, shared_address(raw), raw_full, raw_empty);
+    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, ring, full, empty, shared_address(raw), raw_full, raw_empty);
 #else
-    if (threadIdx.x == 0) produce(w, &map_x, shape, ring, full, empty);
+    if (threadIdx.x == 0) produce(w, maps_x, shapes, ring, full, empty);
 #endif
 #if POINTWISE == 2
-  } else if (warpgroup == 3) {
-    registers_down<104>();
+  } else if (warpgroup > CONSUMERS) {
+    registers_down<72>();
     convert(shape, aligned, raw, full, empty, raw_full, raw_empty, scale_n, again, parts);
 #endif
   } else {
-    registers_up<POINTWISE == 2 ? 176 : 232>();
+    registers_up<POINTWISE == 2 ? 144 : 232>();
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shape, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
+    consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
   }
 }

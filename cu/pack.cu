@@ -8,7 +8,8 @@
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + SLACK) below the largest, or more, would lose too many bits even so; such an image or channel, and one that
 // holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
-// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; 0 with one limb.
+// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
+// may lose two bits of eleven.
 //
 // pack           blocks 0 .. filter_rows - 1: one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
 //                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are

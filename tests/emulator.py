@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -352,7 +353,7 @@ def check_product(step, s, memory: Memory) -> None:
     ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128 + (define["RAW_STAGES"] * 64 * pixels * 4 if pointwise == 2 else 0)
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * (define["STAGES"] + define["RAW_STAGES"]) <= MOST_SHARED
-    assert step.block == (512 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.block == (640 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -377,6 +378,18 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 
 
 def product(step, memory: Memory, finite: bool) -> None:
+    """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
+    phases = step.defines["PHASES"]
+    size = len(step.scalars) // phases
+    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(step.maps[i], *step.maps[phases:])) for i in range(phases)]
+    tiles = {named(one).tiles for one in whole}
+    assert len(tiles) == 1 and step.grid <= phases * max(tiles) and (step.grid == phases * max(tiles) or math.gcd(step.grid, phases) == 1)
+    assert 128 * len(step.maps) + 8 * (len(step.scalars) + len(step.buffers)) < 4096 - 128
+    for one in whole:
+        multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
+
+
+def multiplied(step, memory: Memory, finite: bool) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
     if define["POINTWISE"]:
@@ -431,8 +444,8 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
             found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[5], "uint32")
-            for warp in range(4):
-                store(parts, 2 * (4 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
+            for warp in range(8):
+                store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
         write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
 
 

@@ -74,7 +74,16 @@ class Gemm:
         return self.BLOCK_M // self.THREAD_M * (self.BLOCK_N // self.THREAD_N)
 
 
-Config = Single | Tile | Batched | Dgrad | Gemm
+@dataclass(frozen=True)
+class Wgrad:
+    """The gradient of the filter, one block a pair of channels, TAPS of its taps and one of SLICES of the batch: ``direct_wgrad.cu``."""
+
+    THREADS: int = 128
+    TAPS: int = 9
+    SLICES: int = 1
+
+
+Config = Single | Tile | Batched | Dgrad | Gemm | Wgrad
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:
@@ -158,7 +167,10 @@ def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
 
 def legal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout != "NCHW" and not isinstance(config, Gemm):
+    if isinstance(config, Wgrad):
+        if problem.layout != "CNHW":
+            return "it computes gradients of filters"
+    elif problem.layout != "NCHW" and not isinstance(config, Gemm):
         return "it takes NCHW arrays"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
@@ -182,6 +194,8 @@ def legal(problem: ConvProblem, config: Config) -> str | None:
         shared = (taps + math.prod(_halo(problem, config))) * acc
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
+    elif isinstance(config, Wgrad):
+        shared = config.TAPS * config.THREADS * acc
     else:
         reason = _gemm_shape(config)
         if reason:
@@ -227,6 +241,8 @@ def _grids(problem: ConvProblem, config: Config) -> list[int]:
     if isinstance(config, Dgrad):
         # without channels to write, as for an empty operand, the grid is empty too
         return [ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C)]
+    if isinstance(config, Wgrad):
+        return [problem.K * problem.N * ceil(math.prod(problem.output_size), config.TAPS) * config.SLICES]
     m_tiles = ceil(problem.result_channels // problem.groups, config.BLOCK_M)
     return [
         ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles for phase in phases(problem)
@@ -316,6 +332,14 @@ def stages(problem: ConvProblem, config: Config) -> tuple[list[list[Step]], int]
         block = config.THREADS if isinstance(config, Single) else config.TILE_P // config.ROWS * config.TILE_Q
         kernel = "direct_single" if isinstance(config, Single) else "direct_tile"
         return [[Step(kernel, defines, grid, block, (INPUT, WEIGHT, BIAS, RESULT), ())]], 0
+    if isinstance(config, Wgrad):
+        del defines["HAS_BIAS"]
+        size = math.prod(problem.result_shape)
+        defines |= {"IMAGES": problem.N, "INDEX_64": int(_index_64(problem) or config.SLICES * size >= 2**31)}
+        if config.SLICES == 1:
+            return [[Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), ())]], 0
+        launch = Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
+        return [[launch], [reduce_step(problem, config.SLICES, WORKSPACE)]], config.SLICES * size * accumulator_bytes(problem)
     kernel = "direct_batched" if isinstance(config, Batched) else "direct_dgrad"
     return [[Step(kernel, defines, grid, config.THREADS, (INPUT, WEIGHT, BIAS, RESULT), (_pixels(problem),))]], 0
 
@@ -412,6 +436,10 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         if problem.N * problem.K * math.prod(problem.output_size) > 1024:
             yield from sorted(TILES, key=lambda config: _tile_loads(problem, config))
         yield Single()
+    if problem.layout == "CNHW":
+        pixels = _pixels(problem)
+        if written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):
+            yield wgrad_config(problem, multiprocessors)
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
     if backend == "cuda" and (problem.layout != "NCHW" or (problem.macs >= 40e6 and written >= 16)):
@@ -429,8 +457,20 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
     yield Gemm(64, 64, 8, 4, 4, 1)
 
 
-def unmodelled(problem: ConvProblem) -> Iterator[Config]:
+def wgrad_config(problem: ConvProblem, multiprocessors: int) -> Wgrad:
+    """The best configuration of ``direct_wgrad.cu``: all taps at once if the sums fit, and slices that fill the machine."""
+    taps, images = math.prod(problem.output_size), problem.operand_channels // problem.groups
+    most = SHARED_BYTES // (128 * accumulator_bytes(problem))
+    at_once = ceil(taps, ceil(taps, min(most, 64)))
+    blocks = max(problem.K * problem.N * ceil(taps, at_once), 1)
+    return Wgrad(128, at_once, max(1, min(images, ceil(8 * multiprocessors, blocks))))
+
+
+def unmodelled(problem: ConvProblem, multiprocessors: int) -> Iterator[Config]:
     """The configurations without a model of their time that are worth measuring for `problem`."""
+    if problem.layout == "CNHW":
+        yield wgrad_config(problem, multiprocessors)
+        return
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     found: list[Config] = []
     if problem.direction == "fprop" and problem.C == problem.groups:
@@ -462,6 +502,8 @@ GEMM_RATES = {
 }
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(64, 64, 8, 8, 4, 2): 14.9, Gemm(32, 64, 8, 4, 4, 2): 10.6}
+#: Where less of a GEMM's tiles is used, direct_wgrad.cu computes the gradient of a filter.
+LEAST_FILLED = 1 / 8
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 
 

@@ -7,9 +7,9 @@ the launch of a phase. :func:`choose` picks tiles by a short model of time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, groupby, islice
 
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase, ceil, splits
@@ -40,6 +40,8 @@ from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
+CONVERTERS = 2  # warpgroups that convert float32 images
+MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,23 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     if config.POINTWISE:
         return _pointwise_program(problem, config, multiprocessors)
 
-    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-        return _product(problem, config, packed, walk, operands.x_limbs, buffers, multiprocessors)
+        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors) for group in _together(walks)]
 
-    return assemble(problem, config.SPLIT, multiprocessors, product)
+    return assemble(problem, config.SPLIT, multiprocessors, products)
+
+
+def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
+    """Phases that share a launch: as many pixels, loaded along as many axes; such as write into each other's gaps first."""
+
+    def alike(walk: Walk) -> tuple[Hashable, ...]:
+        return walk.rank, walk.flat, walk.phase.size
+
+    for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
+        group = list(found)
+        count = ceil(len(group), MOST_PHASES)
+        yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
 
 
 def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
@@ -162,15 +176,16 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
     if problem.itemsize == 2:
         buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
-        stages = [[_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors)]]
+        stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
-    count = 4 * ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
+    # parts of an image: one a tile and converting warp
+    count = 4 * CONVERTERS * ceil(math.prod(problem.result_size), config.PIXELS)
     parts = scratch.take(8 * problem.N * count)
     guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
 
     def multiply(scales: tuple[int, int], second: int) -> Step:
         buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
-        return _product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second)
+        return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, second)
 
     images = images_of(problem, packed)
     settle = Step("settle_scales", images.defines, problem.N, PACK_THREADS, (parts, guesses, scales, flags, again), (count,), "pack")
@@ -221,10 +236,35 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[i
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, x_limbs: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
     buffers: tuple[int | tuple[int, int], ...], multiprocessors: int, second: int = 0,
 ) -> Step:
-    """The launch of one phase."""
+    """The launch of some phases."""
+    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
+    sampled = pointwise == 2 and images_of(problem, packed).sampled
+    defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
+        "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
+    }
+    if pointwise:
+        maps = [_plane_map(problem, config)]
+    else:
+        maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
+    if tensor_store(problem, config):
+        maps.append(_result_map(problem, config, buffers[-1]))
+    shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
+    tiles = sum(shape[0] for shape in shapes)
+    grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, len(walks)) == 1 else multiprocessors - 1
+    threads = THREADS + 128 * CONVERTERS * (pointwise == 2)
+    return Step(
+        "implicit_gemm_sm90", defines, min(tiles, grid), threads, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
+        shared=shared_bytes(problem, config), arch="sm_90a",
+    )
+
+
+def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, second: int) -> tuple[int, ...]:
+    """The kernel's scalars of a phase."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles = _tiles(problem, config, phase)
     blocks, _, channel_blocks = filter_sizes(problem, packed)
@@ -232,25 +272,11 @@ def _product(
     # as the loads count pixels: all images are one row of them where no tap looks elsewhere
     flat = problem.N * plane
     load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
-    shape = (
+    return (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
         *written_places(problem, phase), second,
-    )
-    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
-    sampled = pointwise == 2 and images_of(problem, packed).sampled
-    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walk.rank,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
-        "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
-    }
-    maps = [_plane_map(problem, config) if pointwise else _image_map(problem, config, packed, walk, x_limbs)]
-    if tensor_store(problem, config):
-        maps.append(_result_map(problem, config, buffers[-1]))
-    return Step(
-        "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS + 128 * (pointwise == 2), buffers, shape,
-        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
@@ -266,7 +292,7 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
-CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by one warpgroup
+CONVERT_CYCLES = 8.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch

@@ -6,7 +6,7 @@ The same packed operands, products and exact path as in :mod:`pycuda_conv.engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
@@ -132,11 +132,11 @@ def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
     """The launches of `config`, which is legal for `problem`."""
 
-    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-        return _product(problem, config, packed, walk, buffers)
+        return [_product(problem, config, packed, walk, buffers) for walk in walks]
 
-    return assemble(problem, config.SPLIT, multiprocessors, product)
+    return assemble(problem, config.SPLIT, multiprocessors, products)
 
 
 def _product(

@@ -11,7 +11,7 @@ convolution), each of which is one launch: :func:`assemble` puts the launches ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -291,7 +291,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"),
         "CHUNKS": min(8, 1 << (chunks - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
-        "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 0, "SAMPLED": int(gradient and problem.dtype == "float32"),
+        "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
         "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
     }
@@ -329,8 +329,8 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
     ) -> list[Step]:
         if not wide:
             return []
-        # a block for each image that was guessed right, more where few images may have to be packed again
-        slices = max(1, min(images.tiles, 2 * multiprocessors // images.images))
+        # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
+        slices = max(1, min(images.tiles, 8 * multiprocessors // images.images))
         buffers = (array, limbs, parts, guesses, scales, flags)
         scalars = (images.tiles, *images.shape(0, slices))
         return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
@@ -378,16 +378,17 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 
 
 def assemble(
-    problem: ConvProblem, split: int, multiprocessors: int, product: Callable[[Packing, Walk, Operands, int | tuple[int, int]], Step]
+    problem: ConvProblem, split: int, multiprocessors: int,
+    products: Callable[[Packing, Sequence[Walk], Operands, int | tuple[int, int]], list[Step]],
 ) -> Program:
-    """The launches of a problem whose phases `product` makes: what packs its operands, adds a split sum, and takes the exact path."""
+    """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path."""
     packed, walks = packed_form(problem)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
-    after = [[product(packed, walk, operands, target) for walk in walks]]
+    after = [products(packed, walks, operands, target)]
     if split > 1:
         after.append([direct.reduce_step(problem, split, target)])
     if problem.dtype == "float32":
