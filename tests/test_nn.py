@@ -1,6 +1,7 @@
 """Training with torch: gradients, operators, modules, and models whose convolutions were converted."""
 
 import copy
+import doctest
 import inspect
 import io
 import pickle
@@ -278,7 +279,8 @@ def test_autocast_casts_as_it_does_for_torch(where, dtype):
     assert y.dtype == torch.float32
     with torch.autocast(where, dtype):  # which is for what runs forward
         y.sum().backward()
-    close(ours.weight.grad, torch.autograd.grad(theirs(x).sum(), theirs.weight)[0])
+    exact = theirs.double()  # a GPU's float32 may be TF32
+    close(ours.weight.grad, torch.autograd.grad(exact(x.double()).sum(), exact.weight)[0])
 
 
 # ---- layouts
@@ -554,6 +556,161 @@ def test_what_is_not_converted_or_fused():
     layer = torch.nn.Conv2d(1, 1, 1)
     pn.convert(layer)  # a model may be one convolution
     assert type(layer) is pn.Conv2d
+
+
+def torchvision_models():
+    try:
+        import torchvision
+    except Exception as error:  # one that was built for another torch raises a RuntimeError
+        pytest.skip(f"torchvision can't be imported: {error}")
+    return torchvision.models
+
+
+def torchvision_model(name):
+    """One with random weights and statistics, in evaluation."""
+    models = torchvision_models()
+    torch.manual_seed(0)
+    model = models.get_model(name, weights=None, **({"weights_backbone": None} if "deeplab" in name else {}))
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(norm.running_mean, std=0.1)
+            torch.nn.init.uniform_(norm.running_var, 0.5, 2)
+    return model.cuda().eval()
+
+
+def error(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2", "convnext_tiny", "deeplabv3_resnet50"])
+def test_models_of_torchvision(name, order):
+    model = torchvision_model(name)
+    count = sum(isinstance(m, torch.nn.Conv2d) for m in model.modules())
+    exact = copy.deepcopy(model).double()
+    done = pn.convert(model.to(memory_format=order))
+    assert len(done.converted) == count and not done.notes
+    if name.startswith(("resnet", "mobilenet")):
+        assert all(one.fused for one in done.converted)
+    x = torch.randn(4, 3, 96, 96, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    def run(model, x):
+        y = model(x)
+        return y["out"] if isinstance(y, dict) else y
+
+    with torch.no_grad():
+        expected = run(exact, x.double())
+        assert error(run(model, x.to(memory_format=order)), expected) < 1e-5
+    assert error(run(model, x.to(memory_format=order)), expected) < 1e-5  # with gradients, so nothing is fused
+
+
+def losses(model, x, labels, steps=20):
+    """What a model that is trained says at every step."""
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.gpu
+def test_a_resnet_is_trained_as_by_torch():
+    ours = torchvision_model("resnet18")
+    exact = copy.deepcopy(ours).double()
+    pn.convert(ours)
+    x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
+    curve = losses(ours, x.float(), labels)
+    assert curve[-1] < curve[0]
+    assert curve == pytest.approx(losses(exact, x, labels), rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_a_step():
+    theirs, ours = pair("Conv2d", 16, 32, 3, padding=1, where="cuda")
+    ours.float()
+    x = torch.zeros(8, 16, 20, 20, device="cuda", requires_grad=True)
+
+    def step():
+        ours(x).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = ours.weight.grad = ours.bias.grad = None
+    with torch.cuda.graph(graph):
+        step()
+    for seed in (1, 2):
+        new = randn(*x.shape, where="cuda", seed=seed)
+        x.data.copy_(new)
+        graph.replay()
+        theirs.zero_grad()
+        theirs(new).square().mean().backward()
+        for got, expected in ((x.grad, new.grad), (ours.weight.grad, theirs.weight.grad), (ours.bias.grad, theirs.bias.grad)):
+            assert error(got, expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_converted_model_is_captured():
+    theirs, ours = (network().cuda().eval() for _ in range(2))
+    pn.convert(ours)
+    x = randn(2, 3, 6, 6, where="cuda", grad=False)
+    with torch.no_grad():
+        ours(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ours(x)
+        x.copy_(randn(*x.shape, where="cuda", seed=1, grad=False))
+        graph.replay()
+        close(y, theirs(x))
+
+
+@pytest.mark.gpu
+def test_gradients_on_another_stream():
+    theirs, ours = pair("Conv2d", 16, 32, 3, padding=1, where="cuda")
+    ours.float()
+    expected = randn(8, 16, 40, 40, where="cuda")
+    theirs(expected).square().mean().backward()
+    same_gradients(copy.deepcopy(theirs), theirs, [expected])  # so that all is compiled
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x = (expected.detach() + 0).float().requires_grad_()
+        ours(x).square().mean().backward()
+        grads = [t.grad.clone() for t in (x, ours.weight, ours.bias)]
+    side.synchronize()
+    for got, tensor in zip(grads, (expected, theirs.weight, theirs.bias), strict=True):
+        assert error(got, tensor.grad) < 1e-5
+
+
+@pytest.mark.gpu
+def test_tf32_is_for_the_gradients_too():
+    theirs, ours = pair("Conv2d", 64, 128, 3, padding=1, where="cuda", bias=False)
+    rough = pn.Conv2d(64, 128, 3, padding=1, bias=False, device="cuda", precision="tf32")
+    rough.load_state_dict(theirs.state_dict())
+    x = randn(8, 64, 28, 28, where="cuda")
+    expected = torch.autograd.grad(theirs(x).square().sum(), (x, theirs.weight))
+    for layer, bound in ((ours.float(), 2e-6), (rough, 2e-3)):
+        single = x.detach().float().requires_grad_()
+        found = torch.autograd.grad(layer(single).square().sum(), (single, layer.weight))
+        assert all(error(*both) < bound for both in zip(found, expected, strict=True))
+
+
+# ---- examples
+
+
+def test_docstring_examples():
+    for module in ("modules", "convert"):
+        found = doctest.testmod(sys.modules[f"pycuda_conv.nn.{module}"])
+        assert found.attempted > 1 and not found.failed
 
 
 def run_example(name, *arguments, env):

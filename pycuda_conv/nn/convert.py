@@ -71,7 +71,8 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
     fuse : bool
         Compute convolution, batch normalisation and, where they follow, the sum with a residual and ReLU in one step wherever the
         model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
-        It is found by tracing each module's forward: a module whose forward depends on more than its one argument is left, with a note.
+        Found by tracing the forward of each module; one that can't be traced is left, with a note. What changes parameters and
+        statistics is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again after those.
 
     Returns
     -------
@@ -239,8 +240,9 @@ def _folded(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
         return None
     parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
     sources = (*convolution._parameters.values(), *parameters.values(), buffers["running_mean"], buffers["running_var"])
-    try:
-        state = [None if t is None else (id(t), t.data_ptr(), t._version) for t in sources]
+    try:  # torch counts a change of the running statistics only there
+        counted = (*sources, buffers["num_batches_tracked"])
+        state = [None if t is None else (id(t), t.data_ptr(), t._version) for t in counted]
     except RuntimeError:  # tensors of inference mode have no version
         return None
     kept = norm.__dict__.get("_folded")
@@ -254,5 +256,5 @@ def _folded(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
     shift = shift if beta is None else shift + beta
     folded = (weight * scale.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype), shift.to(weight.dtype)
     if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        norm.__dict__["_folded"] = state, sources, folded  # the sources, so that their ids stay theirs
+        norm.__dict__["_folded"] = state, counted, folded  # the tensors, so that their ids stay theirs
     return folded
