@@ -605,9 +605,9 @@ def test_models_of_torchvision(name, order):
     assert error(run(model, x.to(memory_format=order)), expected) < 1e-5  # with gradients, so nothing is fused
 
 
-def losses(model, x, labels, steps=20):
+def losses(model, x, labels, steps=20, lr=0.001):
     """What a model that is trained says at every step."""
-    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=lr)
     found = []
     for _ in range(steps):
         loss = F.cross_entropy(model(x), labels)
