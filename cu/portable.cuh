@@ -9,6 +9,7 @@
 //   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
+//   EPILOGUE            what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
 
@@ -18,6 +19,7 @@
 #ifndef INDEX_64
 #define INDEX_64 0
 #endif
+#include "epilogue.cuh"
 
 #ifdef __OPENCL_VERSION__
 #if DTYPE == 64

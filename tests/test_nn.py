@@ -34,6 +34,13 @@ def where(request):
     return request.param
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch.compile counts how often it has compiled the code that modules share."""
+    yield
+    torch._dynamo.reset()
+
+
 def randn(*shape, where="cpu", dtype=torch.float64, seed=0, grad=True):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(where, dtype).requires_grad_(grad)
@@ -187,6 +194,33 @@ print(w.grad.shape)
 
 def test_importing_the_package_does_not_import_torch(python_env):
     assert python("import sys, pycuda_conv\nprint('torch' in sys.modules)", python_env) == "False\n"
+
+
+def by_torch(x, w, b, scale, residual):
+    """What the epilogue says, by torch."""
+    return torch.relu(F.conv2d(x, w) * scale.view(-1, 1, 1) + b.view(-1, 1, 1) + residual)
+
+
+def test_the_epilogue_is_differentiated_cast_and_compiled(where):
+    shapes = (2, 3, 6, 5), (4, 3, 3, 2), (4,), (4,), (2, 4, 4, 4)
+    inputs = [randn(*shape, where=where, seed=seed) for seed, shape in enumerate(shapes)]
+
+    def ours(x, w, b, scale, residual):
+        return pc.conv2d(x, w, b, scale=scale, residual=residual, activation="relu")
+
+    same_gradients(ours, by_torch, inputs)
+    same_gradients(torch.compile(ours, backend="aot_eager", fullgraph=True), by_torch, inputs)
+    t = randn(2, 4, 4, 4, where=where)
+    same_gradients(lambda t, w: pc.conv_transpose2d(t, w, activation="relu"), lambda t, w: F.conv_transpose2d(t, w).relu(), [t, inputs[1]])
+    x, w, b, scale, residual = (t.detach().float() for t in inputs)
+    with torch.autocast(where, torch.bfloat16):
+        y = ours(x, w, b, scale, residual)  # in one step: nothing needs gradients
+        assert y.dtype == torch.bfloat16
+        close(y, by_torch(x, w, b, scale, residual).bfloat16())
+        assert ours(x, w.requires_grad_(), b, scale, residual).dtype == torch.bfloat16
+    for wrong in ({"scale": scale[:1]}, {"residual": residual[:1]}, {"scale": scale.double()}, {"activation": "gelu"}):
+        with pytest.raises(pc.ConvArgumentError):
+            pc.conv2d(x, w, b, **wrong)
 
 
 # ---- operators
@@ -426,7 +460,7 @@ def network():
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, groups=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU6()), Block(4),
-        torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
+        torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.BatchNorm2d(2), torch.nn.ReLU()), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
     )  # fmt: skip
     for norm in model.modules():
         if isinstance(norm, torch.nn.BatchNorm2d):
@@ -443,11 +477,11 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     parameters = {name: id(p) for name, p in ours.named_parameters()}
     done = pn.convert(ours)
     assert str(done) == (
-        "4 convolutions converted, 3 of them fused with what follows\n  0.0 (Conv2d) + 1\n  1.conv1 (Conv2d) + bn1 + relu\n"
-        "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2 (ConvTranspose2d)"
+        "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1\n  1.conv1 (Conv2d) + bn1 + relu\n"
+        "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2.0 (ConvTranspose2d) + 1 + 2"
     )
     assert {name: id(p) for name, p in ours.named_parameters()} == parameters
-    assert list(ours.state_dict()) == list(theirs.state_dict()) and type(ours[2]) is pn.ConvTranspose2d
+    assert list(ours.state_dict()) == list(theirs.state_dict()) and type(ours[2][0]) is pn.ConvTranspose2d
     x = randn(2, 3, 6, 6, where=where, grad=False)
     for _ in range(2):
         same_gradients(ours.train(), theirs.train(), [x])  # which also moves the running statistics
@@ -534,6 +568,25 @@ def test_a_forward_that_cannot_be_traced_is_left(kind, reason):
     assert str(done).endswith(f"  note: {done.notes[0]}")
     with torch.no_grad():
         model(torch.zeros(1, 1, 2, 2))
+
+
+def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
+    class Adding(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)
+
+        def forward(self, x, other):
+            return self.norm(self.conv(x)) + other
+
+    theirs = Adding().eval()
+    ours = copy.deepcopy(theirs)
+    assert pn.convert(ours).converted[0].fused == ("norm", "sum")
+    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
+    with torch.no_grad():
+        for other in (torch.ones(2, 3, 1, 1), torch.ones(2, 3, 3, 3, dtype=torch.float64), torch.ones(2, 3, 3, 3)):
+            assert ours(x, other).dtype == other.dtype
+            torch.testing.assert_close(ours(x, other), theirs(x, other))
 
 
 def test_what_is_not_converted_or_fused():

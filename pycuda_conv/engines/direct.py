@@ -19,7 +19,8 @@ GRID_LIMIT = 2**31 - 1
 SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
 
 # the plan's buffers, as a step refers to them
-INPUT, WEIGHT, BIAS, RESULT, WORKSPACE = range(5)
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
+_OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)  # as a kernel takes them
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def ceil(a: int, b: int) -> int:
 def _letters(problem: ConvProblem) -> dict[str, int]:
     """The problem in the kernels' letters."""
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem)), "GROUPS": problem.groups}
-    defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups, "HAS_BIAS": int(problem.has_bias)}
+    defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups} | epilogue(problem)
     for names, values in (
         ("DHW", problem.input_size), ("TRS", problem.filter_size), ("OPQ", problem.output_size),
         (("STRIDE_D", "STRIDE_H", "STRIDE_W"), problem.stride), (("PAD_D", "PAD_H", "PAD_W"), problem.padding_before),
@@ -107,6 +108,15 @@ def _letters(problem: ConvProblem) -> dict[str, int]:
     ):
         defines |= dict(zip(names, values, strict=True))
     return defines
+
+
+def epilogue(problem: ConvProblem, split: bool = False) -> dict[str, int]:
+    """The defines of ``epilogue.cuh``: parts of a split sum have none of it, what adds them has it all."""
+    asked = {
+        "HAS_SCALE": problem.has_scale, "HAS_BIAS": problem.has_bias, "HAS_RESIDUAL": problem.has_residual,
+        "RELU": problem.activation == "relu",
+    }
+    return {name: int(on and not split) for name, on in asked.items()}
 
 
 def _index_64(problem: ConvProblem) -> bool:
@@ -331,7 +341,7 @@ def stages(problem: ConvProblem, config: Config) -> tuple[list[list[Step]], int]
         defines |= {"C": problem.C, "K": problem.K, "MULTIPLIER": problem.K // problem.C}
         block = config.THREADS if isinstance(config, Single) else config.TILE_P // config.ROWS * config.TILE_Q
         kernel = "direct_single" if isinstance(config, Single) else "direct_tile"
-        return [[Step(kernel, defines, grid, block, (INPUT, WEIGHT, BIAS, RESULT), ())]], 0
+        return [[Step(kernel, defines, grid, block, _OPERANDS, ())]], 0
     if isinstance(config, Wgrad):
         del defines["HAS_BIAS"]
         size = math.prod(problem.result_shape)
@@ -341,7 +351,7 @@ def stages(problem: ConvProblem, config: Config) -> tuple[list[list[Step]], int]
         launch = Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
         return [[launch], [reduce_step(problem, config.SLICES, WORKSPACE)]], config.SLICES * size * accumulator_bytes(problem)
     kernel = "direct_batched" if isinstance(config, Batched) else "direct_dgrad"
-    return [[Step(kernel, defines, grid, config.THREADS, (INPUT, WEIGHT, BIAS, RESULT), (_pixels(problem),))]], 0
+    return [[Step(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]], 0
 
 
 def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], int]:
@@ -367,7 +377,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         defines = asdict(config) | {
             "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "GUARDED": 0,
+            "EMPTY": int(empty), **epilogue(problem, split > 1), "GUARDED": 0,
             "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
@@ -386,21 +396,20 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
                 f"W_{tap_axis}": phase.every[i] * tap_strides[i],
             }
         target = RESULT if split == 1 else WORKSPACE
-        launches.append(Step("direct_gemm", defines, grid, config.threads, (INPUT, WEIGHT, BIAS, target), (pixels,)))
+        launches.append(Step("direct_gemm", defines, grid, config.threads, (*_OPERANDS[:-1], target), (pixels,)))
     if split == 1:
         return [launches], 0
     return [launches, [reduce_step(problem, split, WORKSPACE)]], split * size * acc
 
 
 def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) -> Step:
-    """The launch that adds the `parts` of a split sum in order, and the bias: ``direct_reduce.cu``."""
+    """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
     size = math.prod(problem.result_shape)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
         "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
-        "HAS_BIAS": int(problem.has_bias),
-    }
-    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
+    } | epilogue(problem)
+    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
 
 
 def guarded(

@@ -31,7 +31,7 @@ from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in
 # asked now, so that torch.compile, which follows the public functions, finds both types known
 _kind, _ = kind_of("input", torch.empty(0)), kind_of("weight", torch.nn.Parameter(torch.empty(0)))
 assert isinstance(_kind, TorchKind)
-_traced, _layout = _kind.traced, _kind.layout
+_differentiated, _traced, _layout = _kind.differentiated, _kind.traced, _kind.layout
 
 
 class Settings(NamedTuple):
@@ -105,7 +105,8 @@ class _Conv(Operator):
     def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
         ndim, stride, padding, dilation, groups, precision, device, tune = settings
         return ops._convolve(
-            False, ndim, first, second, bias, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, True
+            False, ndim, first, second, bias, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, None, None,
+            None, True,
         )
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
@@ -129,7 +130,8 @@ class _ConvTranspose(Operator):
     def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
         ndim, stride, padding, dilation, groups, precision, device, tune = settings
         return ops._convolve(
-            True, ndim, first, second, bias, stride, padding, size, dilation, groups, None, precision, device, None, None, tune, True
+            True, ndim, first, second, bias, stride, padding, size, dilation, groups, None, precision, device, None, None, tune, None, None,
+            None, True,
         )
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
@@ -213,13 +215,29 @@ CONV, CONV_TRANSPOSE, CONV_INPUT, CONV_WEIGHT = OPERATORS = _Conv(), _ConvTransp
 
 def convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, output_padding: Any, stride: Any, padding: Any, dilation: Any,
-    groups: Any, precision: str, device: str | None, tune: bool,
+    groups: Any, precision: str, device: str | None, tune: bool, scale: Any, residual: Any, activation: str | None,
 ) -> Any:
     """A (transposed) convolution of which torch is told. The arguments are those of :func:`pycuda_conv.conv2d`."""
     settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
-    input, weight, bias = _cast(input, weight, bias)
+    input, weight, bias, scale, residual = _cast(input, weight, bias, scale, residual)
     operator, size = (CONV_TRANSPOSE, output_padding) if transposed else (CONV, ())
-    return call(operator, settings, input, weight, bias, size)
+    if scale is None and residual is None and activation is None:
+        return call(operator, settings, input, weight, bias, size)
+    operands = input, weight, bias, scale, residual
+    if not _differentiated(*operands) and not _traced(*operands):  # but cast
+        return ops._convolve(
+            transposed, ndim, input, weight, bias, stride, padding, output_padding, dilation, groups, None, precision, device, None, None,
+            tune, scale, residual, activation, True,
+        )
+    # what torch differentiates, it has to see: then the epilogue is made of its operations
+    _check(operator, settings, *operands, size, activation)
+    channels = (-1, *(1,) * ndim)
+    y = call(operator, settings, input, weight, None if scale is not None else bias, size)
+    if scale is not None:
+        y = y * scale.view(channels)
+        y = y if bias is None else y + bias.view(channels)
+    y = y if residual is None else y + residual
+    return y if activation is None else torch.relu(y)
 
 
 def gradient(
@@ -307,24 +325,34 @@ def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
 def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
     """A tensor without numbers that has the result's shape and strides."""
     settings = _from_flat(*flat)
-    for name, other in ((operator.words[1], second), ("bias", bias)):
-        if other is not None and (other.device != first.device or other.dtype != first.dtype):
-            raise ConvArgumentError(
-                f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
-                f"on {other.device} in {other.dtype}"
-            )
-    if all(isinstance(n, int) for n in (*first.shape, *second.shape, *size)):
-        operator.problem(
-            settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=_kind.dtype_name(first.dtype),
-            precision=settings.precision,
-        )
+    _check(operator, settings, first, second, bias, None, None, size, None)
     shape = operator.shape(settings, first.shape, second.shape, size)
     if operator is CONV_WEIGHT or _layout(first, settings.ndim) == "NCHW":
         return first.new_empty(shape)
     order = channels_last(len(shape), settings.ndim)
     assert order is not None
     return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+
+
+def _check(
+    operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, scale: Any, residual: Any, size: Any, activation: Any
+) -> None:
+    """Refuse what doesn't fit together, as far as the sizes are known."""
+    more = {"bias": bias, "scale": scale, "residual": residual}
+    given = {name: tensor for name, tensor in more.items() if tensor is not None}
+    for name, other in {operator.words[1]: second, **given}.items():
+        if other.device != first.device or other.dtype != first.dtype:
+            raise ConvArgumentError(
+                f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
+                f"on {other.device} in {other.dtype}"
+            )
+    if all(isinstance(n, int) for shape in (first.shape, second.shape, *(t.shape for t in given.values())) for n in shape):
+        shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
+        operator.problem(
+            settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=_kind.dtype_name(first.dtype),
+            precision=settings.precision, **shapes, **({} if activation is None else {"activation": activation}),
+        )
 
 
 def _vmap(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.modules import checked_precision
 
@@ -26,7 +27,7 @@ _OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(modules, name)
     for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 }
-_CONVOLUTIONS = {modules.Conv1d, modules.Conv2d, modules.Conv3d}
+_CONVOLUTIONS = set(_OURS.values())
 _NORMS = {torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d}
 _RELUS = {torch.nn.functional.relu, torch.nn.functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -216,45 +217,48 @@ def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: tor
 
 def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
     """Convolution, batch normalisation, sum with a residual (or None), ReLU (or not): what a traced forward calls."""
-    folded = _folded(convolution, norm)
-    if folded is None:
-        result = norm(convolution(input))
-        if residual is not None:
-            result = result + residual
-        return torch.relu(result) if relu else result
-    result = convolution._conv_forward(input, *folded)
+    found = _scale_and_shift(convolution, norm)
+    if found is not None:
+        scale, shift = found
+        try:
+            activation = "relu" if relu else None
+            return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
+        except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
+            pass
+    result = norm(convolution(input))
     if residual is not None:
         result = result + residual
-    return result.relu_() if relu else result
+    return torch.relu(result) if relu else result
 
 
-def _folded(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
-    """The filter and bias that do both, kept by `norm` as long as nothing that they are made of changes; None if there are none.
+def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
+    """What `norm` does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
 
-    There are none for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
     """
     if (
         type(convolution) not in _CONVOLUTIONS or type(norm) not in _NORMS or norm.training or norm.running_mean is None
         or convolution._forward_hooks or convolution._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks
     ):
         return None
+    weight, bias = convolution.weight, convolution.bias
     parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
-    sources = (*convolution._parameters.values(), *parameters.values(), buffers["running_mean"], buffers["running_var"])
-    try:  # torch counts a change of the running statistics only there
-        counted = (*sources, buffers["num_batches_tracked"])
-        state = [None if t is None else (id(t), t.data_ptr(), t._version) for t in counted]
+    statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
+    sources = bias, parameters["weight"], parameters["bias"], *statistics
+    try:
+        state = [weight.dtype, *(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)]
     except RuntimeError:  # tensors of inference mode have no version
         return None
-    kept = norm.__dict__.get("_folded")
+    kept = norm.__dict__.get("_scale_and_shift")
     if kept is not None and kept[0] == state:
         return kept[2]
-    weight, bias, gamma, beta, mean, variance = (None if t is None else t.detach() for t in sources)
-    assert weight is not None and mean is not None and variance is not None
+    bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
+    assert mean is not None and variance is not None
     scale = torch.rsqrt(variance.double() + norm.eps)
     scale = scale if gamma is None else scale * gamma
     shift = -mean * scale if bias is None else (bias - mean) * scale
     shift = shift if beta is None else shift + beta
-    folded = (weight * scale.view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype), shift.to(weight.dtype)
+    made = scale.to(weight.dtype), shift.to(weight.dtype)
     if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        norm.__dict__["_folded"] = state, counted, folded  # the tensors, so that their ids stay theirs
-    return folded
+        norm.__dict__["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
+    return made

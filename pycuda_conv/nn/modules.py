@@ -43,12 +43,12 @@ class _Conv(_Precise):
         )
         self.precision = checked_precision(precision)
 
-    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any) -> Any:
+    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, **epilogue: Any) -> Any:
         padding = self.padding
         if self.padding_mode != "zeros":
             input = torch.nn.functional.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0
-        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision)
+        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
 
 
 class _ConvTranspose(_Precise):
@@ -66,10 +66,13 @@ class _ConvTranspose(_Precise):
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """As torch's, which has `output_size` too: the result's size, where a stride leaves it open."""
+        return self._conv_forward(input, self.weight, self.bias, output_size)
+
+    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, output_size: Any = None, **epilogue: Any) -> Any:
         ndim = len(self.kernel_size)
         output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
         return self.function(
-            input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation, precision=self.precision
+            input, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation, precision=self.precision, **epilogue
         )
 
 
