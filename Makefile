@@ -45,7 +45,7 @@ bench: $(READY)
 	$(CLI) bench --json build/bench.json --csv build/bench.csv $(if $(strip $(VENV)),--plots build) $(ARGS)
 
 lint: $(READY)
-	$(RUN) -m ruff check pycuda_conv scripts tests
+	$(RUN) -m ruff check pycuda_conv scripts tests examples
 	$(RUN) -m mypy
 
 test: $(READY) $(LINT)

@@ -67,6 +67,16 @@ class ArrayKind:
         """The layout of the result where `array` is the input, which has `ndim` spatial axes."""
         return "NCHW"
 
+    def recorder(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any, free: bool) -> Any:
+        """The module whose functions make of a call an operator of the library's own, where that has to know of it; or None.
+
+        `free` says that nothing was asked of the call which an operator can't do.
+        """
+        return None
+
+    def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
+        """Refuse arrays whose library has to know of the call, where a plan is called, of which it can't know."""
+
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None
     ) -> Any:
@@ -561,6 +571,7 @@ class TorchKind(DeviceKind, HostKind):
         self._dtypes = {
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
+        self._plain = {torch.Tensor, torch.nn.Parameter}
         self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
         # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -589,25 +600,53 @@ class TorchKind(DeviceKind, HostKind):
         memory_format = self._formats.get(order)  # permute() takes 1 us
         return array.permute(order).is_contiguous() if memory_format is None else array.is_contiguous(memory_format=memory_format)
 
+    # what torch has to know of
+
+    # (a loop over the tensors would take a microsecond)
+
+    def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
+        """Whether torch is to give gradients of what is made of these."""
+        return self.torch.is_grad_enabled() and (
+            first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
+            or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
+        )
+
+    def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
+        """Whether the call is compiled, transformed or seen by a mode, or the tensors are not plain ones with numbers."""
+        c, plain = self.torch._C, self._plain
+        return (
+            self.torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
+            or type(first) not in plain or type(second) not in plain or (bias is not None and type(bias) not in plain)
+            or (scale is not None and type(scale) not in plain) or (residual is not None and type(residual) not in plain) or first.is_meta
+        )
+
+    def recorder(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any, free: bool) -> Any:
+        if self.differentiated(first, second, bias, scale, residual) or self.traced(first, second, bias, scale, residual):
+            if not free:
+                raise ConvArgumentError(
+                    "out, stream and devices don't go with gradients, torch.compile and the like: leave them away, call inside "
+                    "torch.no_grad(), or pass input.detach() and weight.detach()"
+                )
+        elif not free or not self.torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu"):
+            return None  # as torch casts nothing for its own functions with out=
+        from pycuda_conv.nn import autograd
+
+        return autograd
+
+    def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
+        if self.differentiated(first, second, bias, scale, residual):
+            raise NotImplementedError(
+                "a plan has no gradients: call it inside torch.no_grad(), pass detached tensors, or call a function as pycuda_conv.conv2d"
+            )
+
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None,
         **options: Any,
     ) -> Any:
-        if self.torch.is_grad_enabled():
-            self._refuse_gradients(input, weight, bias, scale, residual)
         convolve = DeviceKind.convolve if input.is_cuda else HostKind.convolve
         return convolve(self, plan, input, weight, bias, out, stream, scale=scale, residual=residual, **options)
 
-    @staticmethod
-    def _refuse_gradients(*tensors: Any) -> None:
-        if any(tensor is not None and tensor.requires_grad for tensor in tensors):
-            raise NotImplementedError(
-                "these functions have no gradients yet: call them inside torch.no_grad(), or pass input.detach() and weight.detach()"
-            )
-
     def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
-        if self.torch.is_grad_enabled():
-            self._refuse_gradients(weight, bias, scale)
         return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias, scale)
 
     # host tensors
@@ -782,6 +821,7 @@ def check_fit(plan: Plan, kind: ArrayKind, input: Signature, *others: Signature 
 def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, scale: Any, residual: Any, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
     kind = same_kind(input, weight, bias, out, scale, residual)
+    kind.check_not_recorded(input, weight, bias, scale, residual)
     sign = kind.signature
     signatures = (
         sign(input), sign(weight), None if bias is None else sign(bias), None if scale is None else sign(scale),

@@ -76,7 +76,9 @@ def _key(name: str, value: Any) -> Any:
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
     groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any, scale: Any, residual: Any, activation: Any,
+    recorded: bool = False,
 ) -> Any:
+    """The (transposed) convolution; `recorded` where the arrays' library knows of it."""
     kind = same_kind(input, weight, bias, out, scale, residual)
     if stride.__class__ is not int:
         stride = _key("stride", stride)
@@ -97,6 +99,11 @@ def _convolve(
         device = gpus[0]
     elif device is not None:
         device = get_device(device)
+    if not recorded:
+        recorder = kind.recorder(input, weight, bias, scale, residual, out is None and devices is None and stream is None)
+        if recorder is not None:
+            rest = (stride, padding, dilation, groups, precision, None if device is None else device.name, tune)
+            return recorder.convolve(transposed, ndim, input, weight, bias, output_padding, *rest, scale, residual, activation)
     sign, layout = kind.signature, kind.layout(input, ndim)
     plan = _plan(
         transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
@@ -117,19 +124,23 @@ def _convolve(
 
 def _gradient(
     of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, out: Any, precision: Any,
-    device: Any, stream: Any, tune: Any,
+    device: Any, stream: Any, tune: Any, recorded: bool = False,
 ) -> Any:
+    """The gradient by the convolution's input or weight; `recorded` as for :func:`_convolve`."""
     kind = same_kind(first, second, None, out, names=_OPERANDS[of])
     if not isinstance(size, (list, tuple)):
         raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {size!r}")
     _check_options(precision, tune)
     if device is not None:
         device = get_device(device)
+    size = _key(f"{of}_size", size)
+    rest = (_key("stride", stride), _key("padding", padding), _key("dilation", dilation), _key("groups", groups), precision)
+    if not recorded:
+        recorder = kind.recorder(first, second, None, None, None, out is None and stream is None)
+        if recorder is not None:
+            return recorder.gradient(of, ndim, first, second, size, *rest, None if device is None else device.name, tune)
     layout = kind.layout(first, ndim) if of == "input" else "NCHW"
-    plan = _gradient_plan(
-        of, ndim, kind, kind.signature(first), kind.signature(second), _key(f"{of}_size", size), _key("stride", stride),
-        _key("padding", padding), _key("dilation", dilation), _key("groups", groups), precision, device, layout, tune,
-    )
+    plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
     options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
     return kind.convolve(plan, first, second, None, out, stream, **options)
 

@@ -162,6 +162,7 @@ class BoundPlan:
 
         self.plan = plan
         self._kind = same_kind(weight, weight, bias, None, scale)
+        self._kind.check_not_recorded(weight, weight, bias, scale)
         sign = self._kind.signature
         of_weight = sign(weight)
         self._kept = (of_weight, None if bias is None else sign(bias), None if scale is None else sign(scale))
@@ -178,6 +179,7 @@ class BoundPlan:
         kind = same_kind(input, input, None, out, None, residual)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
+        kind.check_not_recorded(input, input, None, None, residual)
         signatures = kind.signature(input), None if residual is None else kind.signature(residual)
         if signatures != self._accepted:
             check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])

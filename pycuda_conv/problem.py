@@ -76,6 +76,20 @@ def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
     return tuple((v, v) for v in integers("padding", padding, ndim))
 
 
+def padding_in_numbers(
+    pairs: str | tuple[tuple[int, int], ...], stride: Sequence[int], dilation: Sequence[int], filter_size: Sequence[int]
+) -> tuple[tuple[int, int], ...]:
+    """What ``"same"`` and ``"valid"`` stand for; pairs as they are."""
+    if not isinstance(pairs, str):
+        return pairs
+    if pairs == "valid":
+        return ((0, 0),) * len(filter_size)
+    if any(v != 1 for v in stride):
+        raise ConvArgumentError("padding='same' is not supported for strided convolutions")
+    totals = [d * (f - 1) for d, f in zip(dilation, filter_size, strict=True)]
+    return tuple((total // 2, total - total // 2) for total in totals)
+
+
 def channels_last(axes: int, ndim: int) -> tuple[int, ...] | None:
     """The axes of an array, which has so many, of them `ndim` spatial, with its channels last; None if there can't be channels."""
     channels = axes - ndim - 1
@@ -189,13 +203,7 @@ class ConvProblem:
                 f"{channels_per_group * groups} channels, but got {channels} channels instead"
             )
         _check_channels("bias", bias_shape, k, weight_shape)
-        if pairs == "same":
-            if any(v != 1 for v in common.stride):
-                raise ConvArgumentError("padding='same' is not supported for strided convolutions")
-            totals = [d * (f - 1) for d, f in zip(common.dilation[-ndim:], filter_size, strict=True)]
-            pairs = tuple((total // 2, total - total // 2) for total in totals)
-        elif isinstance(pairs, str):  # "valid"
-            pairs = ((0, 0),) * ndim
+        pairs = padding_in_numbers(pairs, common.stride[-ndim:], common.dilation[-ndim:], filter_size)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
         size = common.input_size
         padded = [n + b + a for n, b, a in zip(size, before, after, strict=True)]

@@ -335,8 +335,13 @@ def test_plans_refuse_what_they_are_not_for(device):
 def test_gradients_that_would_be_lost_are_refused(device):
     x, w, s, r = map(torch.from_numpy, (X, W, S, R))
     for name, value in (("scale", s), ("residual", r)):
+        needing = {name: value.clone().requires_grad_()}
+        assert pc.conv2d(x, w, device=device, **needing).requires_grad
+        with pytest.raises(ConvArgumentError, match="gradients"):
+            pc.conv2d(x, w, device=device, out=torch.empty(R.shape), **needing)
+        shapes = {f"{name}_shape": value.shape}
         with pytest.raises(NotImplementedError, match="gradients"):
-            pc.conv2d(x, w, device=device, **{name: value.clone().requires_grad_()})
+            Plan(ConvProblem.forward(2, X.shape, W.shape, **shapes), device)(x, w, **needing)
 
 
 # ---- what a GPU's kernels are given, seen on tensors in host memory

@@ -1,0 +1,13 @@
+"""Training with torch: its convolution modules on this package's kernels, and :func:`convert`, which puts them into a model.
+
+Gradients need nothing from here: :func:`pycuda_conv.conv2d` and the other functions have them for torch tensors. For
+``torch.compile`` import this package first. It imports torch; ``import pycuda_conv`` does not.
+"""
+
+from pycuda_conv.nn import autograd as autograd  # which makes the operators
+from pycuda_conv.nn.convert import Conversion, Converted, convert
+from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+
+__all__ = [
+    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted", "convert",
+]

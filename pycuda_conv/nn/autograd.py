@@ -1,0 +1,403 @@
+"""The convolutions as operators of torch: differentiated as often as asked, compiled, traced, cast by autocast, vmapped.
+
+A convolution is linear in its input and in its filter, so its derivatives are convolutions too, and the operators here are
+each other's derivatives:
+
+==================  ============================================================
+``conv``            y from x and w
+``conv_transpose``  its adjoint, with an output padding to choose the result's size
+``conv_input``      the gradient by x, from dy and w
+``conv_weight``     the gradient by w, from x and dy
+==================  ============================================================
+
+They are called in one of two ways: as ``torch.ops.pycuda_conv.*`` where torch has to see an operator, in ``torch.compile``,
+inside a mode or a transform, on tensors without numbers; else through one ``torch.autograd.Function``, which costs 8 us where
+the other costs 50. What they compute, and every check, is in :mod:`pycuda_conv.ops`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from pycuda_conv import ops
+from pycuda_conv.arrays import TorchKind, kind_of
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
+
+# asked now, so that torch.compile, which follows the public functions, finds both types known
+_kind, _ = kind_of("input", torch.empty(0)), kind_of("weight", torch.nn.Parameter(torch.empty(0)))
+assert isinstance(_kind, TorchKind)
+_differentiated, _traced, _layout = _kind.differentiated, _kind.traced, _kind.layout
+
+
+class Settings(NamedTuple):
+    """What a convolution is told besides its arrays, in the forms that :func:`pycuda_conv.conv2d` takes."""
+
+    ndim: int
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: int
+    precision: str
+    device: str | None
+    tune: bool
+
+
+_SCHEMA = (
+    "(Tensor {}, Tensor {}, Tensor? bias, SymInt[] {}, SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, "
+    "str precision, str? device, bool tune) -> Tensor"
+)
+
+
+def _in_numbers(settings: Settings, filter_size: Sequence[int]) -> Settings:
+    """The same with a tuple for each axis' stride and dilation, and with pairs for its padding."""
+    ndim = settings.ndim
+    stride, dilation = integers("stride", settings.stride, ndim), integers("dilation", settings.dilation, ndim)
+    pairs = padding_in_numbers(padding_pairs(settings.padding, ndim), stride, dilation, filter_size)
+    return settings._replace(stride=stride, padding=pairs, dilation=dilation)
+
+
+def _flat(settings: Settings) -> tuple[Any, ...]:
+    """Settings in numbers as the schema has them: the padding is one list, before and after by turns."""
+    return settings.stride, [n for pair in settings.padding for n in pair], *settings[3:]
+
+
+def _from_flat(stride: Sequence[int], padding: Sequence[int], *rest: Any) -> Settings:
+    return Settings(len(stride), tuple(stride), tuple(zip(padding[::2], padding[1::2], strict=True)), *rest)
+
+
+class Operator:
+    """One operator: ``f(settings, first, second, bias, size)``, linear in `first` and in `second`.
+
+    `bias` is None and `size` empty where there is no such thing.
+    """
+
+    #: in ``torch.ops.pycuda_conv``, and the words of its schema for first, second and size
+    name: str
+    words: tuple[str, str, str]
+
+    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+        raise NotImplementedError
+
+    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
+        """The result's shape, of sizes that may be symbols; the settings are in numbers."""
+        raise NotImplementedError
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        """The problem for operands of these shapes, which checks them."""
+        raise NotImplementedError
+
+    def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
+        """The gradient by the first operand, which has that shape, given that by the result."""
+        raise NotImplementedError
+
+    def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Conv(Operator):
+    name, words = "conv", ("input", "weight", "size")
+
+    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+        ndim, stride, padding, dilation, groups, precision, device, tune = settings
+        return ops._convolve(
+            False, ndim, first, second, bias, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, None, None,
+            None, True,
+        )
+
+    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
+        ndim, strides, paddings, dilations, *_ = settings
+        axes = zip(first[-ndim:], second[-ndim:], strides, paddings, dilations, strict=True)
+        return [*first[: -ndim - 1], second[0], *((n + sum(p) - d * (f - 1) - 1) // s + 1 for n, f, s, p, d in axes)]
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.forward(ndim, first, second, bias, **settings)
+
+    def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
+        return call(CONV_INPUT, settings, grad, second, None, shape)
+
+    def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
+        return call(CONV_WEIGHT, settings, first, grad, None, shape)
+
+
+class _ConvTranspose(Operator):
+    name, words = "conv_transpose", ("input", "weight", "output_padding")
+
+    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+        ndim, stride, padding, dilation, groups, precision, device, tune = settings
+        return ops._convolve(
+            True, ndim, first, second, bias, stride, padding, size, dilation, groups, None, precision, device, None, None, tune, None, None,
+            None, True,
+        )
+
+    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
+        ndim, strides, paddings, dilations, groups, *_ = settings
+        axes = zip(first[-ndim:], second[-ndim:], strides, paddings, dilations, size, strict=True)
+        sizes = ((n - 1) * s - sum(p) + d * (f - 1) + e + 1 for n, f, s, p, d, e in axes)
+        return [*first[: -ndim - 1], second[1] * groups, *sizes]
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.transposed(ndim, first, second, bias, output_padding=size, **settings)
+
+    # An output padding of a stride or more, which a dilation permits, gives pixels that the convolution back makes more of than
+    # there are in the input: they are dropped there, and zeros here.
+
+    def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
+        dx = call(CONV, settings, grad, second, None, ())
+        for axis in range(-settings.ndim, 0):
+            if dx.shape[axis] != shape[axis]:
+                dx = dx.narrow(axis, 0, shape[axis])
+        return dx
+
+    def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
+        ndim = settings.ndim
+        wanted = CONV.shape(_in_numbers(settings, shape[2:]), grad.shape, shape, ())
+        missing = [w - n for w, n in zip(wanted[-ndim:], first.shape[-ndim:], strict=True)]
+        if any(missing):
+            first = torch.nn.functional.pad(first, [n for after in reversed(missing) for n in (0, after)])
+        return call(CONV_WEIGHT, settings, grad, first, None, shape)
+
+
+class _ConvInput(Operator):
+    name, words = "conv_input", ("grad_output", "weight", "input_size")
+
+    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+        return _gradient("input", settings, first, second, size)
+
+    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
+        return size
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.gradient("input", ndim, size, second, first, **settings)
+
+    def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
+        return call(CONV, settings, grad, second, None, ())
+
+    def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
+        return call(CONV_WEIGHT, settings, grad, first, None, shape)
+
+
+class _ConvWeight(Operator):
+    name, words = "conv_weight", ("input", "grad_output", "weight_size")
+
+    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+        return _gradient("weight", settings, first, second, size)
+
+    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
+        return size
+
+    def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
+        return ConvProblem.gradient("weight", ndim, first, size, second, **settings)
+
+    def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
+        return call(CONV_INPUT, settings, second, grad, None, shape)
+
+    def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
+        return call(CONV, settings, first, grad, None, ())
+
+
+def _gradient(of: str, settings: Settings, first: Any, second: Any, size: Any) -> Any:
+    ndim, stride, padding, dilation, groups, precision, device, tune = settings
+    return ops._gradient(
+        of, ndim, first, second, tuple(size), stride, padding, dilation, groups, None, precision, device, None, tune, True
+    )
+
+
+CONV, CONV_TRANSPOSE, CONV_INPUT, CONV_WEIGHT = OPERATORS = _Conv(), _ConvTranspose(), _ConvInput(), _ConvWeight()
+
+
+# ---- what ops.py calls
+
+
+def convolve(
+    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, output_padding: Any, stride: Any, padding: Any, dilation: Any,
+    groups: Any, precision: str, device: str | None, tune: bool, scale: Any, residual: Any, activation: str | None,
+) -> Any:
+    """A (transposed) convolution of which torch is told. The arguments are those of :func:`pycuda_conv.conv2d`."""
+    settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
+    input, weight, bias, scale, residual = _cast(input, weight, bias, scale, residual)
+    operator, size = (CONV_TRANSPOSE, output_padding) if transposed else (CONV, ())
+    if scale is None and residual is None and activation is None:
+        return call(operator, settings, input, weight, bias, size)
+    operands = input, weight, bias, scale, residual
+    if not _differentiated(*operands) and not _traced(*operands):  # but cast
+        return ops._convolve(
+            transposed, ndim, input, weight, bias, stride, padding, output_padding, dilation, groups, None, precision, device, None, None,
+            tune, scale, residual, activation, True,
+        )
+    # what torch differentiates, it has to see: then the epilogue is made of its operations
+    _check(operator, settings, *operands, size, activation)
+    channels = (-1, *(1,) * ndim)
+    y = call(operator, settings, input, weight, None if scale is not None else bias, size)
+    if scale is not None:
+        y = y * scale.view(channels)
+        y = y if bias is None else y + bias.view(channels)
+    y = y if residual is None else y + residual
+    return y if activation is None else torch.relu(y)
+
+
+def gradient(
+    of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, precision: str,
+    device: str | None, tune: bool,
+) -> Any:
+    """The gradient of a convolution by its input or weight, likewise."""
+    settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
+    first, second, _ = _cast(first, second, None)
+    return call(CONV_INPUT if of == "input" else CONV_WEIGHT, settings, first, second, None, size)
+
+
+def _cast(*tensors: Any) -> Any:
+    """Inside ``torch.autocast``, tensors of its dtype, as for torch's own convolutions."""
+    where = "cuda" if tensors[0].is_cuda else "cpu"
+    if not torch.is_autocast_enabled(where):
+        return tensors
+    wanted = torch.get_autocast_dtype(where)
+    return [t if t is None or not t.is_floating_point() or t.dtype is torch.float64 else t.to(wanted) for t in tensors]
+
+
+# ---- the two ways
+
+
+def call(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+    """The operator's result, known to torch."""
+    if not _traced(first, second, bias):
+        return _Function.apply(first, second, bias, operator, settings, size)
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        return _Transformed.apply(first, second, bias, operator, settings, size)
+    filter_shape = size if operator is CONV_WEIGHT else second.shape
+    settings = _in_numbers(settings, filter_shape[2:])
+    size = integers("output_padding", size, settings.ndim) if operator is CONV_TRANSPOSE else size
+    return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *_flat(settings))
+
+
+class _Function(torch.autograd.Function):
+    """All four where nothing but gradients is asked."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:
+        _save(ctx, operator, settings, first, second)
+        return operator.compute(settings, first, second, bias, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return *_derivatives(ctx, grad), None, None, None
+
+
+class _Transformed(_Function):
+    """The same for torch.func's transforms, which don't see through an operator with gradients (torch 2.13)."""
+
+    @staticmethod
+    def forward(first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:  # type: ignore[override]
+        return operator.compute(settings, first, second, bias, size)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        first, second, _, operator, settings, _ = inputs
+        _save(ctx, operator, settings, first, second)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:
+        return _vmap(info.batch_size, in_dims, operator, settings, first, second, bias, size)
+
+
+def _save(ctx: Any, operator: Operator, settings: Settings, first: Any, second: Any) -> None:
+    by_first, by_second, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(first if by_second else None, second if by_first else None)
+    ctx.call = operator, settings, first.shape, second.shape
+
+
+def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
+    first, second = ctx.saved_tensors
+    operator, settings, first_shape, second_shape = ctx.call
+    by_first, by_second, by_bias, *_ = ctx.needs_input_grad
+    channels = grad.dim() - settings.ndim - 1
+    return (
+        operator.by_first(settings, first_shape, second, grad) if by_first else None,
+        operator.by_second(settings, first, second_shape, grad) if by_second else None,
+        grad.sum([axis for axis in range(grad.dim()) if axis != channels]) if by_bias else None,
+    )
+
+
+def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
+    """A tensor without numbers that has the result's shape and strides."""
+    settings = _from_flat(*flat)
+    _check(operator, settings, first, second, bias, None, None, size, None)
+    shape = operator.shape(settings, first.shape, second.shape, size)
+    if operator is CONV_WEIGHT or _layout(first, settings.ndim) == "NCHW":
+        return first.new_empty(shape)
+    order = channels_last(len(shape), settings.ndim)
+    assert order is not None
+    return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
+
+
+def _check(
+    operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, scale: Any, residual: Any, size: Any, activation: Any
+) -> None:
+    """Refuse what doesn't fit together, as far as the sizes are known."""
+    more = {"bias": bias, "scale": scale, "residual": residual}
+    given = {name: tensor for name, tensor in more.items() if tensor is not None}
+    for name, other in {operator.words[1]: second, **given}.items():
+        if other.device != first.device or other.dtype != first.dtype:
+            raise ConvArgumentError(
+                f"{operator.words[0]} and {name} should be the same in device and dtype, but are on {first.device} in {first.dtype} and "
+                f"on {other.device} in {other.dtype}"
+            )
+    if all(isinstance(n, int) for shape in (first.shape, second.shape, *(t.shape for t in given.values())) for n in shape):
+        shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
+        operator.problem(
+            settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=_kind.dtype_name(first.dtype),
+            precision=settings.precision, **shapes, **({} if activation is None else {"activation": activation}),
+        )
+
+
+def _vmap(
+    count: int, in_dims: Any, operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any
+) -> tuple[Any, int]:
+    """`count` convolutions as one of more groups, and the axis in which their results lie."""
+    channels, filters = -settings.ndim - 1, -settings.ndim - 2
+
+    def widened(tensor: Any, dim: int | None, axis: int) -> Any:
+        if tensor is None:
+            return None
+        tensor = tensor.expand(count, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+        return tensor.movedim(0, axis - 1).flatten(axis - 1, axis)
+
+    if operator in (CONV_INPUT, CONV_WEIGHT):
+        at = channels if operator is CONV_INPUT else filters
+        size = [n * count if axis - len(size) == at else n for axis, n in enumerate(size)]
+    made = call(
+        operator, settings._replace(groups=settings.groups * count), widened(first, in_dims[0], channels),
+        widened(second, in_dims[1], channels if operator is CONV_WEIGHT else filters), widened(bias, in_dims[2], -1), size,
+    )
+    axis = filters if operator is CONV_WEIGHT else channels
+    return made.unflatten(axis, (count, made.shape[axis] // count)).movedim(axis - 1, 0), 0
+
+
+def _register(operator: Operator) -> None:
+    def compute(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
+        return operator.compute(_from_flat(*flat), first, second, bias, size)
+
+    def setup(ctx: Any, inputs: Any, output: Any) -> None:
+        _save(ctx, operator, _from_flat(*inputs[4:]), *inputs[:2])
+
+    def backward(ctx: Any, grad: Any) -> Any:
+        return *_derivatives(ctx, grad), *(None,) * (len(Settings._fields))
+
+    def vmap(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
+        return _vmap(info.batch_size, in_dims, operator, _from_flat(*flat), first, second, bias, size)
+
+    made = torch.library.custom_op(
+        f"pycuda_conv::{operator.name}", compute, mutates_args=(), schema=_SCHEMA.format(*operator.words)
+    )
+    made.register_fake(partial(_fake, operator))
+    made.register_autograd(backward, setup_context=setup)
+    made.register_vmap(vmap)
+
+
+for _operator in OPERATORS:
+    _register(_operator)

@@ -1,0 +1,264 @@
+"""Putting this package's convolutions into a model that is there.
+
+Convolutions change their class and nothing else: they stay the objects they were, with their parameters, hooks and names.
+
+Batch normalisations and ReLUs that follow them are found with ``torch.fx`` in the forward of each module by itself, whose children
+stay calls, so that what is hooked, replaced or called alone later is not bypassed. Such a module gets a `forward` of its own, a
+:class:`FusedForward`, which takes the convolution and what follows it in one step where that may be: evaluating, without gradients,
+and not in ``torch.compile``. Else it does what the model's author wrote, so a converted model is trained and evaluated as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.fx
+
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.nn import modules
+from pycuda_conv.nn.modules import checked_precision
+
+_OURS: dict[type, type] = {
+    getattr(torch.nn, name): getattr(modules, name)
+    for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
+}
+_CONVOLUTIONS = set(_OURS.values())
+_NORMS = {torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d}
+_RELUS = {torch.nn.functional.relu, torch.nn.functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_IN_PLACE = {operator.iadd, "add_"}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """One convolution of the model: its `name` there, its class before, and the names of what is fused with it."""
+
+    name: str
+    was: str
+    fused: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " + ".join((f"{self.name} ({self.was})", *self.fused))
+
+
+@dataclass
+class Conversion:
+    """What :func:`convert` did: the convolutions, and why something was left as it was. Its ``str()`` is meant to be read."""
+
+    converted: list[Converted] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        fused = sum(bool(one.fused) for one in self.converted)
+        lines = [f"{len(self.converted)} convolutions converted, {fused} of them fused with what follows"]
+        return "\n".join(lines + [f"  {one}" for one in self.converted] + [f"  note: {note}" for note in self.notes])
+
+
+def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) -> Conversion:
+    """Let this package compute a model's convolutions, in place.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its ``nn.Conv*`` and ``nn.ConvTranspose*`` modules become those of :mod:`pycuda_conv.nn`; parameters, buffers and
+        state dict are what they were. Subclasses of those are left, with a note.
+    precision : {"fp32", "tf32"}
+        Arithmetic for float32: see :func:`pycuda_conv.conv2d`.
+    fuse : bool
+        Compute convolution, batch normalisation and, where they follow, the sum with a residual and ReLU in one step wherever the
+        model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
+        Found by tracing the forward of each module; one that can't be traced is left, with a note. What changes parameters and
+        statistics is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again after those.
+
+    Returns
+    -------
+    Conversion
+        What was done. ``print`` it.
+
+    Examples
+    --------
+    >>> import torch, pycuda_conv.nn
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    >>> print(pycuda_conv.nn.convert(model))
+    1 convolutions converted, 1 of them fused with what follows
+      0 (Conv2d) + 1 + 2
+    """
+    checked_precision(precision)
+    found: dict[torch.nn.Module, Converted] = {}
+    done = Conversion()
+    for name, module in model.named_modules():
+        was = type(module)
+        if was in _OURS or was in _OURS.values():
+            module.__class__ = _OURS.get(was, was)
+            module.precision = precision
+            found[module] = Converted(name, was.__name__)
+        elif isinstance(module, tuple(_OURS)):
+            done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
+    if fuse:
+        for name, module in model.named_modules():
+            _fuse(name, module, found, done.notes)
+    done.converted.extend(found.values())
+    return done
+
+
+def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str]) -> None:
+    """Give `module` a fused forward if its own has chains to fuse; add a note if they can't be looked for."""
+    kinds = {type(child) for child in module.children()}
+    if not (kinds & _CONVOLUTIONS and kinds & _NORMS) or isinstance(module, torch.nn.ModuleList):
+        return
+    try:
+        if not isinstance(module.__dict__.get("forward", FusedForward), (type, FusedForward)):
+            raise TypeError("its forward was replaced")
+        _, chains = _traced(module)
+    except Exception as error:  # whatever a forward does when it is called with a stand-in for its argument
+        reason = str(error).partition("\n")[0]
+        notes.append(f"{name or 'the model'} ({type(module).__name__}) can't be traced, so nothing in it is fused: {reason}")
+        return
+    if chains:
+        module.forward = FusedForward(module)
+    for target, *followers in chains:
+        convolution = module.get_submodule(target)
+        found[convolution] = replace(found[convolution], fused=tuple(followers))
+
+
+class FusedForward:
+    """The forward of a module with its convolutions fused with what follows them, for evaluation; else the module's own."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self._function: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
+        if self._function is None:
+            self._function, _ = _traced(module)
+        return self._function(module, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"module": self.module, "_function": None}  # it has no name to pickle it by
+
+
+class _Tracer(torch.fx.Tracer):
+    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _traced(module: torch.nn.Module) -> tuple[Callable[..., Any], list[tuple[str, ...]]]:
+    """The module's forward with its chains fused, a function of the module and its arguments; and each chain's names."""
+    _, *parameters = inspect.signature(type(module).forward).parameters.values()
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
+        raise TypeError("its forward has optional arguments")
+    modes, attributes = [(m, m.training) for m in module.modules()], dict(module.__dict__)
+    try:
+        module.eval()
+        graph = _Tracer().trace(module)
+    finally:
+        changed = any(module.__dict__.get(key) is not value for key, value in attributes.items() if key != "training")
+        changed |= len(module.__dict__) != len(attributes)
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for one, mode in modes:
+            one.training = mode
+    if changed:
+        raise TypeError("its forward sets attributes")
+    chains = [_fuse_chain(module, graph, node) for node in list(graph.nodes) if _calls(module, node, _CONVOLUTIONS)]
+    code = graph.python_code("self")
+    exec(code.src, code.globals)
+    return code.globals["forward"], [chain for chain in chains if chain]
+
+
+def _calls(module: torch.nn.Module, node: torch.fx.Node, classes: Collection[type]) -> bool:
+    """Whether the node calls a submodule of one of these classes with one array."""
+    return (
+        node.op == "call_module" and type(module.get_submodule(str(node.target))) in classes and len(node.args) == 1 and not node.kwargs
+    )
+
+
+def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node) -> tuple[str, ...]:
+    """Make one call of a convolution and what follows it, if that can be fused; the names of all."""
+
+    def follower(node: torch.fx.Node) -> torch.fx.Node | None:
+        return next(iter(node.users)) if len(node.users) == 1 else None
+
+    norm = follower(convolution)
+    if norm is None or not _calls(module, norm, _NORMS):
+        return ()
+    last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
+    following = follower(last)
+    if following is not None and following.target in _SUMS and len(following.args) == 2 and not following.kwargs:
+        first, second = following.args
+        other = second if first is last else first
+        if isinstance(other, torch.fx.Node) and (first is last or following.target not in _IN_PLACE):
+            last, residual = following, other
+            names.append("sum")
+            following = follower(last)
+    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or following.target in _RELUS):
+        last, relu = following, True
+        names.append(str(last.target) if last.op == "call_module" else "relu")
+    with graph.inserting_before(last):
+        arrays = (convolution.args[0], residual)
+        one = graph.call_function(fused, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
+    last.replace_all_uses_with(one)
+    node: Any = last
+    while node is not convolution:
+        before = next(n for n in node.all_input_nodes if n is not residual)
+        graph.erase_node(node)
+        node = before
+    graph.erase_node(convolution)
+    return tuple(names)
+
+
+def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
+    """Convolution, batch normalisation, sum with a residual (or None), ReLU (or not): what a traced forward calls."""
+    found = _scale_and_shift(convolution, norm)
+    if found is not None:
+        scale, shift = found
+        try:
+            activation = "relu" if relu else None
+            return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
+        except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
+            pass
+    result = norm(convolution(input))
+    if residual is not None:
+        result = result + residual
+    return torch.relu(result) if relu else result
+
+
+def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
+    """What `norm` does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
+
+    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    """
+    if (
+        type(convolution) not in _CONVOLUTIONS or type(norm) not in _NORMS or norm.training or norm.running_mean is None
+        or convolution._forward_hooks or convolution._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks
+    ):
+        return None
+    weight, bias = convolution.weight, convolution.bias
+    parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
+    statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
+    sources = bias, parameters["weight"], parameters["bias"], *statistics
+    try:
+        state = [weight.dtype, *(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)]
+    except RuntimeError:  # tensors of inference mode have no version
+        return None
+    kept = norm.__dict__.get("_scale_and_shift")
+    if kept is not None and kept[0] == state:
+        return kept[2]
+    bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
+    assert mean is not None and variance is not None
+    scale = torch.rsqrt(variance.double() + norm.eps)
+    scale = scale if gamma is None else scale * gamma
+    shift = -mean * scale if bias is None else (bias - mean) * scale
+    shift = shift if beta is None else shift + beta
+    made = scale.to(weight.dtype), shift.to(weight.dtype)
+    if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
+        norm.__dict__["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
+    return made

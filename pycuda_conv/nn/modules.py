@@ -1,0 +1,142 @@
+"""torch's convolution modules, computed by this package.
+
+Each is torch's own class with another forward: the same arguments, parameters, initialisation, state_dict and printed form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import pycuda_conv as pc
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import PRECISIONS
+
+
+def checked_precision(precision: str) -> str:
+    if precision not in PRECISIONS:
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
+    return precision
+
+
+class _Precise:
+    """What all the modules have besides torch's: a precision."""
+
+    precision = "fp32"
+
+    def extra_repr(self) -> str:
+        text: str = super().extra_repr()  # type: ignore[misc]
+        return text if self.precision == "fp32" else f"{text}, precision={self.precision}"
+
+
+class _Conv(_Precise):
+    function: Callable[..., Any]
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+        bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: str = "fp32",
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        )
+        self.precision = checked_precision(precision)
+
+    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, **epilogue: Any) -> Any:
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input = torch.nn.functional.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0
+        return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
+
+
+class _ConvTranspose(_Precise):
+    function: Callable[..., Any]
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
+        groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
+        precision: str = "fp32",
+    ) -> None:
+        super().__init__(  # type: ignore[call-arg]
+            in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
+        )
+        self.precision = checked_precision(precision)
+
+    def forward(self: Any, input: Any, output_size: Any = None) -> Any:
+        """As torch's, which has `output_size` too: the result's size, where a stride leaves it open."""
+        return self._conv_forward(input, self.weight, self.bias, output_size)
+
+    def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, output_size: Any = None, **epilogue: Any) -> Any:
+        ndim = len(self.kernel_size)
+        output_padding = self._output_padding(input, output_size, self.stride, self.padding, self.kernel_size, ndim, self.dilation)
+        return self.function(
+            input, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation, precision=self.precision, **epilogue
+        )
+
+
+class Conv1d(_Conv, torch.nn.Conv1d):
+    """``torch.nn.Conv1d`` computed by :func:`pycuda_conv.conv1d`: see :class:`Conv2d`."""
+
+    function = staticmethod(pc.conv1d)
+
+
+class Conv2d(_Conv, torch.nn.Conv2d):
+    """``torch.nn.Conv2d`` computed by :func:`pycuda_conv.conv2d`, with its gradients.
+
+    Parameters
+    ----------
+    in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
+        As for ``torch.nn.Conv2d``, in its order. State dicts fit both ways.
+    precision : {"fp32", "tf32"}
+        Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
+
+    Examples
+    --------
+    >>> import torch, pycuda_conv.nn
+    >>> layer = pycuda_conv.nn.Conv2d(16, 33, 3, stride=2, padding="valid")
+    >>> layer(torch.randn(20, 16, 50, 100)).shape
+    torch.Size([20, 33, 24, 49])
+    """
+
+    function = staticmethod(pc.conv2d)
+
+
+class Conv3d(_Conv, torch.nn.Conv3d):
+    """``torch.nn.Conv3d`` computed by :func:`pycuda_conv.conv3d`: see :class:`Conv2d`."""
+
+    function = staticmethod(pc.conv3d)
+
+
+class ConvTranspose1d(_ConvTranspose, torch.nn.ConvTranspose1d):
+    """``torch.nn.ConvTranspose1d`` computed by :func:`pycuda_conv.conv_transpose1d`: see :class:`ConvTranspose2d`."""
+
+    function = staticmethod(pc.conv_transpose1d)
+
+
+class ConvTranspose2d(_ConvTranspose, torch.nn.ConvTranspose2d):
+    """``torch.nn.ConvTranspose2d`` computed by :func:`pycuda_conv.conv_transpose2d`, with its gradients.
+
+    Parameters
+    ----------
+    in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
+        As for ``torch.nn.ConvTranspose2d``, in its order. State dicts fit both ways.
+    precision : {"fp32", "tf32"}
+        Arithmetic for float32, forward and backward: see :func:`pycuda_conv.conv2d`.
+
+    Examples
+    --------
+    >>> import torch, pycuda_conv.nn
+    >>> layer = pycuda_conv.nn.ConvTranspose2d(8, 4, 3, stride=2, padding=1)
+    >>> layer(torch.randn(1, 8, 6, 6), output_size=(12, 12)).shape
+    torch.Size([1, 4, 12, 12])
+    """
+
+    function = staticmethod(pc.conv_transpose2d)
+
+
+class ConvTranspose3d(_ConvTranspose, torch.nn.ConvTranspose3d):
+    """``torch.nn.ConvTranspose3d`` computed by :func:`pycuda_conv.conv_transpose3d`: see :class:`ConvTranspose2d`."""
+
+    function = staticmethod(pc.conv_transpose3d)

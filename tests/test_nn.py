@@ -1,0 +1,785 @@
+"""Training with torch: gradients, operators, modules, and models whose convolutions were converted."""
+
+import copy
+import doctest
+import inspect
+import io
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+from reference import channels_last, is_channels_last, python
+
+import pycuda_conv as pc
+
+torch = pytest.importorskip("torch", reason="the modules are torch's")
+import pycuda_conv.nn as pn  # noqa: E402
+from pycuda_conv.nn.convert import FusedForward  # noqa: E402
+
+F = torch.nn.functional
+NAMES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request):
+    """Where tensors lie."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch.compile counts how often it has compiled the code that modules share."""
+    yield
+    torch._dynamo.reset()
+
+
+def randn(*shape, where="cpu", dtype=torch.float64, seed=0, grad=True):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(where, dtype).requires_grad_(grad)
+
+
+def pair(name, *args, seed=0, dtype=torch.float64, where="cpu", **kwargs):
+    """torch's module of that name and ours, with the same parameters."""
+    torch.manual_seed(seed)
+    theirs = getattr(torch.nn, name)(*args, **kwargs, dtype=dtype, device=where)
+    ours = getattr(pn, name)(*args, **kwargs, dtype=dtype, device=where)
+    ours.load_state_dict(theirs.state_dict())
+    return theirs, ours
+
+
+def close(got, expected, dtype=None):
+    """Equal but for rounding, relative to the largest element or 1."""
+    eps = torch.finfo(dtype or got.dtype).eps
+    assert got.shape == expected.shape and got.device == expected.device
+    scale = max(1, expected.abs().max().item())
+    torch.testing.assert_close(got, expected.to(got.dtype), rtol=0, atol=100 * eps * scale)
+
+
+def same_gradients(ours, theirs, inputs, dtype=None):
+    """The results and all gradients of two modules or functions agree."""
+    parameters = [list(f.parameters()) if isinstance(f, torch.nn.Module) else [] for f in (ours, theirs)]
+    results = [f(*inputs) for f in (ours, theirs)]
+    close(*results, dtype)
+    grad = randn(*results[0].shape, where=results[0].device, dtype=results[0].dtype, seed=9, grad=False)
+    found = [
+        torch.autograd.grad(y, [t for t in (*inputs, *p) if t.requires_grad], grad) for y, p in zip(results, parameters, strict=True)
+    ]
+    for got, expected in zip(*found, strict=True):
+        close(got, expected, dtype)
+
+
+# ---- gradients
+
+CASES = {
+    "conv1d": ("conv1d", (2, 4, 7), (6, 2, 3), 6, {"stride": 2, "padding": ((1, 0),), "groups": 2}),
+    "conv2d": ("conv2d", (2, 3, 6, 5), (4, 3, 3, 2), 4, {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2)}),
+    "conv2d unbatched, same": ("conv2d", (2, 5, 4), (3, 2, 2, 3), 3, {"padding": "same"}),
+    "conv3d depthwise": ("conv3d", (1, 2, 3, 4, 3), (2, 1, 2, 2, 2), 2, {"padding": 1, "groups": 2}),
+    "conv_transpose1d": ("conv_transpose1d", (2, 4, 3), (4, 2, 3), 4, {"stride": 2, "padding": ((1, 0),), "output_padding": 1, "groups": 2}),
+    # an output padding of the stride or more
+    "conv_transpose2d": ("conv_transpose2d", (1, 2, 3, 2), (2, 2, 2, 2), 2, {"dilation": (2, 3), "output_padding": (1, 2), "padding": 1}),
+    "conv2d_input": ("conv2d_input", (2, 4, 2, 4), (4, 3, 3, 2), 0, {"stride": (2, 1), "size": (2, 3, 6, 5)}),
+    "conv2d_weight": ("conv2d_weight", (2, 3, 6, 5), (2, 4, 2, 4), 0, {"stride": (2, 1), "size": (4, 3, 3, 2)}),
+}  # fmt: skip
+
+
+def function_of(case):
+    """The case as a function of tensors, and those."""
+    name, first, second, bias, options = case
+    options = dict(options)
+    size = options.pop("size", None)
+    function = getattr(pc, name)
+    if name.endswith("_input"):
+        return (lambda dy, w: function(size, w, dy, **options)), (first, second)
+    if name.endswith("_weight"):
+        return (lambda x, dy: function(x, size, dy, **options)), (first, second)
+    return (lambda x, w, b: function(x, w, b, **options)), (first, second, (bias,))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_of_both_orders(where, name):
+    function, shapes = function_of(CASES[name])
+    inputs = [randn(*shape, where=where) for shape in shapes]
+    assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+
+
+def in_float64(transposed, x, w, b, stride, padding, output_padding, dilation, groups):
+    """The same by torch, whose padding is even, with the padding done apart."""
+    ndim = w.dim() - 2
+    if not transposed:
+        padded = F.pad(x, [n for both in reversed(padding) for n in both])
+        return getattr(F, f"conv{ndim}d")(padded, w, b, stride, 0, dilation, groups)
+    full = getattr(F, f"conv_transpose{ndim}d")(x, w, None, stride, 0, 0, groups, dilation)
+    axes = reversed(list(zip(padding, output_padding, strict=True)))
+    return F.pad(full, [n for (before, after), extra in axes for n in (-before, extra - after)]) + b.view(-1, *(1,) * ndim)
+
+
+@st.composite
+def problems(draw):
+    """Shapes of input, filter and bias, and arguments."""
+    ndim, transposed, groups = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.integers(1, 2))
+
+    def sizes(low, high):
+        return [draw(st.integers(low, high)) for _ in range(ndim)]
+
+    c, k, filter_size = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), sizes(1, 3)
+    stride, dilation = sizes(1, 3), sizes(1, 2)
+    padding = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(ndim)]
+    reach = [d * (f - 1) + 1 for d, f in zip(dilation, filter_size, strict=True)]
+    extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+    if transposed:  # the result has to have a pixel
+        low = [max(1, -(-(1 + sum(p) - r - e) // s) + 1) for p, r, e, s in zip(padding, reach, extra, stride, strict=True)]
+    else:
+        low = [max(1, r - sum(p)) for r, p in zip(reach, padding, strict=True)]
+    size = [n + draw(st.integers(0, 3)) for n in low]
+    images = () if draw(st.booleans()) else (draw(st.integers(1, 2)),)
+    shapes = ((*images, k if transposed else c, *size), (k, c // groups, *filter_size), (c if transposed else k,))
+    return transposed, shapes, (stride, padding, extra, dilation, groups)
+
+
+@settings(max_examples=8)
+@given(problem=problems())
+def test_gradients_of_random_problems(where, problem):
+    transposed, shapes, (stride, padding, extra, dilation, groups) = problem
+    ndim = len(stride)
+
+    def ours(x, w, b):
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        if transposed:
+            return getattr(pc, f"conv_transpose{ndim}d")(x, w, b, **options, output_padding=extra)
+        return getattr(pc, f"conv{ndim}d")(x, w, b, **options)
+
+    inputs = [randn(*shape, where=where, seed=seed) for seed, shape in enumerate(shapes)]
+    same_gradients(ours, lambda *a: in_float64(transposed, *a, stride, padding, extra, dilation, groups), inputs)
+
+
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+def test_only_what_is_asked_for_is_kept_and_computed(where, needs, monkeypatch):
+    x, w, b = (randn(*s, where=where, grad=g) for s, g in zip(((2, 3, 6, 5), (4, 3, 3, 2), (4,)), needs, strict=True))
+    kept, asked = [], []
+    gradient = pc.ops._gradient
+    monkeypatch.setattr(pc.ops, "_gradient", lambda of, *args: asked.append(of) or gradient(of, *args))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        y = pc.conv2d(x, w, b)
+    y.sum().backward()
+    assert [t.grad is not None for t in (x, w, b)] == list(needs)
+    assert kept == [t.shape for t, other in ((x, needs[1]), (w, needs[0])) if other]
+    assert asked == [of for of, need in (("input", needs[0]), ("weight", needs[1])) if need]
+
+
+def test_gradients_are_the_same_bits_every_time(where):
+    x, w, b = (randn(*s, where=where, dtype=torch.float32) for s in ((4, 8, 9, 9), (16, 8, 3, 3), (16,)))
+    first, second = (torch.autograd.grad(pc.conv2d(x, w, b, padding=1).square().sum(), (x, w, b)) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_gradients_need_no_import(python_env):
+    code = """
+import torch, pycuda_conv as pc
+x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
+pc.conv2d(x, w).sum().backward()
+print(w.grad.shape)
+"""
+    assert python(code, python_env) == "torch.Size([3, 2, 3, 3])\n"
+
+
+def test_importing_the_package_does_not_import_torch(python_env):
+    assert python("import sys, pycuda_conv\nprint('torch' in sys.modules)", python_env) == "False\n"
+
+
+def by_torch(x, w, b, scale, residual):
+    """What the epilogue says, by torch."""
+    return torch.relu(F.conv2d(x, w) * scale.view(-1, 1, 1) + b.view(-1, 1, 1) + residual)
+
+
+def test_the_epilogue_is_differentiated_cast_and_compiled(where):
+    shapes = (2, 3, 6, 5), (4, 3, 3, 2), (4,), (4,), (2, 4, 4, 4)
+    inputs = [randn(*shape, where=where, seed=seed) for seed, shape in enumerate(shapes)]
+
+    def ours(x, w, b, scale, residual):
+        return pc.conv2d(x, w, b, scale=scale, residual=residual, activation="relu")
+
+    same_gradients(ours, by_torch, inputs)
+    same_gradients(torch.compile(ours, backend="aot_eager", fullgraph=True), by_torch, inputs)
+    t = randn(2, 4, 4, 4, where=where)
+    same_gradients(lambda t, w: pc.conv_transpose2d(t, w, activation="relu"), lambda t, w: F.conv_transpose2d(t, w).relu(), [t, inputs[1]])
+    x, w, b, scale, residual = (t.detach().float() for t in inputs)
+    with torch.autocast(where, torch.bfloat16):
+        y = ours(x, w, b, scale, residual)  # in one step: nothing needs gradients
+        assert y.dtype == torch.bfloat16
+        close(y, by_torch(x, w, b, scale, residual).bfloat16())
+        assert ours(x, w.requires_grad_(), b, scale, residual).dtype == torch.bfloat16
+    for wrong in ({"scale": scale[:1]}, {"residual": residual[:1]}, {"scale": scale.double()}, {"activation": "gelu"}):
+        with pytest.raises(pc.ConvArgumentError):
+            pc.conv2d(x, w, b, **wrong)
+
+
+# ---- operators
+
+LISTED = {
+    "conv": ([(2, 4, 6, 5), (6, 2, 3, 3), (6,)], []),
+    "conv_transpose": ([(2, 6, 3, 3), (6, 2, 3, 3), (4,)], [1, 0]),
+    "conv_input": ([(2, 6, 3, 4), (6, 2, 3, 3), None], [2, 4, 6, 5]),
+    "conv_weight": ([(2, 4, 6, 5), (2, 6, 3, 4), None], [6, 2, 3, 3]),
+}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("name", LISTED)
+def test_operators_are_what_torch_expects(where, name, last):
+    shapes, size = LISTED[name]
+    tensors = [None if shape is None else randn(*shape, where=where) for shape in shapes]
+    if last:
+        tensors[0] = channels_last(tensors[0]).detach().requires_grad_()
+    rest = ([2, 1], [1, 0, 1, 0] if name != "conv_transpose" else [1, 0, 0, 0], [1, 1], 2, "fp32", None, False)
+    torch.library.opcheck(getattr(torch.ops.pycuda_conv, name).default, (*tensors, size, *rest))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled_training_is_training(where, dynamic):
+    theirs, ours = (torch.nn.Sequential(a, torch.nn.ReLU(), b) for a, b in zip(
+        pair("Conv2d", 2, 3, 3, padding="same", where=where), pair("ConvTranspose2d", 3, 2, 3, stride=2, where=where), strict=True
+    ))  # fmt: skip
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for n in (1, 2):
+        same_gradients(compiled, theirs, [randn(n, 2, 5, 4, where=where)])
+    with torch.no_grad():
+        close(compiled(randn(2, 2, 5, 4, where=where)), theirs(randn(2, 2, 5, 4, where=where)))
+
+
+def test_functions_are_compiled_whole(python_env):
+    code = """
+import torch, pycuda_conv as pc, pycuda_conv.nn
+x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
+f = torch.compile(lambda x, w: pc.conv2d(x, w, padding="same").relu(), backend="aot_eager", fullgraph=True)
+torch.testing.assert_close(f(x, w), pc.conv2d(x, w, padding="same").relu())
+"""
+    python(code, python_env)
+
+
+def test_tensors_without_numbers_are_checked_as_others():
+    layer = pn.Conv2d(3, 4, 3, stride=2, device="meta")
+    assert layer(torch.empty(2, 3, 9, 9, device="meta")).shape == (2, 4, 4, 4)
+    for wrong in (torch.empty(2, 4, 9, 9, device="meta"), torch.empty(2, 3, 9, 9, device="meta").double()):
+        with pytest.raises(pc.ConvArgumentError):
+            layer(wrong)
+    with pytest.raises((pc.ConvArgumentError, TypeError)):
+        layer(torch.empty(2, 3, 9, 9))
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        y = pc.conv_transpose2d(torch.empty(2, 4, 9, 9), torch.empty(4, 2, 3, 3), stride=2, output_padding=1)
+    assert y.shape == (2, 2, 20, 20)
+
+
+def test_transforms_of_torch_func(where):
+    x, w, b = (randn(*s, where=where, grad=False) for s in ((3, 2, 4, 5, 5), (6, 2, 3, 3), (6,)))
+
+    def loss(convolution, w, x):
+        return convolution(x, w, stride=2, padding=1, groups=2).square().sum()
+
+    many = [torch.func.vmap(torch.func.grad(lambda w, x, f=f: loss(f, w, x)), (None, 0))(w, x) for f in (pc.conv2d, F.conv2d)]
+    close(*many)
+    ws = torch.stack([w, -w, 2 * w])
+    for dims, arrays in (((0, None, None), (x, w, b)), ((None, 0, None), (x[0], ws, b)), ((0, 0, 0), (x, ws, torch.stack([b] * 3)))):
+        close(*(torch.func.vmap(lambda *a, f=f: f(*a, groups=2), dims)(*arrays) for f in (pc.conv2d, F.conv2d)))
+    dy = pc.conv2d(x[0], w, groups=2)
+    close(torch.func.vmap(lambda w: pc.conv2d_input(x.shape[1:], w, dy, groups=2))(ws)[1], -pc.conv2d_input(x.shape[1:], w, dy, groups=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_as_it_does_for_torch(where, dtype):
+    theirs, ours = pair("Conv2d", 2, 3, 3, dtype=torch.float32, where=where)
+    x = randn(2, 2, 5, 5, where=where, dtype=torch.float32)
+    with torch.autocast(where, dtype):
+        same_gradients(ours, theirs, [x], dtype)
+        assert ours(x).dtype == dtype == pc.conv_transpose2d(x, ours.weight.transpose(0, 1)).dtype
+        with torch.no_grad():
+            assert ours(x).dtype == dtype
+            assert pc.conv2d(x, ours.weight, out=torch.empty(2, 3, 3, 3, device=where)).dtype == torch.float32  # as torch
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        assert compiled(x).dtype == dtype
+        assert pc.conv2d(x.double(), ours.weight.double()).dtype == torch.float64
+    y = ours(x)
+    assert y.dtype == torch.float32
+    with torch.autocast(where, dtype):  # which is for what runs forward
+        y.sum().backward()
+    exact = theirs.double()  # a GPU's float32 may be TF32
+    close(ours.weight.grad, torch.autograd.grad(exact(x.double()).sum(), exact.weight)[0])
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_channels_last_comes_out_and_back(where, ndim):
+    x = channels_last(randn(2, 4, *(5, 6, 4)[:ndim], where=where, grad=False)).requires_grad_()
+    theirs, ours = pair(f"Conv{ndim}d", 4, 6, 3, padding=1, where=where)
+    theirs.weight.data, ours.weight.data = (channels_last(m.weight.detach()) for m in (theirs, ours))
+    y = ours(x)
+    assert is_channels_last(y) and y.grad_fn is not None
+    (dx,) = torch.autograd.grad(y, x, channels_last(torch.ones_like(y)))
+    assert is_channels_last(dx)
+    same_gradients(ours, theirs, [x])
+    with torch.no_grad():
+        assert is_channels_last(ours(x))
+    strided = x.detach().repeat_interleave(2, -1)[..., ::2].requires_grad_()
+    same_gradients(ours, theirs, [strided])
+    ours(strided).sum().backward()  # the gradient by the result is expanded from one number
+
+
+# ---- modules
+
+
+def module_inputs():
+    """torch's own samples of the modules; importing them is left to the test, for they live in a private module."""
+    try:
+        from torch.testing._internal.common_modules import module_db
+    except Exception as error:  # pragma: no cover
+        pytest.skip(f"torch's ModuleInfo database is not importable: {error}")
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True  # see test_opinfo.py
+    return {info.module_cls.__name__: info for info in module_db if info.module_cls.__name__ in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_torch_s_samples_of_the_modules(where, name):
+    info = module_inputs()[name]
+    samples = info.module_inputs_func(info, device=where, dtype=torch.float64, requires_grad=True, training=True)
+    for sample in samples:
+        theirs, ours = pair(name, *sample.constructor_input.args, **sample.constructor_input.kwargs, where=where)
+        same_gradients(ours, theirs, sample.forward_input.args)
+
+
+def test_arguments_are_torch_s():
+    for name in NAMES:
+        theirs, ours = (list(inspect.signature(getattr(of, name)).parameters.values()) for of in (torch.nn, pn))
+        *first, precision = ours
+        assert [(p.name, p.default, p.kind) for p in first] == [(p.name, p.default, p.kind) for p in theirs]
+        assert (precision.name, precision.default, precision.kind) == ("precision", "fp32", precision.KEYWORD_ONLY)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_modules_are_torch_s_in_all_but_the_arithmetic(name):
+    arguments = (4, 6, 3, 2, 1, 1, 2, False) if "Transpose" in name else (4, 6, 3, 2, 1, 2, 2, False, "reflect")
+    torch.manual_seed(1)
+    theirs = getattr(torch.nn, name)(*arguments)
+    torch.manual_seed(1)
+    ours = getattr(pn, name)(*arguments, precision="tf32")
+    assert isinstance(ours, type(theirs)) and torch.equal(ours.weight, theirs.weight)
+    assert repr(ours) == repr(theirs)[:-1] + ", precision=tf32)" and repr(getattr(pn, name)(*arguments)) == repr(theirs)
+    theirs.load_state_dict(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    for twin in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert repr(twin) == repr(ours) and torch.equal(twin.weight, ours.weight) and twin.precision == "tf32"
+    assert torch.nn.utils.skip_init(getattr(pn, name), *arguments[:3]).weight.shape == ours.weight.shape[:1] + (
+        (6,) if "Transpose" in name else (4,)
+    ) + ours.weight.shape[2:]
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_padding_modes(where, ndim, mode):
+    theirs, ours = pair(f"Conv{ndim}d", 2, 3, 3, padding=(2, 1, 1)[:ndim], padding_mode=mode, where=where)
+    same_gradients(ours, theirs, [randn(1, 2, *(4, 5, 3)[:ndim], where=where)])
+
+
+def test_the_output_size_of_a_transposed_convolution(where):
+    theirs, ours = pair("ConvTranspose2d", 2, 3, 3, stride=2, padding=1, where=where)
+    x = randn(2, 2, 4, 5, where=where)
+    for size in ((8, 10), (2, 3, 7, 10)):
+        same_gradients(lambda x, size=size: ours(x, size), lambda x, size=size: theirs(x, output_size=size), [x])
+    for layer in (theirs, ours):
+        with pytest.raises(ValueError, match="requested an output size of"):
+            layer(x, (20, 20))
+
+
+WRONG = [
+    ((4, 6, 3), {"groups": 3}, None), ((4, 6, 3), {"groups": 0}, None), ((4, 6, 3), {"padding": "all"}, None), ((4, 6, 3), {"padding_mode": "none"}, None),
+    ((4, 6, 3), {"padding": "same", "stride": 2}, None), ((4, 6, 3), {"precision": "fp8"}, None), ((4, 6), {}, None), ((4, 6, 3, 1, 0, 1, 1, True, "zeros", "cpu", torch.float32, 1), {}, None),
+    ((4, 6, 3), {}, (2, 3, 8, 8)), ((4, 6, 3), {}, (8, 8)), ((4, 6, 9), {}, (2, 4, 8, 8)), ((4, 6, 3), {"stride": 0}, (2, 4, 8, 8)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "options", "shape"), WRONG)
+def test_wrong_arguments_are_refused_as_torch_refuses_them(arguments, options, shape):
+    def error(of):
+        with pytest.raises(Exception) as raised:
+            layer = of.Conv2d(*arguments, **{k: v for k, v in options.items() if k != "precision" or of is pn})
+            if shape is None and "precision" in options and of is torch.nn:
+                raise ValueError("precision must be one of ('fp32', 'tf32')")
+            layer(torch.zeros(shape))
+        return raised.value
+
+    theirs, ours = error(torch.nn), error(pn)
+    assert isinstance(ours, type(theirs))
+    words = str(theirs).removeprefix("Conv2d.__init__()")
+    assert re.split(r"[,.:(\[]", words)[0] in str(ours)
+
+
+def test_wrong_precision_and_dtypes():
+    with pytest.raises(pc.ConvArgumentError, match="precision must be one of"):
+        pn.convert(torch.nn.Conv2d(1, 1, 1), precision="fp8")
+    with pytest.raises(TypeError, match=r"float16, bfloat16, float32 or float64"):
+        pc.conv2d(randn(1, 1, 3, 3, grad=False).int(), randn(1, 1, 1, 1, grad=False).int())
+    with pytest.raises(pc.ConvArgumentError, match="should be the same"):
+        pn.Conv2d(1, 1, 1)(randn(1, 1, 3, 3))
+    x, w = randn(1, 1, 3, 3), randn(1, 1, 1, 1)
+    with pytest.raises(pc.ConvArgumentError, match=r"torch.no_grad\(\)"):
+        pc.conv2d(x, w, out=torch.empty(1, 1, 3, 3, dtype=torch.float64))
+
+
+# ---- models
+
+
+class Block(torch.nn.Module):
+    """As in a ResNet: one ReLU called twice, the second time on a sum."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.bn1 = torch.nn.Conv2d(channels, channels, 3, padding=1, bias=False), torch.nn.BatchNorm2d(channels)
+        self.conv2 = torch.nn.Conv2d(channels, channels, 3, padding=1, padding_mode="circular")
+        self.bn2, self.relu = torch.nn.BatchNorm2d(channels, affine=False), torch.nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += x
+        return self.relu(out)
+
+
+def network():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, groups=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU6()), Block(4),
+        torch.nn.Sequential(torch.nn.ConvTranspose2d(4, 2, 2, stride=2), torch.nn.BatchNorm2d(2), torch.nn.ReLU()), torch.nn.AdaptiveAvgPool2d(2), torch.nn.Flatten(), torch.nn.Linear(8, 3),
+    )  # fmt: skip
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            norm.running_mean.normal_(std=0.3)
+            norm.running_var.uniform_(0.5, 2)
+            if norm.affine:
+                torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+                torch.nn.init.normal_(norm.bias)
+    return model.double()
+
+
+def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
+    theirs, ours = (network().to(where) for _ in range(2))
+    parameters = {name: id(p) for name, p in ours.named_parameters()}
+    done = pn.convert(ours)
+    assert str(done) == (
+        "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1\n  1.conv1 (Conv2d) + bn1 + relu\n"
+        "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2.0 (ConvTranspose2d) + 1 + 2"
+    )
+    assert {name: id(p) for name, p in ours.named_parameters()} == parameters
+    assert list(ours.state_dict()) == list(theirs.state_dict()) and type(ours[2][0]) is pn.ConvTranspose2d
+    x = randn(2, 3, 6, 6, where=where, grad=False)
+    for _ in range(2):
+        same_gradients(ours.train(), theirs.train(), [x])  # which also moves the running statistics
+        same_gradients(ours.eval(), theirs.eval(), [x])
+        with torch.no_grad():
+            close(ours(x), theirs(x))
+        with torch.inference_mode():
+            close(ours(x), theirs(x))
+    twins = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    with torch.no_grad():
+        for twin in (*twins, torch.load(file, weights_only=False)):
+            assert isinstance(twin[1].forward, FusedForward) and twin[1].forward.module is twin[1]
+            assert torch.equal(twin(x), ours(x))
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        close(compiled(x), theirs(x))
+
+
+def test_what_is_changed_after_the_conversion_counts(where):
+    theirs, ours = (network().to(where).eval() for _ in range(2))
+    pn.convert(ours)
+    x, seen = randn(2, 3, 6, 6, where=where, grad=False), []
+
+    def double(module, arguments, result):
+        seen.append(module)
+        return result * 2
+
+    @torch.no_grad()
+    def change(what):
+        for model in (theirs, ours):
+            what(model)
+        close(ours(x), theirs(x))
+
+    change(lambda model: None)
+    change(lambda model: model[1].bn1.running_mean.add_(1))
+    change(lambda model: model[1].conv1.weight.mul_(2))
+    change(lambda model: model.load_state_dict({name: t * 1.5 if t.is_floating_point() else t for name, t in model.state_dict().items()}))
+    change(lambda model: model[1].bn1.register_forward_hook(double))
+    change(lambda model: model[1].register_forward_hook(double))
+    assert len(seen) == 6  # two of the first change, four of the second
+    change(lambda model: setattr(model[1], "bn2", torch.nn.Identity()))
+    change(lambda model: setattr(model[0], "0", torch.nn.Conv2d(3, 4, 1, dtype=torch.float64, device=where).requires_grad_(False).apply(
+        lambda m: (m.weight.fill_(0.3), m.bias.fill_(0.1)))))  # fmt: skip
+    change(lambda model: setattr(model[1], "bn1", torch.nn.BatchNorm2d(4, track_running_stats=False, dtype=torch.float64, device=where)))
+
+
+class Own(torch.nn.Conv2d):
+    pass
+
+
+class Odd(torch.nn.Sequential):
+    """Three ways of writing a forward that tracing would get wrong."""
+
+    def __init__(self, way):
+        super().__init__(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
+        self.way, self.kept = way, None
+
+
+class Branching(Odd):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Keeping(Odd):
+    def forward(self, x):
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Optional(Odd):
+    def forward(self, x, scale=None):
+        x = super().forward(x)
+        return x if scale is None else x * scale
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Branching, "control flow"), (Keeping, "sets attributes"), (Optional, "optional arguments")])
+def test_a_forward_that_cannot_be_traced_is_left(kind, reason):
+    model = kind(0).eval()
+    done = pn.convert(model)
+    assert [one.fused for one in done.converted] == [()] and len(done.notes) == 1 and reason in done.notes[0]
+    assert "forward" not in model.__dict__ and model.kept is None and not model.training
+    assert str(done).endswith(f"  note: {done.notes[0]}")
+    with torch.no_grad():
+        model(torch.zeros(1, 1, 2, 2))
+
+
+def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
+    class Adding(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)
+
+        def forward(self, x, other):
+            return self.norm(self.conv(x)) + other
+
+    theirs = Adding().eval()
+    ours = copy.deepcopy(theirs)
+    assert pn.convert(ours).converted[0].fused == ("norm", "sum")
+    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
+    with torch.no_grad():
+        for other in (torch.ones(2, 3, 1, 1), torch.ones(2, 3, 3, 3, dtype=torch.float64), torch.ones(2, 3, 3, 3)):
+            assert ours(x, other).dtype == other.dtype
+            torch.testing.assert_close(ours(x, other), theirs(x, other))
+
+
+def test_what_is_not_converted_or_fused():
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.norm = torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1)
+
+        def forward(self, x):
+            y = self.conv(x)  # used twice
+            return self.norm(y) + y
+
+    done = pn.convert(torch.nn.ModuleList([Own(1, 1, 1), Shared(), torch.nn.Linear(2, 2)]))
+    assert [str(one) for one in done.converted] == ["1.conv (Conv2d)"]
+    assert len(done.notes) == 1 and "0 is a" in done.notes[0] and "Own" in done.notes[0]
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
+    assert not pn.convert(model, fuse=False, precision="tf32").converted[0].fused and "forward" not in model.__dict__
+    assert model[0].precision == "tf32"
+    assert pn.convert(model).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
+    layer = torch.nn.Conv2d(1, 1, 1)
+    pn.convert(layer)  # a model may be one convolution
+    assert type(layer) is pn.Conv2d
+
+
+def torchvision_models():
+    try:
+        import torchvision
+    except Exception as error:  # one that was built for another torch raises a RuntimeError
+        pytest.skip(f"torchvision can't be imported: {error}")
+    return torchvision.models
+
+
+def torchvision_model(name):
+    """One with random weights and statistics, in evaluation."""
+    models = torchvision_models()
+    torch.manual_seed(0)
+    model = models.get_model(name, weights=None, **({"weights_backbone": None} if "deeplab" in name else {}))
+    for norm in model.modules():
+        if isinstance(norm, torch.nn.BatchNorm2d):
+            torch.nn.init.normal_(norm.running_mean, std=0.1)
+            torch.nn.init.uniform_(norm.running_var, 0.5, 2)
+    return model.cuda().eval()
+
+
+def error(got, expected):
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "mobilenet_v2", "convnext_tiny", "deeplabv3_resnet50"])
+def test_models_of_torchvision(name, order):
+    model = torchvision_model(name)
+    count = sum(isinstance(m, torch.nn.Conv2d) for m in model.modules())
+    exact = copy.deepcopy(model).double()
+    done = pn.convert(model.to(memory_format=order))
+    assert len(done.converted) == count and not done.notes
+    if name.startswith(("resnet", "mobilenet")):
+        assert all(one.fused for one in done.converted)
+    x = torch.randn(4, 3, 96, 96, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    def run(model, x):
+        y = model(x)
+        return y["out"] if isinstance(y, dict) else y
+
+    with torch.no_grad():
+        expected = run(exact, x.double())
+        assert error(run(model, x.to(memory_format=order)), expected) < 1e-5
+    assert error(run(model, x.to(memory_format=order)), expected) < 1e-5  # with gradients, so nothing is fused
+
+
+def losses(model, x, labels, steps=20, lr=0.001):
+    """What a model that is trained says at every step."""
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=lr)
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(x), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.gpu
+def test_a_resnet_is_trained_as_by_torch():
+    ours = torchvision_model("resnet18")
+    exact = copy.deepcopy(ours).double()
+    pn.convert(ours)
+    x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
+    curve, expected = losses(ours, x.float(), labels), losses(exact, x, labels)
+    assert curve[-1] < curve[0] == pytest.approx(expected[0], rel=1e-5)
+    assert curve == pytest.approx(expected, rel=3e-2)  # where rounding turns a ReLU on, gradients differ by 1e-3, torch's float32 too
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_a_step():
+    theirs, ours = pair("Conv2d", 16, 32, 3, padding=1, where="cuda")
+    ours.float()
+    x = torch.zeros(8, 16, 20, 20, device="cuda", requires_grad=True)
+
+    def step():
+        ours(x).square().mean().backward()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = ours.weight.grad = ours.bias.grad = None
+    with torch.cuda.graph(graph):
+        step()
+    for seed in (1, 2):
+        new = randn(*x.shape, where="cuda", seed=seed)
+        x.data.copy_(new)
+        graph.replay()
+        theirs.zero_grad()
+        theirs(new).square().mean().backward()
+        for got, expected in ((x.grad, new.grad), (ours.weight.grad, theirs.weight.grad), (ours.bias.grad, theirs.bias.grad)):
+            assert error(got, expected) < 1e-5
+
+
+@pytest.mark.gpu
+def test_a_converted_model_is_captured():
+    theirs, ours = (network().cuda().eval() for _ in range(2))
+    pn.convert(ours)
+    x = randn(2, 3, 6, 6, where="cuda", grad=False)
+    with torch.no_grad():
+        ours(x)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = ours(x)
+        x.copy_(randn(*x.shape, where="cuda", seed=1, grad=False))
+        graph.replay()
+        close(y, theirs(x))
+
+
+@pytest.mark.gpu
+def test_gradients_on_another_stream():
+    theirs, ours = pair("Conv2d", 16, 32, 3, padding=1, where="cuda")
+    ours.float()
+    expected = randn(8, 16, 40, 40, where="cuda")
+    theirs(expected).square().mean().backward()
+    same_gradients(copy.deepcopy(theirs), theirs, [expected])  # so that all is compiled
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        x = (expected.detach() + 0).float().requires_grad_()
+        ours(x).square().mean().backward()
+        grads = [t.grad.clone() for t in (x, ours.weight, ours.bias)]
+    side.synchronize()
+    for got, tensor in zip(grads, (expected, theirs.weight, theirs.bias), strict=True):
+        assert error(got, tensor.grad) < 1e-5
+
+
+@pytest.mark.gpu
+def test_tf32_is_for_the_gradients_too():
+    theirs, ours = pair("Conv2d", 64, 128, 3, padding=1, where="cuda", bias=False)
+    rough = pn.Conv2d(64, 128, 3, padding=1, bias=False, device="cuda", precision="tf32")
+    rough.load_state_dict(theirs.state_dict())
+    x = randn(8, 64, 28, 28, where="cuda")
+    expected = torch.autograd.grad(theirs(x).square().sum(), (x, theirs.weight))
+    for layer, bound in ((ours.float(), 2e-6), (rough, 2e-3)):
+        single = x.detach().float().requires_grad_()
+        found = torch.autograd.grad(layer(single).square().sum(), (single, layer.weight))
+        assert all(error(*both) < bound for both in zip(found, expected, strict=True))
+
+
+# ---- examples
+
+
+def test_docstring_examples():
+    for module in ("modules", "convert"):
+        found = doctest.testmod(sys.modules[f"pycuda_conv.nn.{module}"])
+        assert found.attempted > 1 and not found.failed
+
+
+def run_example(name, *arguments, env):
+    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_data_parallel_training_is_training(python_env):
+    """examples/ddp.py compares each step's gradients with those of one process on the whole batch."""
+    assert "the gradients agree" in run_example("ddp.py", "--steps", 2, "--check", env=python_env)
+
+
+def test_the_digits_are_learned(python_env, tmp_path):
+    pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
+    printed = run_example("digits.py", "--epochs", 4, "--plot", tmp_path / "digits.png", env=python_env)
+    accuracy = float(re.findall(r"test accuracy ([\d.]+) %", printed)[-1])
+    assert accuracy > 95 and (tmp_path / "digits.png").stat().st_size > 10_000
