@@ -13,10 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.ops import (
     conv1d,
+    conv1d_bias,
     conv1d_many,
     conv2d,
+    conv2d_bias,
     conv2d_many,
     conv3d,
+    conv3d_bias,
     conv3d_many,
     conv_transpose1d,
     conv_transpose2d,
@@ -31,6 +34,7 @@ except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0+unknown"
 
 __all__ = [
-    "BackendError", "BoundPlan", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv1d_many", "conv2d",
-    "conv2d_many", "conv3d", "conv3d_many", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d",
+    "BackendError", "BoundPlan", "ConvArgumentError", "ConvProblem", "DeviceMemoryError", "Plan", "conv1d", "conv1d_bias", "conv1d_many",
+    "conv2d", "conv2d_bias", "conv2d_many", "conv3d", "conv3d_bias", "conv3d_many", "conv_transpose1d", "conv_transpose2d",
+    "conv_transpose3d",
 ]
