@@ -3,7 +3,7 @@
 //   y[m, pixel] = bias[m] + sum over k of A[m, k] * B[k, pixel]
 //   gemm m: output channel of the group | gemm n: pixel (n,o,p,q) of the batch | gemm k: (c,t,r,s), tap fastest
 //   A[m, (c,t,r,s)]     = w[W_BASE + g*W_G + m*W_M + c*W_C + t*W_T + r*W_R + s*W_S]
-//   B[(c,t,r,s), pixel] = x[n, g*CRED + c, o*STRIDE_D - PAD_D + t*DIL_D, p*STRIDE_H - PAD_H + r*DIL_H, q*STRIDE_W - PAD_W + s*DIL_W]
+//   B[(c,t,r,s), pixel] = x[n, g, c, o*STRIDE_D - PAD_D + t*DIL_D, p*STRIDE_H - PAD_H + r*DIL_H, q*STRIDE_W - PAD_W + s*DIL_W]
 //
 // B is never stored: its elements are found in x as the tiles are loaded. Each thread multiplies THREAD_M values of A
 // by THREAD_N of B for every k, so one value from shared memory serves 4 to 8 multiplications instead of one.
@@ -20,7 +20,9 @@
 //          transposing stores of A over the banks. While one buffer is multiplied the next tile waits in registers.
 //          Global loads of A are 16 bytes wide (A_VEC = 4) when k runs contiguously in w, those of B (B_VEC = 4) when
 //          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding.
-// Layout   NCHW, or with NHWC = 1 channels last, both x and y.
+// Layout   X_* and Y_* are the elements from one image, group, channel of a group and pixel to the next: NCHW, channels last, or
+//          with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
+//          images, its images the channels, dy the filter, and y is dw (ConvProblem.launched).
 // Guarded  GUARDED = 1 computes nothing but the images and channels that pack.cu flagged, for the tensor-core kernels: a few
 //          blocks that look at every tile in turn, and leave at once in the usual case that nothing is flagged (CUDA only).
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
@@ -75,8 +77,15 @@
 #define OUT_D 3136
 #define OUT_H 56
 #define OUT_W 1
+#define X_IMAGE 200704
+#define X_GROUP 200704
+#define X_CHANNEL 3136
+#define X_PIXEL 1
+#define Y_IMAGE 200704
+#define Y_GROUP 200704
+#define Y_CHANNEL 3136
+#define Y_PIXEL 1
 #define HAS_BIAS 0
-#define NHWC 0
 #define GUARDED 0
 #endif
 
@@ -94,11 +103,6 @@
 #define B_LOADS (BLOCK_K * BLOCK_N / B_VEC / THREADS)
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
-// elements from one pixel, and from one channel, to the next
-#define X_PIXEL (NHWC ? GROUPS * CRED : 1)
-#define X_CHANNEL (NHWC ? 1 : D * H * W)
-#define Y_PIXEL (NHWC ? GROUPS * M : 1)
-#define Y_CHANNEL (NHWC ? 1 : OUT_SIZE)
 
 #if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE < 32
 #error "parts of a split sum are floats: OUT_VEC must be 1 for 16-bit arrays"
@@ -192,7 +196,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const index_t image = (index_t)((pixel0 + b_n) / ((long_t)O * P * Q));
   const int opq = (int)((pixel0 + b_n) % ((long_t)O * P * Q));
   const int d0 = opq / (P * Q) * STRIDE_D - (PAD_D), h0 = opq / Q % P * STRIDE_H - (PAD_H), w0 = opq % Q * STRIDE_W - (PAD_W);
-  const index_t x_pixel = image * (GROUPS * CRED) * ((index_t)D * H * W) + (index_t)g * CRED * X_CHANNEL + (((index_t)d0 * H + h0) * W + w0) * X_PIXEL;
+  const index_t x_pixel = image * X_IMAGE + (index_t)g * X_GROUP + (((index_t)d0 * H + h0) * W + w0) * X_PIXEL;
   acc_t a_next[A_LOADS * A_VEC], b_next[B_LOADS * B_VEC];
 
   // multiplying: this thread's rows and columns of the tile
@@ -245,7 +249,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     if (pixel < n_pixels) {
       const index_t n = (index_t)(pixel / ((long_t)O * P * Q));
       const int out = (int)(pixel % ((long_t)O * P * Q));
-      const index_t at = n * (GROUPS * M) * (index_t)OUT_SIZE + (index_t)g * M * Y_CHANNEL +
+      const index_t at = n * Y_IMAGE + (index_t)g * Y_GROUP +
                          (OUT_BASE + (index_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
 #pragma unroll
       for (int i = 0; i < THREAD_M; ++i) {

@@ -735,8 +735,8 @@ def _kind_class(array: Any) -> type[ArrayKind] | None:
     return InterfaceKind if hasattr(array, "__cuda_array_interface__") else None
 
 
-def same_kind(input: Any, weight: Any, bias: Any, out: Any) -> ArrayKind:
-    """The kind of all the arrays of a call; mixing kinds is a ``TypeError``."""
+def same_kind(input: Any, weight: Any, bias: Any, out: Any, names: tuple[str, str] = ("input", "weight")) -> ArrayKind:
+    """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``."""
     known = _kinds.get
     seen = known(type(input))
     if (
@@ -746,22 +746,26 @@ def same_kind(input: Any, weight: Any, bias: Any, out: Any) -> ArrayKind:
         and (out is None or known(type(out)) is seen)
     ):
         return seen
-    kind = kind_of("input", input)
-    for name, array in (("weight", weight), ("bias", bias), ("out", out)):
-        if array is not None or name == "weight":
+    first, second = names
+    kind = kind_of(first, input)
+    for name, array in ((second, weight), ("bias", bias), ("out", out)):
+        if array is not None or name == second:
             other = kind_of(name, array)
             if other is not kind:
-                raise TypeError(f"input is a {kind.name} but {name} is a {other.name}; pass arrays of one kind")
+                raise TypeError(f"{first} is a {kind.name} but {name} is a {other.name}; pass arrays of one kind")
     return kind
 
 
-def check_same_type(kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None) -> None:
-    """Refuse dtypes or devices that differ."""
-    for name, other in (("weight", weight), ("bias", bias)):
+def check_same_type(
+    kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, names: tuple[str, str] = ("input", "weight")
+) -> None:
+    """Refuse dtypes or devices that differ, of arrays of which the first two are called `names`."""
+    first, second = names
+    for name, other in ((second, weight), ("bias", bias)):
         if other is not None and (kind.dtype_name(other[1]) != kind.dtype_name(input[1]) or other[2] != input[2]):
             where = f" on cuda:{input[2]} and cuda:{other[2]}" if input[2] not in (None, -1) and other[2] not in (-1, input[2]) else ""
             raise ConvArgumentError(
-                f"Input type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
+                f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
             )
 
 

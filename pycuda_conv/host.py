@@ -114,6 +114,8 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
 
     The pieces depend on the problem and on `chunk_bytes` only, so every number of GPUs computes the same sums.
     """
+    if problem.direction == "wgrad":  # a sum over all images and rows
+        return [Piece(problem, slice(None), slice(None), slice(None))]
     axis = 3 - problem.ndim
     whole_in, whole_out = slice(0, problem.operand_size[axis]), slice(0, problem.result_size[axis])
     image_bytes = max(
@@ -166,8 +168,8 @@ class _Chunk:
     def __init__(self, piece: Piece, plan: Plan) -> None:
         self.piece, self.plan = piece, plan
         problem = piece.problem
-        self.in_bytes = problem.N * problem.operand_channels * math.prod(problem.operand_size) * problem.itemsize
-        self.out_bytes = problem.N * problem.result_channels * math.prod(problem.result_size) * problem.itemsize
+        self.in_bytes = math.prod(problem.input_shape) * problem.itemsize
+        self.out_bytes = math.prod(problem.result_shape) * problem.itemsize
         before_rows = (piece.images,) if problem.layout == "NHWC" else (piece.images, slice(None))
         self._in, self._out = (*before_rows, piece.rows_in), (*before_rows, piece.rows_out)
 

@@ -32,6 +32,11 @@ def _plan(
         problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
     else:
         problem = ConvProblem.forward(*shapes, **common, precision=precision)
+    return _plan_for(problem, kind, input, device, layout, tune)
+
+
+def _plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool) -> Plan:
+    """The plan for a problem that was checked, whose first array is `input`."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         last = replace(problem, layout="NHWC")
@@ -39,7 +44,26 @@ def _plan(
     return cached_plan(problem, own, True) if tune else cached_plan(problem, own)
 
 
-caches.append(_plan)
+#: The arrays that a gradient is computed from.
+_OPERANDS = {"input": ("grad_output", "weight"), "weight": ("input", "grad_output")}
+
+
+@lru_cache(maxsize=1024)
+def _gradient_plan(
+    of: str, ndim: int, kind: ArrayKind, first: Signature, second: Signature, size: tuple[int, ...], stride: Any, padding: Any,
+    dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
+) -> Plan:
+    """The plan for the gradient by the convolution's input or weight, which has that `size`."""
+    check_same_type(kind, first, second, None, _OPERANDS[of])
+    shapes = (size, second[0], first[0]) if of == "input" else (first[0], size, second[0])
+    problem = ConvProblem.gradient(
+        of, ndim, *shapes, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=kind.dtype_name(first[1]),
+        precision=precision,
+    )
+    return _plan_for(problem, kind, first, device, layout if of == "input" else "NCHW", tune)
+
+
+caches += _plan, _gradient_plan
 
 
 def _key(name: str, value: Any) -> Any:
@@ -64,10 +88,7 @@ def _convolve(
         dilation = _key("dilation", dilation)
     if groups.__class__ is not int:
         groups = _key("groups", groups)
-    if precision.__class__ is not str:
-        raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    if tune.__class__ is not bool:
-        raise TypeError(f"tune must be True or False, got {tune!r}")
+    _check_options(precision, tune)
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = _gpus(devices, device)
@@ -87,6 +108,32 @@ def _convolve(
             raise ConvArgumentError(f"stream belongs to one GPU, so it excludes devices, but got stream={stream!r} and devices={devices!r}")
         return kind.convolve(plan, input, weight, bias, out, stream, devices=gpus, **options)
     return kind.convolve(plan, input, weight, bias, out, stream, **options)
+
+
+def _gradient(
+    of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, out: Any, precision: Any,
+    device: Any, stream: Any, tune: Any,
+) -> Any:
+    kind = same_kind(first, second, None, out, _OPERANDS[of])
+    if not isinstance(size, (list, tuple)):
+        raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {size!r}")
+    _check_options(precision, tune)
+    if device is not None:
+        device = get_device(device)
+    layout = kind.layout(first, ndim) if of == "input" else "NCHW"
+    plan = _gradient_plan(
+        of, ndim, kind, kind.signature(first), kind.signature(second), _key(f"{of}_size", size), _key("stride", stride),
+        _key("padding", padding), _key("dilation", dilation), _key("groups", groups), precision, device, layout, tune,
+    )
+    options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
+    return kind.convolve(plan, first, second, None, out, stream, **options)
+
+
+def _check_options(precision: Any, tune: Any) -> None:
+    if precision.__class__ is not str:
+        raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+    if tune.__class__ is not bool:
+        raise TypeError(f"tune must be True or False, got {tune!r}")
 
 
 def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
@@ -372,6 +419,176 @@ def conv_transpose3d(
     return _convolve(
         True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
     )
+
+
+def conv2d_input(
+    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
+
+    ``dx[n,c,h,w] = sum over k,r,s and the p,q that read h,w through tap r,s of dy[n,k,p,q] * w[k,c,r,s]``
+
+    Parameters
+    ----------
+    input_size : (N, C, H, W) or (C, H, W)
+        The input's shape.
+    weight : array of shape (K, C/groups, R, S)
+    grad_output : array of shape (N, K, P, Q) or (K, P, Q)
+        The gradient by the convolution's result; its layout is the gradient's.
+    stride, padding, dilation, groups
+        Those of the convolution.
+    out, precision, device, stream, tune
+        As for :func:`conv2d`.
+
+    Returns
+    -------
+    array of shape (N, C, H, W) or (C, H, W)
+        Of the kind and dtype of `grad_output`. The same bits on every run.
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("input", 2, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+
+
+def conv1d_input(
+    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv1d` by its input: :func:`conv2d_input` with one spatial axis.
+
+    Parameters
+    ----------
+    input_size : (N, C, W) or (C, W)
+    weight : array of shape (K, C/groups, S)
+    grad_output : array of shape (N, K, Q) or (K, Q)
+    stride, padding, dilation, groups, out, precision, device, stream, tune
+        As for :func:`conv2d_input`.
+
+    Returns
+    -------
+    array of shape (N, C, W) or (C, W)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("input", 1, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+
+
+def conv3d_input(
+    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv3d` by its input: :func:`conv2d_input` with three spatial axes.
+
+    Parameters
+    ----------
+    input_size : (N, C, D, H, W) or (C, D, H, W)
+    weight : array of shape (K, C/groups, T, R, S)
+    grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
+    stride, padding, dilation, groups, out, precision, device, stream, tune
+        As for :func:`conv2d_input`.
+
+    Returns
+    -------
+    array of shape (N, C, D, H, W) or (C, D, H, W)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("input", 3, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+
+
+def conv2d_weight(
+    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
+
+    ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
+
+    Parameters
+    ----------
+    input : array of shape (N, C, H, W) or (C, H, W)
+    weight_size : (K, C/groups, R, S)
+        The filter's shape.
+    grad_output : array of shape (N, K, P, Q) or (K, P, Q)
+        The gradient by the convolution's result.
+    stride, padding, dilation, groups
+        Those of the convolution.
+    out, precision, device, stream, tune
+        As for :func:`conv2d`; `out` is C-contiguous. Host arrays must fit the device's memory, both of them at once.
+
+    Returns
+    -------
+    array of shape (K, C/groups, R, S)
+        Of the kind and dtype of `input`, C-contiguous. The same bits on every run: sums that are cut in parts are added in order.
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("weight", 2, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+
+
+def conv1d_weight(
+    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv1d` by its filter: :func:`conv2d_weight` with one spatial axis.
+
+    Parameters
+    ----------
+    input : array of shape (N, C, W) or (C, W)
+    weight_size : (K, C/groups, S)
+    grad_output : array of shape (N, K, Q) or (K, Q)
+    stride, padding, dilation, groups, out, precision, device, stream, tune
+        As for :func:`conv2d_weight`.
+
+    Returns
+    -------
+    array of shape (K, C/groups, S)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("weight", 1, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+
+
+def conv3d_weight(
+    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
+    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
+) -> Any:
+    """The gradient of :func:`conv3d` by its filter: :func:`conv2d_weight` with three spatial axes.
+
+    Parameters
+    ----------
+    input : array of shape (N, C, D, H, W) or (C, D, H, W)
+    weight_size : (K, C/groups, T, R, S)
+    grad_output : array of shape (N, K, O, P, Q) or (K, O, P, Q)
+    stride, padding, dilation, groups, out, precision, device, stream, tune
+        As for :func:`conv2d_weight`.
+
+    Returns
+    -------
+    array of shape (K, C/groups, T, R, S)
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`.
+    """
+    return _gradient("weight", 3, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
 
 
 def conv1d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:

@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 #: DTYPE in ``cu/portable.cuh``.
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
-LAYOUTS = ("NCHW", "NHWC")
+LAYOUTS = ("NCHW", "NHWC")  # a caller's; kernels see a third, see :attr:`ConvProblem.launched`
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -88,15 +88,16 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One convolution, or one transposed convolution, of arrays of known shapes.
+    """One convolution, one transposed convolution, or one gradient of a convolution, of arrays of known shapes.
 
-    Make one with :meth:`forward` or :meth:`transposed`, which take torch's arguments and check them.
+    Make one with :meth:`forward`, :meth:`transposed` or :meth:`gradient`, which take torch's arguments and check them.
 
     Attributes
     ----------
-    direction : {"fprop", "dgrad"}
-        ``"fprop"`` reads (N, C, D, H, W) and gives (N, K, O, P, Q); ``"dgrad"``, the transposed convolution, reads
-        (N, K, O, P, Q) and gives (N, C, D, H, W). Filters are (K, C/groups, T, R, S) in both.
+    direction : {"fprop", "dgrad", "wgrad"}
+        ``"fprop"`` reads (N, C, D, H, W) and gives (N, K, O, P, Q); ``"dgrad"``, the gradient of the input and the transposed
+        convolution, reads (N, K, O, P, Q) and gives (N, C, D, H, W). Filters are (K, C/groups, T, R, S) in both. ``"wgrad"``,
+        the gradient of the filter, reads (N, C, D, H, W) and, as its second array, (N, K, O, P, Q).
     ndim : int
         1, 2 or 3: how many of the spatial axes the arrays have.
     batched : bool
@@ -112,11 +113,12 @@ class ConvProblem:
     has_bias : bool
     precision : {"fp32", "tf32"}
         The arithmetic asked for float32 arrays.
-    layout : {"NCHW", "NHWC"}
+    layout : {"NCHW", "NHWC", "CNHW"}
         How the arrays that are read and written lie in memory: ``"NHWC"`` is channels last. Shapes are the same.
+        ``"CNHW"`` is for :attr:`launched` alone.
     """
 
-    direction: Literal["fprop", "dgrad"]
+    direction: Literal["fprop", "dgrad", "wgrad"]
     ndim: int
     batched: bool
     dtype: str
@@ -133,7 +135,7 @@ class ConvProblem:
     padding_after: Size3
     has_bias: bool
     precision: str = "fp32"
-    layout: Literal["NCHW", "NHWC"] = "NCHW"
+    layout: Literal["NCHW", "NHWC", "CNHW"] = "NCHW"
 
     # ---- making one
 
@@ -267,6 +269,39 @@ class ConvProblem:
             padding_after=after, has_bias=bias_shape is not None,
         )._checked_sizes()
 
+    @classmethod
+    def gradient(
+        cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
+        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
+        layout: str = "NCHW",
+    ) -> ConvProblem:
+        """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
+
+        Parameters
+        ----------
+        of : {"input", "weight"}
+        input_shape, weight_shape, stride, padding, dilation, groups, layout
+            Of the convolution, as for :meth:`forward`.
+        grad_output_shape : (N, K, *output size) or (K, *output size)
+
+        Raises
+        ------
+        ConvArgumentError, TypeError
+            As for :meth:`forward`.
+        """
+        forward = cls.forward(
+            ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
+            precision=precision, layout=layout,
+        )
+        if tuple(grad_output_shape) != forward.result_shape:
+            raise ConvArgumentError(
+                f"grad_output must have the shape of the convolution's result, {_shown(forward.result_shape)} for input of size "
+                f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
+            )
+        if of == "input":
+            return replace(forward, direction="dgrad")
+        return replace(forward, direction="wgrad", layout="NCHW")
+
     def _checked_sizes(self) -> ConvProblem:
         for what, size in (("input", self.input_size), ("output", self.output_size)):
             if math.prod(size) >= 2**31:
@@ -283,32 +318,36 @@ class ConvProblem:
 
     @property
     def operand_size(self) -> Size3:
-        """Spatial size of the array that is read: (D, H, W) for fprop, (O, P, Q) for dgrad."""
-        return self.input_size if self.direction == "fprop" else self.output_size
+        """Spatial size of the array that is read first: (D, H, W), for dgrad (O, P, Q)."""
+        return self.output_size if self.direction == "dgrad" else self.input_size
 
     @property
     def result_size(self) -> Size3:
         """Spatial size of the array that is written."""
-        return self.output_size if self.direction == "fprop" else self.input_size
+        return {"fprop": self.output_size, "dgrad": self.input_size, "wgrad": self.filter_size}[self.direction]
 
     @property
     def operand_channels(self) -> int:
-        """Channels of the array that is read."""
-        return self.C if self.direction == "fprop" else self.K
+        """Channels of the array that is read first."""
+        return self.K if self.direction == "dgrad" else self.C
 
     @property
     def result_channels(self) -> int:
-        """Channels of the array that is written."""
-        return self.K if self.direction == "fprop" else self.C
+        """Channels of the array that is written; the filter's K."""
+        return self.C if self.direction == "dgrad" else self.K
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of the array that is read, as the caller gives it."""
+        """Shape of the array that is read first, as the caller gives it."""
         return self._shape(self.operand_channels, self.operand_size)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """(K, C/groups, *filter size)."""
+        """Shape of the array that is read second: (K, C/groups, *filter size), for wgrad the gradient of the result."""
+        return self._shape(self.K, self.output_size) if self.direction == "wgrad" else self._filter_shape
+
+    @property
+    def _filter_shape(self) -> tuple[int, ...]:
         return (self.K, self.C // self.groups, *self.filter_size[-self.ndim :])
 
     @property
@@ -319,7 +358,23 @@ class ConvProblem:
     @property
     def result_shape(self) -> tuple[int, ...]:
         """Shape of the array that is written, as the caller gets it."""
-        return self._shape(self.result_channels, self.result_size)
+        return self._filter_shape if self.direction == "wgrad" else self._shape(self.result_channels, self.result_size)
+
+    @property
+    def launched(self) -> ConvProblem:
+        """The problem that the kernels compute: this one, or for wgrad a forward convolution on the same memory.
+
+        ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
+        is a convolution of C images, which have N channels, with the K filters dy, whose taps (p,q) lie `stride` apart and
+        whose result's pixels (r,s) lie `dilation` apart. In all three arrays what it calls channels come before its images
+        in memory, outermost, hence the layout ``"CNHW"``.
+        """
+        if self.direction != "wgrad":
+            return self
+        return replace(
+            self, direction="fprop", batched=True, N=self.C // self.groups, C=self.N * self.groups, filter_size=self.output_size,
+            output_size=self.filter_size, stride=self.dilation, dilation=self.stride, layout="CNHW",
+        )
 
     def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
         return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
@@ -369,10 +424,11 @@ class ConvProblem:
         def common(values: Sequence[Any]) -> str:
             return str(values[0]) if len(set(values)) == 1 else "x".join(str(v) for v in values)
 
-        name = f"conv{n}d" if self.direction == "fprop" else f"conv_transpose{n}d"
+        name = {"fprop": f"conv{n}d", "dgrad": f"conv_transpose{n}d", "wgrad": f"conv{n}d_weight"}[self.direction]
         pairs = list(zip(self.padding_before[-n:], self.padding_after[-n:], strict=True))
         pads = [str(a) if a == b else f"{a}+{b}" for a, b in pairs]
-        text = f"{name} {self.N}x{self.operand_channels}x{sizes(self.operand_size)} -> {self.result_channels}x{sizes(self.result_size)}"
+        of, to = (self.K, self.output_size) if self.direction == "wgrad" else (self.result_channels, self.result_size)
+        text = f"{name} {self.N}x{self.operand_channels}x{sizes(self.operand_size)} -> {of}x{sizes(to)}"
         text += f" k{sizes(self.filter_size)} s{common(self.stride[-n:])} p{common(pads)}"
         if set(self.dilation) != {1}:
             text += f" d{common(self.dilation[-n:])}"

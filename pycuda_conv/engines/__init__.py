@@ -1,4 +1,8 @@
-"""The engines, one kernel family each, and the choice between them."""
+"""The engines, one kernel family each, and the choice between them.
+
+The modules of this package know forward convolutions and their transposes only: what they get is a problem as it is launched
+(:attr:`ConvProblem.launched`).
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how m
 
 def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     """Why `config` can't run `problem` on `device`, or None if it can."""
+    problem = problem.launched
     if isinstance(config, ImplicitGemm):
         return implicit_gemm.unsupported(device) or implicit_gemm.legal(problem, config)
     if isinstance(config, ImplicitGemm80):
@@ -35,6 +40,7 @@ def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
 
 def choose(problem: ConvProblem, device: Device) -> Config:
     """The configuration that should be the fastest for `problem` on `device`."""
+    problem = problem.launched
     units = device.multiprocessors
     plain = direct.choose(problem, units, device.backend)
     read_as_is = problem.layout == "NHWC" and problem.itemsize == 2
@@ -51,6 +57,7 @@ def choose(problem: ConvProblem, device: Device) -> Config:
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
     """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
+    problem = problem.launched
     units = device.multiprocessors
     found: list[tuple[float, Config]] = [(direct.gemm_time(problem, config, units), config) for config in direct.gemm_configs(problem)]
     if implicit_gemm.unsupported(device) is None:
@@ -64,6 +71,7 @@ def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Confi
 
 def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     """The configurations that are worth measuring for `problem`, the planner's own choice first."""
+    problem = problem.launched
     modelled = predictions(problem, device)
     near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
     # never without the direct engine's best: the others' results are compared with its
@@ -76,6 +84,7 @@ def program(problem: ConvProblem, config: Config, device: Device) -> Program:
     reason = legal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
+    problem = problem.launched
     if isinstance(config, ImplicitGemm):
         return implicit_gemm.program(problem, config, device.multiprocessors)
     if isinstance(config, ImplicitGemm80):
@@ -88,6 +97,7 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
     if not isinstance(config, TENSOR_CORES):
         return None
+    problem = problem.launched
     packed, _ = packed_form(problem)
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
     return (*asked, packed.folded, packed.group, packed.load)

@@ -110,12 +110,55 @@ def _pixels(problem: ConvProblem) -> int:
     return problem.N * math.prod(problem.result_size)
 
 
+# ---- how arrays lie in memory
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Elements of an array of images from one image to the next, from one group, channel of a group, and pixel."""
+
+    image: int
+    group: int
+    channel: int
+    pixel: int
+
+
+def read_strides(problem: ConvProblem) -> Strides:
+    """Of the array that is read first."""
+    return _strides(problem, problem.operand_channels // problem.groups, math.prod(problem.operand_size), True)
+
+
+def written_strides(problem: ConvProblem) -> Strides:
+    """Of the array that is written."""
+    return _strides(problem, problem.result_channels // problem.groups, math.prod(problem.result_size), False)
+
+
+def _strides(problem: ConvProblem, channels: int, plane: int, read: bool) -> Strides:
+    groups = problem.groups
+    if problem.layout == "NHWC":
+        return Strides(groups * channels * plane, channels, 1, groups * channels)
+    if problem.layout == "NCHW":
+        return Strides(groups * channels * plane, channels * plane, plane, 1)
+    # see ConvProblem.launched: [channel][group][image] is read, [group][channel][image] is written
+    images = problem.N * plane
+    return Strides(plane, images, groups * images, 1) if read else Strides(plane, channels * images, images, 1)
+
+
+def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
+    """Elements of the filter from one group, one channel of the result, and one of the input, to the next; taps are neighbours."""
+    taps, groups = math.prod(problem.filter_size), problem.groups
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+    if problem.layout == "CNHW":
+        return written * taps, taps, groups * written * taps
+    return (written * read * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)))
+
+
 # ---- what is legal
 
 
 def legal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout == "NHWC" and not isinstance(config, Gemm):
+    if problem.layout != "NCHW" and not isinstance(config, Gemm):
         return "it takes NCHW arrays"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
@@ -283,28 +326,30 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
     taps = math.prod(problem.filter_size)
     _, r, s = problem.filter_size
     tap_strides = (r * s, s, 1)
-    forward = problem.direction == "fprop"
-    w_m, w_c = (reduction * taps, taps) if forward else (taps, m * taps)
+    w_g, w_m, w_c = filter_strides(problem)
     size = math.prod(problem.result_shape)
     split = config.SPLIT_K
-    nchw = problem.layout == "NCHW"
+    nhwc = problem.layout == "NHWC"
     launches = []
     for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps)):
         empty = 0 in phase.taps or reduction == 0
         pixels = problem.N * math.prod(phase.size)
         plane = math.prod(phase.size)
-        contiguous_taps = forward and reduction * taps % 4 == 0 and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
+        contiguous_taps = problem.direction == "fprop" and w_c == taps and reduction * taps % 4 == 0
+        contiguous_taps = contiguous_taps and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
         pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
-        pointwise = pointwise and nchw and plane % 4 == 0 and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
-        dense_result = nchw and phase.step == (1, 1, 1) and plane % 4 == 0
+        pointwise = pointwise and not nhwc and plane % 4 == 0 and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
+        dense_result = not nhwc and phase.step == (1, 1, 1) and plane % 4 == 0
         defines = asdict(config) | {
             "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "NHWC": int(not nchw), "GUARDED": 0,
+            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "GUARDED": 0,
             "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
-            "W_G": m * reduction * taps, "W_M": w_m, "W_C": w_c,
+            "W_G": w_g, "W_M": w_m, "W_C": w_c,
+            **{f"X_{axis.upper()}": n for axis, n in asdict(read_strides(problem)).items()},
+            **{f"Y_{axis.upper()}": n for axis, n in asdict(written_strides(problem)).items()},
             **dict(zip(("OUT_SIZE", "OUT_BASE", "OUT_D", "OUT_H", "OUT_W"), places(problem, phase), strict=True)),
         }
         for i, (axis, tap_axis, pixel_axis) in enumerate(zip("DHW", "TRS", "OPQ", strict=True)):
@@ -369,7 +414,7 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         yield Single()
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
-    if backend == "cuda" and (problem.layout == "NHWC" or (problem.macs >= 40e6 and written >= 16)):
+    if backend == "cuda" and (problem.layout != "NCHW" or (problem.macs >= 40e6 and written >= 16)):
         yield from sorted(gemm_configs(problem), key=lambda config: gemm_time(problem, config, multiprocessors))
     for block in (8, 4, 2, 1):
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
@@ -417,7 +462,12 @@ GEMM_RATES = {
 }
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(64, 64, 8, 8, 4, 2): 14.9, Gemm(32, 64, 8, 4, 4, 2): 10.6}
-SPLITS = (1, 2, 3, 4, 6, 8)
+SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
+
+
+def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
+    """Into how many parts of gemm k it may pay to cut `problem`, up to `most`; gradients of filters are long sums for few results."""
+    return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
 def _gemm_rates(problem: ConvProblem) -> dict[Gemm, float]:
@@ -428,9 +478,8 @@ def gemm_configs(problem: ConvProblem) -> Iterator[Gemm]:
     """The register-blocked configurations worth comparing for `problem`."""
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     for tile in _gemm_rates(problem):
-        for split in SPLITS:
-            if split == 1 or reduction >= 128 * split:
-                yield replace(tile, SPLIT_K=split)
+        for split in splits(problem, reduction // 128):
+            yield replace(tile, SPLIT_K=split)
 
 
 def gemm_time(problem: ConvProblem, config: Gemm, multiprocessors: int) -> float:

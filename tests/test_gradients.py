@@ -1,0 +1,219 @@
+"""The gradients by input and by filter against torch's in float64: every argument, dtype and kind of array, and wrong ones."""
+
+import math
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact, channels_last, is_channels_last, run, tensor
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, Plan
+from pycuda_conv.engines.direct import Gemm
+
+torch = pytest.importorskip("torch", reason="gradients are compared with torch's")
+
+OF = ["input", "weight"]
+FILTER, SIZE = (2, 3, 2), (5, 7, 6)
+
+
+def shapes(ndim: int, n: int = 2, c: int = 4, k: int = 6, groups: int = 1, size=SIZE, filter_size=FILTER) -> tuple:
+    return (n, c, *size[-ndim:]), (k, c // groups, *filter_size[-ndim:])
+
+
+def gradient(of: str, x, w, dy, **options) -> np.ndarray:
+    """The gradient in float64, by torch."""
+    ndim = w.ndim - 2
+    x, w, dy = (torch.from_numpy(np.ascontiguousarray(a, np.float64)) for a in (x, w, dy))
+    single = x.dim() == ndim + 1
+    if single:
+        x, dy = x[None], dy[None]
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = getattr(torch.nn.functional, f"conv{ndim}d")(x, w, None, **options)
+    found = torch.autograd.grad(y, x if of == "input" else w, dy)[0]
+    return (found[0] if single and of == "input" else found).numpy()
+
+
+def arrays(make, x_shape, w_shape, dtype="float64", **options) -> tuple:
+    """Input, filter and the gradient by the result."""
+    y_shape = ConvProblem.forward(len(w_shape) - 2, x_shape, w_shape, **options).result_shape
+    return tuple(make(shape).astype(dtype) for shape in (x_shape, w_shape, y_shape))
+
+
+def integers(shape, rng=np.random.default_rng(1)):  # noqa: B008
+    return rng.integers(-8, 9, shape)
+
+
+def normals(shape, rng=np.random.default_rng(2)):  # noqa: B008
+    return rng.standard_normal(shape)
+
+
+def call(of: str, x, w, dy, device=None, **options):
+    ndim = len(w.shape) - 2
+    if of == "input":
+        return getattr(pc, f"conv{ndim}d_input")(tuple(x.shape), w, dy, **options, device=device)
+    return getattr(pc, f"conv{ndim}d_weight")(x, tuple(w.shape), dy, **options, device=device)
+
+
+PARAMETERS = [
+    {}, {"stride": 2}, {"stride": 3, "padding": 2}, {"dilation": 2}, {"groups": 2}, {"stride": 2, "padding": 1, "dilation": 2, "groups": 2},
+    {"padding": "same"}, {"padding": "valid"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("options", PARAMETERS, ids=str)
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("of", OF)
+def test_parameters_mean_what_they_mean_in_torch(device, of, ndim, options, kind):
+    x, w, dy = arrays(integers, *shapes(ndim, groups=options.get("groups", 1)), **options)
+    got = call(of, *((x, w, dy) if kind == "numpy" else map(tensor, (x, w, dy))), device, **options)
+    assert type(got) is (np.ndarray if kind == "numpy" else torch.Tensor)
+    assert_exact(np.asarray(got), gradient(of, x, w, dy, **options))
+
+
+def bound(of, x, w, dy, ref, dtype, **options):
+    """How far the rounding of an honest sum may lead."""
+    depth = math.prod(dy.shape) // dy.shape[-len(w.shape) + 1] if of == "weight" else math.prod(w.shape) // w.shape[1]
+    magnitude = gradient(of, abs(x), abs(w), abs(dy), **options)
+    return 4 * SUM_EPS[dtype] * math.sqrt(depth) * magnitude + EPS[dtype] * abs(ref) + TINY[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("of", OF)
+def test_dtypes(device, of, dtype):
+    options = {"stride": (1, 2), "padding": 1}
+    x, w, dy = arrays(normals, *shapes(2, n=5), dtype, **options)
+    got = call(of, x, w, dy, device, **options)
+    assert got.dtype == x.dtype
+    ref = gradient(of, x, w, dy, **options)
+    assert_close(got, ref, bound(of, x, w, dy, ref, dtype, **options))
+
+
+@pytest.mark.parametrize("of", OF)
+def test_without_a_batch(device, of):
+    x, w, dy = arrays(integers, (4, 7, 6), (6, 4, 3, 2))
+    got = call(of, x, w, dy, device)
+    assert got.shape == (x if of == "input" else w).shape
+    assert_exact(got, gradient(of, x, w, dy))
+
+
+@pytest.mark.parametrize("of", OF)
+def test_rows_that_no_output_reads(device, of):
+    """Stride 3 leaves the last two rows out: their gradient is zero, and they count for no filter's."""
+    x, w, dy = arrays(integers, (2, 3, 9, 12), (4, 3, 1, 2), stride=3)
+    got = call(of, x, w, dy, device, stride=3)
+    assert_exact(got, gradient(of, x, w, dy, stride=3))
+
+
+@pytest.mark.parametrize("of", OF)
+@pytest.mark.parametrize(("x_shape", "w_shape"), [((0, 3, 5, 5), (4, 3, 3, 3)), ((2, 0, 5, 5), (4, 0, 3, 3)), ((2, 3, 5, 5), (0, 3, 3, 3))])
+def test_empty_arrays(device, of, x_shape, w_shape):
+    try:
+        x, w, dy = arrays(integers, x_shape, w_shape)
+    except pc.ConvArgumentError:
+        pytest.skip("no such convolution")
+    got = call(of, x, w, dy, device)
+    assert got.shape == (x if of == "input" else w).shape and not got.any()
+
+
+@pytest.mark.parametrize("of", OF)
+def test_out(device, of):
+    x, w, dy = arrays(integers, *shapes(2))
+    out = np.full((x if of == "input" else w).shape, np.nan)
+    assert call(of, x, w, dy, device, out=out) is out
+    assert_exact(out, gradient(of, x, w, dy))
+
+
+@pytest.mark.parametrize("of", OF)
+def test_channels_last(device, of):
+    x, w, dy = arrays(integers, *shapes(2))
+    got = call(of, *map(channels_last, map(tensor, (x, w, dy))), device)
+    assert_exact(got.numpy(), gradient(of, x, w, dy))
+    assert is_channels_last(got) == (of == "input")
+
+
+@given(data=st.data(), of=st.sampled_from(OF), ndim=st.integers(1, 3))
+def test_random_problems(device, data, of, ndim):
+    draw = data.draw
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    c, k = (groups * draw(st.integers(1, 5)) for _ in range(2))
+
+    def each(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(ndim))
+
+    options = {"stride": each(1, 3), "padding": each(0, 3), "dilation": each(1, 3), "groups": groups}
+    filter_size = each(1, 3)
+    size = tuple(max(n, d * (f - 1) + 1 - 2 * p) for n, d, f, p in zip(each(1, 9), options["dilation"], filter_size, options["padding"], strict=True))
+    x, w, dy = arrays(integers, (draw(st.integers(1, 4)), c, *size), (k, c // groups, *filter_size), "float32", **options)
+    assert_exact(call(of, x, w, dy, device, **options), gradient(of, x, w, dy, **options))
+
+
+SPLIT = [Gemm(64, 64, 8, 4, 4, 1, split) for split in (1, 3, 16)]
+
+
+@pytest.mark.parametrize("config", SPLIT, ids=str)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_sums_in_parts(device, config, groups):
+    x, w, dy = arrays(normals, (3, 6, 13, 11), (70, 6 // groups, 3, 3), "float32", padding=1, groups=groups)
+    problem = ConvProblem.gradient("weight", 2, x.shape, w.shape, dy.shape, padding=1, groups=groups)
+    plan = Plan(problem, device, config=config)
+    first, second = run(plan, x, dy), run(plan, x, dy)
+    assert np.array_equal(first, second)
+    ref = gradient("weight", x, w, dy, padding=1, groups=groups)
+    assert_close(first, ref, bound("weight", x, w, dy, ref, "float32", padding=1, groups=groups))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy[:, :, :-1]), r"grad_output must have the shape .* \[2, 6, 6, 4\].* got \[2, 6, 5, 4\]"),
+        (lambda x, w, dy: pc.conv2d_input((2, 4, 7, 9), w, dy), r"grad_output must have the shape"),
+        (lambda x, w, dy: pc.conv2d_input(x.shape, w, dy.astype("f")), r"Grad_output type .*float32.* and weight type .*float64"),
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy.astype("f")), r"Input type .* and grad_output type"),
+        (lambda x, w, dy: pc.conv2d_weight(x, (6, 3, 2, 3), dy), r"expected input\[2, 4, 7, 6\] to have 3 channels"),
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy, out=np.empty((6, 4, 2, 2))), r"out must have shape \[6, 4, 2, 3\]"),
+        (lambda x, w, dy: pc.conv2d_input(x.shape, w, dy, stride=0), r"non-positive stride"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, message):
+    x, w, dy = arrays(integers, (2, 4, 7, 6), (6, 4, 2, 3))
+    with pytest.raises(pc.ConvArgumentError, match=message):
+        call(x, w, dy)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x, w, dy: pc.conv2d_input(7, w, dy), "input_size must be the shape"),
+        (lambda x, w, dy: pc.conv2d_input((2, 4, 7.0, 6), w, dy), "input_size must be an integer"),
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, [1, 2]), "grad_output must be a numpy.ndarray"),
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, tensor(dy)), "input is a numpy.ndarray but grad_output is a torch.Tensor"),
+        (lambda x, w, dy: pc.conv2d_weight(x, w.shape, dy, precision=1), "precision must be one of"),
+    ],
+)
+def test_what_is_of_the_wrong_type_is_refused(call, message):
+    x, w, dy = arrays(integers, (2, 4, 7, 6), (6, 4, 2, 3))
+    with pytest.raises(TypeError, match=message):
+        call(x, w, dy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["torch", "cupy", "pycuda"])
+@pytest.mark.parametrize("of", OF)
+def test_device_arrays(of, kind):
+    x, w, dy = arrays(integers, *shapes(2, n=3, c=8, k=16), "float32", padding=1)
+    if kind == "torch":
+        got = call(of, *(tensor(a).cuda() for a in (x, w, dy)), padding=1).cpu().numpy()
+    elif kind == "cupy":
+        cupy = pytest.importorskip("cupy")
+        got = call(of, *map(cupy.asarray, (x, w, dy)), padding=1).get()
+    else:
+        from pycuda import gpuarray
+
+        from pycuda_conv.runtime import get_device
+
+        with get_device("cuda"):
+            got = call(of, *map(gpuarray.to_gpu, (x, w, dy)), padding=1).get()
+    assert_exact(got, gradient(of, x, w, dy, padding=1))
