@@ -42,6 +42,11 @@ class Pixels:
     plane: int
 
     @property
+    def channels_last(self) -> bool:
+        """Whether channels are neighbours."""
+        return self.layout == "NHWC" or self.plane == 1
+
+    @property
     def sum_bytes(self) -> int:
         """Bytes of one sum, and of all else that there is one of a channel."""
         return 8 if self.dtype == "float64" else 4
@@ -59,10 +64,8 @@ class _Cut:
 
     @classmethod
     def of(cls, pixels: Pixels, multiprocessors: int) -> _Cut:
-        last, vector = pixels.layout == "NHWC", 4
-        if (pixels.K if last else pixels.plane) % vector:
-            vector = 1
-        if last:
+        vector = 1 if (pixels.K if pixels.channels_last else pixels.plane) % 4 else 4
+        if pixels.channels_last:
             columns = pixels.K // vector
             tiles = -(-columns // 32)
             down = THREADS // -(-columns // tiles)
@@ -80,17 +83,15 @@ class _Cut:
     @property
     def values(self) -> int:
         """Values of one channel in an item."""
-        return 1 if self.pixels.layout == "NHWC" else self.vector
+        return 1 if self.pixels.channels_last else self.vector
 
     @property
     def _common(self) -> dict[str, int]:
-        # offsets are formed a little past the end of a slice before they are checked
-        far = self.pixels.N * self.pixels.K * self.pixels.plane + 2**20 >= 2**31
-        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(far), "THREADS": THREADS}
+        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": THREADS}
 
     def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> Step:
         """A launch that reads the array."""
-        defines = {"NHWC": int(self.pixels.layout == "NHWC"), "K": self.pixels.K, "PLANE": self.pixels.plane, "VEC": self.vector}
+        defines = {"NHWC": int(self.pixels.channels_last), "K": self.pixels.K, "PLANE": self.pixels.plane, "VEC": self.vector}
         grid = self.tiles * self.slices
         return Step(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
 
@@ -98,6 +99,11 @@ class _Cut:
         """A launch that adds so many columns of slices."""
         defines = self._common | {"ROUNDED": int(rounded)}
         return Step(kernel, defines, -(-columns // BESIDE), THREADS, buffers, scalars, "batch_norm")
+
+
+def _index_64(pixels: Pixels) -> bool:
+    # offsets are formed a little past the end of a slice before they are checked
+    return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
 
 
 def _bits(value: float, pixels: Pixels) -> int:
@@ -117,7 +123,7 @@ def statistics(pixels: Pixels, multiprocessors: int, eps: float, momentum: float
     given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
     """
     cut = _Cut.of(pixels, multiprocessors)
-    apart = 1 if pixels.layout == "NHWC" else pixels.plane
+    apart = 1 if pixels.channels_last else pixels.plane
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, _bits(eps, pixels), _bits(momentum, pixels)
     steps = cut.step("channel_moments", (0, 6)), cut.step_of_slices("batch_norm_statistics", pixels.K, (0, 6, 1, 2, 3, 4, 5), *scalars)
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
