@@ -627,8 +627,8 @@ class TorchKind(DeviceKind, HostKind):
     def run(
         self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
     ) -> None:
-        if self.torch.is_grad_enabled():
-            self._refuse_gradients(*inputs)
+        if self.torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
+            raise NotImplementedError("this has no gradients of its own: call it inside torch.no_grad(), or pass detached tensors")
         run = DeviceKind.run if inputs[0].is_cuda else HostKind.run
         run(self, device, launch, inputs, outs, workspace, stream)
 

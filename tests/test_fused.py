@@ -381,7 +381,7 @@ def test_training_and_evaluation_are_those_of_torch(place, name, dtype):
     with torch.no_grad():
         out = fused(x)
     near(out, reference(x.double()), TOLERANCE[dtype])
-    assert out.dtype == x.dtype and (out.is_contiguous() or layer.last and out.movedim(1, -1).is_contiguous())
+    assert out.dtype == x.dtype and (out.is_contiguous() or (layer.last and out.movedim(1, -1).is_contiguous()))
 
 
 def test_evaluation_after_training_is_the_same_with_gradients_and_without(place):
