@@ -212,6 +212,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
   }
 }
 
+// The same where mean and variance are given, as a factor and a summand of a convolution without its bias. A thread is a channel.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
+    const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
+    const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
+    GLOBAL_MEM data_t* RESTRICT shift, const long_t channels, const long_t eps) {
+  const index_t channel = (index_t)GID_0 * THREADS + LID_0;
+  if (channel < channels) {
+    const acc_t a = (gamma ? gamma[channel] : 1) / sqrt(var[channel] + BITS_TO_ACC(eps));
+    acc_t b = -mean[channel];
+    if (bias) b += LOAD(bias, channel);
+    STORE(scale, channel, a);
+    STORE(shift, channel, b * a + (beta ? beta[channel] : 0));
+  }
+}
+
 // dbeta and dgamma of each slice.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,

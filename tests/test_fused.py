@@ -177,6 +177,20 @@ def test_backward(kernels, relu, of_batch, affine):
     near(dy, expected, 4 * EPS[kernels.pixels.dtype])
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["all", "only statistics"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fold(device, dtype, given):
+    kernels = Kernels(device, Pixels(dtype, "NCHW", 1, 165, 1))
+    mean, var, gamma, beta = (kernels.of_channel(seed) for seed in range(4))
+    bias = -kernels.of_channel(4).astype(dtype)
+    scale, shift = np.full((2, 165), np.nan, dtype)
+    kernels.run(batch_norm.fold, (mean, var, *((gamma, beta, bias) if given else (None,) * 3)), (scale, shift), 1e-2)
+    mean, var, gamma, beta, bias = (a.astype(np.float64) for a in (mean, var, gamma, beta, bias))
+    a = (gamma if given else 1) / np.sqrt(var + 1e-2)
+    near(scale, a, EPS[dtype])
+    near(shift, (bias - mean) * a + beta if given else -mean * a, 2 * EPS[dtype])
+
+
 def test_nan_and_infinity_stay_what_they_are(device):
     kernels = Kernels(device, Pixels("float32", *("NCHW", 3, 17, 15)))
     y = kernels.normals()
@@ -666,3 +680,9 @@ def test_peak_memory_is_below_that_of_the_modules():
         del out, x
     assert peaks[0][0] < peaks[1][0]
     assert peaks[0][1] <= peaks[1][1] + 2**20
+
+
+def test_docstring_examples():
+    import doctest
+
+    assert doctest.testmod(fused_modules.fused).failed == 0

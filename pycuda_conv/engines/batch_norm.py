@@ -17,7 +17,7 @@ from pycuda_conv.runtime.base import Device, Launcher, Step
 from pycuda_conv.tune import caches
 
 THREADS = 128
-#: Channels that one block of the second launch of a sum takes.
+#: Columns of slices that a block adds.
 BESIDE = 8
 #: What a multiprocessor runs at once is 2048 threads, or fewer where they need many registers.
 BLOCKS = 16
@@ -95,10 +95,9 @@ class _Cut:
         grid = self.tiles * self.slices
         return Step(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
 
-    def step_of_slices(self, kernel: str, columns: int, buffers: tuple[int, ...], *scalars: int, rounded: bool = False) -> Step:
-        """A launch that adds so many columns of slices."""
-        defines = self._common | {"ROUNDED": int(rounded)}
-        return Step(kernel, defines, -(-columns // BESIDE), THREADS, buffers, scalars, "batch_norm")
+    def step_of_channels(self, kernel: str, blocks: int, buffers: tuple[int, ...], *scalars: int, rounded: bool = False) -> Step:
+        """A launch that reads what there is one of a channel, or of a channel and a slice."""
+        return Step(kernel, self._common | {"ROUNDED": int(rounded)}, blocks, THREADS, buffers, scalars, "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:
@@ -125,13 +124,23 @@ def statistics(pixels: Pixels, multiprocessors: int, eps: float, momentum: float
     cut = _Cut.of(pixels, multiprocessors)
     apart = 1 if pixels.channels_last else pixels.plane
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, _bits(eps, pixels), _bits(momentum, pixels)
-    steps = cut.step("channel_moments", (0, 6)), cut.step_of_slices("batch_norm_statistics", pixels.K, (0, 6, 1, 2, 3, 4, 5), *scalars)
-    return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
+    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 6, 1, 2, 3, 4, 5), *scalars)
+    return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
 def forward(pixels: Pixels, multiprocessors: int, relu: bool) -> tuple[Sequence[Step], int]:
     """The normalised y, with ReLU if asked for. Buffers: y, mean, invstd, gamma or None, beta or None | out."""
     return (_Cut.of(pixels, multiprocessors).step("batch_norm_forward", (0, 1, 2, 3, 4, 5), int(relu)),), 0
+
+
+def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Step], int]:
+    """A given mean and variance as what a convolution is multiplied by, and what is added then. Does not depend on the pixels.
+
+    Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
+    are of the arrays' dtype.
+    """
+    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // THREADS)
+    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, _bits(eps, pixels)),), 0
 
 
 def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[Step], int]:
@@ -142,7 +151,7 @@ def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -
     cut = _Cut.of(pixels, multiprocessors)
     steps = (
         cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 8), int(relu)),
-        cut.step_of_slices("add_slices", 2 * pixels.K, (8, 7), 2 * pixels.K, cut.slices),
+        cut.step_of_channels("add_slices", -(-2 * pixels.K // BESIDE), (8, 7), 2 * pixels.K, cut.slices),
         cut.step("batch_norm_backward", (0, 1, 2, 3, 4, 5, 7, 6), int(relu), int(of_batch)),
     )
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
@@ -151,7 +160,7 @@ def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -
 def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[Step], int]:
     """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
-    add = cut.step_of_slices("add_slices", pixels.K, (2, 1), pixels.K, cut.slices, rounded=True)
+    add = cut.step_of_channels("add_slices", -(-pixels.K // BESIDE), (2, 1), pixels.K, cut.slices, rounded=True)
     return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
 
 

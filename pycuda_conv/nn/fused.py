@@ -79,15 +79,17 @@ def _like_sums(parameter: Tensor | None, y: Tensor) -> Tensor | None:
     return None if parameter is None else parameter.to(_sums_dtype(y)).contiguous()
 
 
-def _launch(maker: batch_norm.Maker, y: Tensor, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any) -> None:
-    """Run what `maker` makes for arrays of the shape and layout of `y`."""
-    if not y.numel():
+def _launch(
+    maker: batch_norm.Maker, like: Tensor, shape: Sequence[int], inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None],
+    *options: Any,
+) -> None:
+    """Run what `maker` makes for arrays (N, K, *size) of that shape, of the dtype and layout of `like`."""
+    if not math.prod(shape):
         return
-    kind = kind_of("y", y)
-    signature = kind.signature(y)
-    device = kind.device(signature, None)
-    layout = "NHWC" if _is_last(y) else "NCHW"
-    pixels = batch_norm.Pixels(kind.dtype_name(y.dtype), layout, y.shape[0], y.shape[1], y.shape[2:].numel())
+    kind = kind_of("an array", like)
+    device = kind.device(kind.signature(like), None)
+    layout = "NHWC" if _is_last(like) else "NCHW"
+    pixels = batch_norm.Pixels(kind.dtype_name(like.dtype), layout, shape[0], shape[1], math.prod(shape[2:]))
     launch, workspace = batch_norm.compiled(maker, pixels, device, *options)
     kind.run(device, launch, inputs, outs, workspace)
 
@@ -101,14 +103,15 @@ def _as(y: Tensor, array: Tensor) -> Tensor:
 
 def _normalise(y: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
     out = torch.empty_like(y)
-    _launch(batch_norm.forward, y, (y, mean, invstd, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
+    _launch(batch_norm.forward, y, y.shape, (y, mean, invstd, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
     return out
 
 
-def _given(y: Tensor, running_mean: Tensor, running_var: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """mean and invstd where they are not the batch's."""
-    dtype = _sums_dtype(y)
-    return running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
+def _scaled(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, relu: bool, *geometry: Any) -> Tensor:
+    """The convolution times `scale` plus `shift`."""
+    y = _convolution("", weight, *geometry)(x, weight)
+    zero = torch.zeros(y.shape[1], dtype=_sums_dtype(y), device=y.device)
+    return _normalise(y, zero, cast(Tensor, _like_sums(scale, y)), None, shift, relu)
 
 
 @torch.library.custom_op(
@@ -129,12 +132,13 @@ def _fused_statistics(
     y = _convolution("", weight, *geometry)(x, weight, bias)
     if not of_batch:
         assert running_mean is not None and running_var is not None
-        return y, *_given(y, running_mean, running_var, eps)
+        dtype = _sums_dtype(y)
+        return y, running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
     make = torch.empty if y.numel() else torch.zeros
     mean, invstd = (make(y.shape[1], dtype=_sums_dtype(y), device=y.device) for _ in range(2))
     running = running_mean, running_var
     moved = [_like_sums(one, y) for one in running]
-    _launch(batch_norm.statistics, y, (y, tracked), (mean, invstd, *moved), eps, momentum)
+    _launch(batch_norm.statistics, y, y.shape, (y, tracked), (mean, invstd, *moved), eps, momentum)
     for one, new in zip(running, moved, strict=True):
         if one is not None and new is not one:
             one.copy_(new)
@@ -210,7 +214,7 @@ def _fused_conv_bn_relu_backward(
     dy = torch.empty_like(y)
     sums = (torch.empty if y.numel() else torch.zeros)((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
     inputs = y, _as(y, dout), mean, invstd, _like_sums(gamma, y), _like_sums(beta, y)
-    _launch(batch_norm.backward, y, inputs, (dy, sums), relu, of_batch)
+    _launch(batch_norm.backward, y, y.shape, inputs, (dy, sums), relu, of_batch)
     dx, dweight = x.new_empty(0), weight.new_empty(0)
     if of_x:
         dx = _convolution("_input", weight, *geometry)(x.shape, weight, dy)
@@ -250,8 +254,11 @@ def _fused_inference(
     eps: float, relu: bool, *geometry: Any,
 ) -> Tensor:
     """The layer with the running statistics, without gradients."""
-    y = _convolution("", weight, *geometry)(x, weight, bias)
-    return _normalise(y, *_given(y, running_mean, running_var, eps), gamma, beta, relu)
+    channels = weight.shape[0]
+    given = (_like_sums(one, x) for one in (running_mean, running_var, gamma, beta))
+    scale, shift = (x.new_empty(channels) for _ in range(2))
+    _launch(batch_norm.fold, x, (1, channels), (*given, bias), (scale, shift), eps)
+    return _scaled(x, weight, shift, scale, relu, *geometry)
 
 
 @_fused_inference.register_fake
