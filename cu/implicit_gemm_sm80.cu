@@ -68,6 +68,7 @@ struct Shape {
   long long dilation_d, dilation_h, dilation_w;         // offset in x from one tap to the next
   long long pixels, plane, pq, q;                       // pixels of the launch, an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
 };
 
 // ---- what the hardware is told in PTX
@@ -245,7 +246,7 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
       const int pixel = pixel0 + (NHWC ? 16 * piece + down : across), m = m0 + (NHWC ? across : 16 * piece + down);
       if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
         const int image = pixel / (int)shape.plane, offset = plane_offset<DENSE>(shape, pixel % (int)shape.plane), k = k0 + m;
-        const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : (image * shape.rows + k) * shape.out_size + offset;
+        const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {

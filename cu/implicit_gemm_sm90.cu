@@ -25,14 +25,15 @@
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
 //          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
-//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by 2^GUESS, and notes their
+//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by a guess, and notes their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
-// Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
-//          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
+// Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
+//          that writes every out_h-th row and out_w-th column. A launch takes up to PHASES of them, by turns tile by tile: what one
+//          writes of a sector of y and what another does meet in the L2 cache, where the whole then waits to go to memory.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128
@@ -50,7 +51,9 @@
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
+#define PHASES 1
 #define RAW_STAGES 2
+#define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
 #endif
 #if POINTWISE
 #define WGMMA_TURNED_B "1"
@@ -93,8 +96,18 @@ struct Shape {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
   long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
   long long second;                                     // the launch that does images again
 };
+
+struct Shapes {
+  Shape of[PHASES];
+};
+struct Maps {
+  CUtensorMap of[PHASES];
+};
+// Which phase tile number `tile` of the launch belongs to. The grid and PHASES have no common factor, so a block meets all phases.
+DEVICE int phase_of(int tile) { return PHASES == 1 ? 0 : tile % PHASES; }
 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`
@@ -141,11 +154,14 @@ struct Position {
 // ---- the producer
 
 #if !POINTWISE
-DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
-  prefetch_map(map_x);
+DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty) {
+#pragma unroll
+  for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
+  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+    const Shape& shape = shapes.of[phase_of(tile)];
+    const CUtensorMap* const map_x = maps.of + phase_of(tile);
+    const Tile of(shape, tile / PHASES);
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.load_plane, inside = of.pixel % (int)shape.load_plane;
     const int x_w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
@@ -196,8 +212,10 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const Shape& sha
 // Of the images whose tiles are wanted: all at first, then those that are to be done again.
 DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
 
-DEVICE void produce(const uint8_t* w, const CUtensorMap* map_x, const int* again, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty,
+DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty,
                     uint32_t raw, uint32_t raw_full, uint32_t raw_empty) {
+  const Shape& shape = shapes.of[0];
+  const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
   Position at;
   [[maybe_unused]] int raw_stage = 0, raw_parity = 0;
@@ -244,7 +262,7 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
     const Tile of(shape, tile);
     if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
-    const float scale = again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
+    const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
     unsigned largest = 0, smallest = ~0u;  // magnitudes as bits, less one: zero is none, and the largest there is
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw_full + 8 * raw_stage, raw_parity);
@@ -360,7 +378,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #else
   const int pixel = pixel0 + across;
   const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
-  out_t* to = y + ((long long)(pixel / (int)shape.plane) * shape.rows + k0 + down) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
+  out_t* to = y + pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
 #endif
 #pragma unroll
   for (int i = 0; i < DOWN / STEP; ++i) {
@@ -374,7 +392,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
       *(Vector*)(y + place * shape.rows + k0 + across) = out;
 #else
-      *(Vector*)(to + i * STEP * shape.out_size) = out;
+      *(Vector*)(to + i * STEP * shape.out_row) = out;
 #endif
     }
   }
@@ -390,7 +408,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
                                   const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
-  if (thread == 0) bulk_wait_read<1>();  // the last chunk but one has left this tile
+  // the last chunk but one has left this tile; where a consumer's chunks are odd in number, the first tile's last user is the very last
+  if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
   named_barrier(1 + consumer, 128);
 #pragma unroll
   for (int i = 0; i < CHUNK / 8; ++i) {
@@ -431,7 +450,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 
 // ---- the multiplication
 
-DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
+DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
                     const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, const int* again, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
@@ -458,8 +477,10 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
     unread.next();
   };
-  Rows rows(shape, Tile(shape, blockIdx.x), consumer, scale_k, bias);
+  Rows rows(shapes.of[phase_of(blockIdx.x)], Tile(shapes.of[phase_of(blockIdx.x)], blockIdx.x / PHASES), consumer, scale_k, bias);
+  int stored = blockIdx.x;  // the tile that total and rows belong to
   auto store = [&] {
+    [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
     for_chunks([&](auto base) {
 #if TENSOR_STORE
       store_chunk_by_tensor<decltype(base)::value>(total, rows, consumer, staging, scales, map_y);
@@ -469,8 +490,9 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     });
   };
   bool pending = false;  // total holds the tile before, not stored yet
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
+  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+    const Shape& shape = shapes.of[phase_of(tile)];
+    const Tile of(shape, tile / PHASES);
 #if POINTWISE
     if (!wanted(of, shape, again)) continue;
 #endif
@@ -479,11 +501,12 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
     int step = range.first;
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_k, bias);
+      stored = tile;
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
       for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
         const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
-        scales[i] = POINTWISE == 2 && !again ? 1.f / (1 << GUESS) : scale_n[image];
+        scales[i] = POINTWISE == 2 && !SAMPLED && !again ? 1.f / (1 << GUESS) : scale_n[image];
       }
       named_barrier(1 + consumer, 128);
 #endif
@@ -557,7 +580,7 @@ DEVICE void consume(const Shape& shape, uint32_t ring, uint32_t full, uint32_t e
 
 constexpr int THREADS = POINTWISE == 2 ? 512 : 384;
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    implicit_gemm_sm90(const __grid_constant__ CUtensorMap map_x,
+    implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if TENSOR_STORE
                        const __grid_constant__ CUtensorMap map_y,
 #endif
@@ -566,7 +589,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if POINTWISE == 2
                        uint2* __restrict__ parts, const int* __restrict__ not_guessed,
 #endif
-                       const __grid_constant__ Shape shape) {
+                       const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * RAW_STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
@@ -590,6 +613,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
 #if POINTWISE == 2
+  const Shape& shape = shapes.of[0];
   const int* const again = shape.second ? not_guessed : nullptr;
   if (again) {  // the usual case first: nothing is
     int any = 0;
@@ -603,9 +627,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     registers_down<40>();
 #if POINTWISE
-    if (threadIdx.x == 0) produce(w, &map_x, again, shape, ring, full, empty, shared_address(raw), raw_full, raw_empty);
+    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, ring, full, empty, shared_address(raw), raw_full, raw_empty);
 #else
-    if (threadIdx.x == 0) produce(w, &map_x, shape, ring, full, empty);
+    if (threadIdx.x == 0) produce(w, maps_x, shapes, ring, full, empty);
 #endif
 #if POINTWISE == 2
   } else if (warpgroup == 3) {
@@ -620,6 +644,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shape, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
+    consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
   }
 }

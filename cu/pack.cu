@@ -8,7 +8,8 @@
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + SLACK) below the largest, or more, would lose too many bits even so; such an image or channel, and one that
 // holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
-// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; 0 with one limb.
+// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
+// may lose two bits of eleven.
 //
 // pack           blocks 0 .. filter_rows - 1: one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
 //                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
@@ -17,7 +18,11 @@
 //                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
 //                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
 //                Channels last input needs no turning. Extremes go to parts[image][tile].
+//                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
+//                convolution with dy): one tile of a row each, to the filter's place.
 // settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
+// sample_images  block -> an image; for gradients, whose magnitude nobody can guess (SAMPLED). The guess is the power of two that
+//                brings the largest of 1024 elements, spread evenly, to [2^11, 2^12). guesses[image] undoes it.
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
 //          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
@@ -33,6 +38,8 @@
 #define SLACK 4
 #define CHANNELS 64  // of a group of x
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
+#define SAMPLED 0    // the guesses are made by sample_images
+#define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded: so many along t, r and s
 #define FOLD_T 1
 #define FOLD_R 1
@@ -53,6 +60,7 @@ struct Shape {
   long long images, slices;                          // slices of an image, of settle_images
   long long groups, packed_group;                    // channels of a group, packed
   long long d, h, w;                                 // x
+  long long x_image, x_group, x_channel, x_pixel;    // elements of x from one to the next
   long long packed_d, packed_h, packed_w;            // pixels of a packed image
   long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
   long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
@@ -60,6 +68,8 @@ struct Shape {
   long long taps, channel_blocks;                    // of the packed filter; tap * FOLDS + folded tap counts through w
   long long row_blocks;                              // blocks of 64 rows: taps * channel_blocks, and one of zeros where KC < 64
 };
+
+__device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
 struct Extremes {
   unsigned largest, smallest;  // magnitudes as bits; smallest of none: ~0
@@ -77,11 +87,11 @@ struct Extremes {
   __device__ bool covered() const {
     return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST && least() >= exponent() - COVERED);
   }
-  // the largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so
-  __device__ bool guessed() const {
-    return largest == 0 || (exponent() < 15 - GUESS && exponent() >= -2 - GUESS && least() >= -14 - GUESS - SLACK);
+  // whether 2^guess will do; the largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so
+  __device__ bool fits(int guess) const {
+    return largest == 0 || (exponent() < 15 - guess && exponent() >= -2 - guess && least() >= -14 - guess - SLACK);
   }
-  __device__ float scale() const { return largest && covered() ? __uint_as_float((127 + 14 - exponent()) << 23) : 1; }
+  __device__ float scale() const { return largest && covered() ? power_of_two(14 - exponent()) : 1; }
 };
 
 // The extremes of the whole block, to every thread.
@@ -111,11 +121,14 @@ __device__ void split(const float (&v)[8], float scale, uint4 (&limbs)[LIMBS]) {
   for (int limb = 0; limb < LIMBS; ++limb) limbs[limb] = *(const uint4*)parts[limb];
 }
 
+// where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
+__device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
+
 // The 8 channels of `chunk` of a pixel of a packed image; zeros where there is nothing.
 __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
   const int g = 8 * chunk / (int)shape.packed_group, j0 = 8 * chunk % (int)shape.packed_group;  // packed_group is a multiple of 8
-  const long long plane = shape.d * shape.h * shape.w, from_pixel = NHWC ? shape.groups * CHANNELS : 1, from_channel = NHWC ? 1 : plane;
-  x += g * CHANNELS * from_channel;
+  const long long from_pixel = NHWC ? shape.x_pixel : 1, from_channel = NHWC ? 1 : shape.x_channel;
+  x += g * shape.x_group;
 #if FOLDED
   const int q = pixel % (int)shape.packed_w, p = pixel / (int)shape.packed_w % (int)shape.packed_h, o = pixel / (int)(shape.packed_w * shape.packed_h);
   const int w0 = q * (int)shape.stride_w - (int)shape.pad_w, h0 = p * (int)shape.stride_h - (int)shape.pad_h, d0 = o * (int)shape.stride_d - (int)shape.pad_d;
@@ -131,7 +144,7 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
 #else
   x += pixel * from_pixel + j0 * from_channel;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) v[e] = inner && (CHANNELS % 8 == 0 || j0 + e < CHANNELS) ? to_float(x[e * from_channel]) : 0;
+  for (int e = 0; e < 8; ++e) v[e] = inner && j0 + (CHANNELS % 8 ? e : 0) < CHANNELS ? to_float(x[e * from_channel]) : 0;
 #endif
 }
 
@@ -140,9 +153,25 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
   const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
   const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
-  x += image * (shape.d * shape.h * shape.w * shape.groups * CHANNELS);
+  x += image * shape.x_image;
+#if FILTER
+  // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
+  constexpr int PIECES = KC / 8;
+  const bool real = image < shape.images;
+  const int row = (int)(image % 64), whole = pixels + (KC < 64);
+  packed += image / 64 * (shape.row_blocks * (LIMBS * 64 * PIECES)) + row * PIECES;
+  auto wanted = [&](int pixel, int chunk) { return pixel < whole && chunk < (pixel < pixels ? chunks : PIECES); };
+  auto store = [&](int pixel, int chunk, int limb, uint4 value) {
+    const long long block = (long long)pixel * shape.channel_blocks + chunk / PIECES;
+    packed[(block * LIMBS + limb) * (64 * PIECES) + swizzled_piece(row, chunk % PIECES)] = value;
+  };
+#else
+  constexpr bool real = true;
   const long long limb_size = shape.images * pixels * (long long)chunks;
   packed += image * pixels * (long long)chunks;
+  auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks; };
+  auto store = [&](int pixel, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)pixel * chunks + chunk] = value; };
+#endif
   // a thread's places in the tile. Channels last: neighbours take neighbouring chunks, so that they read and write
   // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
   auto place = [&](int i, int& inside, int& at) {
@@ -155,7 +184,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
     place(i, inside, at);
-    read(v[i], x, shape, pixel0 + inside, chunk0 + at, pixel0 + inside < pixels && chunk0 + at < chunks);
+    read(v[i], x, shape, pixel0 + inside, chunk0 + at, real && pixel0 + inside < pixels && chunk0 + at < chunks);
   }
   Extremes found = {0, ~0u};
 #if !NHWC
@@ -174,7 +203,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) {
 #if NHWC
-      if (pixel0 + inside < pixels && chunk0 + at < chunks) packed[limb * limb_size + (long long)(pixel0 + inside) * chunks + chunk0 + at] = limbs[limb];
+      if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, limbs[limb]);
 #else
       turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = limbs[limb];
 #endif
@@ -184,17 +213,20 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   __syncthreads();
 #pragma unroll
   for (int i = threadIdx.x; i < PIXELS * CHUNKS; i += THREADS) {
-    const int inside = i / CHUNKS, at = i % CHUNKS, pixel = pixel0 + inside, chunk = chunk0 + at;
-    if (pixel < pixels && chunk < chunks) {
+    const int inside = i / CHUNKS, at = i % CHUNKS;
+    if (wanted(pixel0 + inside, chunk0 + at)) {
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb)
-        packed[limb * limb_size + (long long)pixel * chunks + chunk] = turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))];
+      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk0 + at, limb, turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))]);
     }
   }
 #endif
   return found;
 }
 
+// The exponent of the scale that is guessed for an image.
+__device__ int guess_of(const float* guesses, long long image) {
+  return SAMPLED ? 127 - (int)(__float_as_uint(guesses[image]) >> 23) : GUESS;
+}
 // One row of a block of 64. scales[m] undoes the scale.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape) {
   const int padded = (int)shape.blocks_group * 64, g = blockIdx.x / padded, row = blockIdx.x % padded, taps = (int)shape.taps;
@@ -228,7 +260,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     packed[i / PIECES * (64 * PIECES) + r * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
   auto write = [&](const float(&v)[8], int tap, int i) {
     const int block = tap * (int)shape.channel_blocks + i / PIECES, piece = i % PIECES;
-    const int swizzled = piece ^ (PIECES == 8 ? r % 8 : PIECES == 4 ? r / 2 % 4 : r / 4 % 2);
+    const int swizzled = swizzled_piece(r, piece);
     uint4 limbs[LIMBS];
     split(v, scale, limbs);
 #pragma unroll
@@ -278,32 +310,66 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 1 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
-                                                           Extremes* __restrict__ parts, uint4* __restrict__ w_packed,
-                                                           float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
+                                                           Extremes* __restrict__ parts, const float* __restrict__ guesses,
+                                                           uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags,
+                                                           const Shape shape) {
   if (blockIdx.x < shape.filter_rows) {
     pack_filter(w, w_packed, w_scales, w_flags, shape);
     return;
   }
-  const int block = blockIdx.x - (int)shape.filter_rows, tiles = (gridDim.x - (int)shape.filter_rows) / (int)shape.images;
-  const Extremes found = pack_tile(x, x_packed, shape, block / tiles, block % tiles, IN == 32 ? 1 << GUESS : 1);
+  const int block = blockIdx.x - (int)shape.filter_rows, blocks = gridDim.x - (int)shape.filter_rows;
+#if FILTER
+  // neighbouring rows side by side: they are neighbours in the packed filter
+  const int rows = (int)shape.blocks_group * 64, tiles = blocks / rows, image = block % rows, tile = block / rows;
+#else
+  const int tiles = blocks / (int)shape.images, image = block / tiles, tile = block % tiles;
+#endif
+  const bool guessing = IN == 32 && (!FILTER || image < shape.images);
+  const Extremes found = pack_tile(x, x_packed, shape, image, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
 #if IN == 32
   const Extremes all = over_block(found);
-  if (threadIdx.x == 0) parts[block] = all;
+  if (threadIdx.x == 0 && guessing) parts[image * tiles + tile] = all;
 #endif
 }
 
 #if IN == 32
-// scales[image] undoes the scale.
-extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
-                                                                    const Extremes* __restrict__ parts, float* __restrict__ scales,
-                                                                    int* __restrict__ flags, const long long tiles, const Shape shape) {
-  const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
+extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* __restrict__ x, float* __restrict__ guesses, const Shape shape) {
+  constexpr int EACH = 4;
+  const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), channels = (unsigned)shape.groups * CHANNELS;
+  const unsigned long long count = (unsigned long long)plane * channels, step = count / (EACH * THREADS) | 1;  // odd: not one column all the time
+  x += blockIdx.x * shape.x_image;
+  Extremes found = {0, ~0u};
+#pragma unroll
+  for (int i = 0; i < EACH; ++i) {
+    const unsigned long long at = (threadIdx.x + i * THREADS) * step % count;
+    const unsigned c = (unsigned)(NHWC ? at % channels : at / plane), pixel = (unsigned)(NHWC ? at / channels : at % plane);
+    found.add(x[c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel]);
+  }
+  found = over_block(found);
+  if (threadIdx.x == 0) {
+    const bool usable = found.largest != 0 && found.largest < INFINITE && abs(found.exponent()) <= LARGEST;
+    guesses[blockIdx.x] = power_of_two(-(usable ? 11 - found.exponent() : GUESS));
+  }
+}
+
+// The extremes of an image whose tiles' are `parts`, to every thread.
+__device__ Extremes over_image(const Extremes* __restrict__ parts, long long image, long long tiles) {
   Extremes found = {0, ~0u};
 #pragma unroll 4
   for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
-  found = over_block(found);
-  const bool guessed = found.guessed();
-  const float scale = guessed ? 1 << GUESS : found.scale();
+  return over_block(found);
+}
+
+// scales[image] undoes the scale.
+extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
+                                                                    const Extremes* __restrict__ parts, const float* __restrict__ guesses,
+                                                                    float* __restrict__ scales, int* __restrict__ flags, const long long tiles,
+                                                                    const Shape shape) {
+  const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
+  const Extremes found = over_image(parts, image, tiles);
+  const int guess = guess_of(guesses, image);
+  const bool guessed = found.fits(guess);
+  const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
     scales[image] = 1 / scale;
     flags[image] = !guessed && !found.covered();
@@ -316,17 +382,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
 }
 
 // For images that are not packed (POINTWISE in implicit_gemm_sm90.cu): block -> an image. again[image]: it did not fit the guess.
-extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extremes* __restrict__ parts, float* __restrict__ scales,
-                                                                    int* __restrict__ flags, int* __restrict__ again, const long long count) {
-  Extremes found = {0, ~0u};
-#pragma unroll 4
-  for (long long i = threadIdx.x; i < count; i += THREADS) found.add(parts[blockIdx.x * count + i]);
-  found = over_block(found);
+extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extremes* __restrict__ parts, const float* __restrict__ guesses,
+                                                                    float* __restrict__ scales, int* __restrict__ flags, int* __restrict__ again,
+                                                                    const long long count) {
+  const long long image = blockIdx.x;
+  const Extremes found = over_image(parts, image, count);
   if (threadIdx.x == 0) {
-    const bool guessed = found.guessed();
-    scales[blockIdx.x] = 1 / (guessed ? 1 << GUESS : found.scale());
-    again[blockIdx.x] = !guessed && found.covered();
-    flags[blockIdx.x] = !guessed && !found.covered();
+    const int guess = guess_of(guesses, image);
+    const bool guessed = found.fits(guess);
+    scales[image] = 1 / (guessed ? power_of_two(guess) : found.scale());
+    again[image] = !guessed && found.covered();
+    flags[image] = !guessed && !found.covered();
   }
 }
 #endif

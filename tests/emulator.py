@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -75,6 +76,8 @@ class Memory:
     def result(self, problem, dtype: str) -> np.ndarray:
         found = self.view(RESULT, dtype)
         shape = list(problem.result_shape)
+        if problem.layout == "CNHW":
+            return found.reshape(shape[1], shape[0], *shape[2:])
         if problem.layout == "NCHW":
             return found.reshape(shape)
         channels = shape.pop(-problem.ndim - 1)
@@ -115,8 +118,8 @@ class Extremes:
         finite = self.largest < 0x7F800000 and abs(self.exponent) <= 60
         return self.largest == 0 or (finite and self.least >= self.exponent - 28 - self.slack)
 
-    def guessed(self) -> bool:
-        return self.largest == 0 or (-2 - GUESS <= self.exponent < 15 - GUESS and self.least >= -14 - GUESS - self.slack)
+    def fits(self, guess: int) -> bool:
+        return self.largest == 0 or (-2 - guess <= self.exponent < 15 - guess and self.least >= -14 - guess - self.slack)
 
     def scale(self) -> float:
         return 2.0 ** (14 - self.exponent) if self.largest and self.covered() else 1.0
@@ -140,7 +143,7 @@ def swizzled(row: np.ndarray, pieces: int) -> np.ndarray:
 def filter_row(step, s, memory: Memory, block: int) -> None:
     """One of the rows, 64 to a block, in which the filter is packed."""
     define = step.defines
-    _, source, _, _, packed, scales, flags = step.buffers
+    _, source, _, _, _, packed, scales, flags = step.buffers
     kind, channels, kc = ELEMENT[define["IN"]], define["CHANNELS"], define["KC"]
     folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
     group, row = divmod(block, s.blocks_group * 64)
@@ -174,8 +177,9 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     pixels, across = s.packed_d * s.packed_h * s.packed_w, ceil(s.groups * s.packed_group // 8, define["CHUNKS"])
     many = step.block * define["ITEMS"] // define["CHUNKS"]
     chunk0, pixel0 = tile % across * define["CHUNKS"], tile // across * many
-    assert pixel0 < pixels
-    pixel = np.arange(pixel0, min(pixel0 + many, pixels))[:, None]
+    whole = pixels + (define["FILTER"] and define["KC"] < 64)  # behind the taps a block of zeros
+    assert pixel0 < whole
+    pixel = np.arange(pixel0, min(pixel0 + many, whole))[:, None]
     to = np.arange(8 * chunk0, 8 * min(chunk0 + define["CHUNKS"], chunks))[None]  # packed channels
     group, j = np.divmod(to, s.packed_group)
     if define["FOLDED"]:
@@ -189,43 +193,71 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     else:
         assert (s.packed_d, s.packed_h, s.packed_w) == (s.d, s.h, s.w)
         c, ok, at = j, (j < channels) & (pixel >= 0), pixel + 0 * j
-    plane, all_channels = s.d * s.h * s.w, s.groups * channels
-    channel = group * channels + c
-    place = image * plane * all_channels + (at * all_channels + channel if define["NHWC"] else channel * plane + at)
+    assert define["NHWC"] or s.x_pixel == 1
+    place = image * s.x_image + group * s.x_group + c * s.x_channel + at * s.x_pixel
+    ok = ok & (pixel < pixels) & (image < s.images)
     x = memory.view(source, kind)
     values = np.where(ok, inside(x, np.where(ok, place, 0)), x.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-        store(target, ((i * s.images + image) * pixels + pixel) * 8 * chunks + to, limb)
+        if define["FILTER"]:
+            kc, row = define["KC"], image % 64
+            wanted = (pixel < pixels) | (to < kc)
+            line = ((image // 64 * s.row_blocks + pixel * s.channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
+            store(target, (line * kc + (to % kc // 8 ^ swizzled(np.array(row), kc // 8)) * 8 + to % 8)[wanted], limb[wanted])
+        else:
+            store(target, ((i * s.images + image) * pixels + pixel) * 8 * chunks + to, limb)
     return values
+
+
+def guess_of(step, memory: Memory, guesses, image: int) -> int:
+    """The exponent of the scale that is guessed for an image."""
+    return -int(math.log2(inside(memory.view(guesses, "float32"), image))) if step.defines["SAMPLED"] else GUESS
+
+
+def sample_images(step, memory: Memory) -> None:
+    s, define = named(step), step.defines
+    source, guesses = step.buffers
+    assert step.grid == s.images and s.filter_rows == 0
+    plane, channels = s.d * s.h * s.w, s.groups * define["CHANNELS"]
+    at = np.arange(4 * step.block) * (plane * channels // (4 * step.block) | 1) % (plane * channels)
+    c, pixel = (at % channels, at // channels) if define["NHWC"] else (at // plane, at % plane)
+    for image in range(s.images):
+        place = image * s.x_image + c // define["CHANNELS"] * s.x_group + c % define["CHANNELS"] * s.x_channel + pixel * s.x_pixel
+        found = Extremes.of(inside(memory.view(source, "float32"), place))
+        usable = found.largest != 0 and found.largest < 0x7F800000 and abs(found.exponent) <= 60
+        store(memory.view(guesses, "float32"), image, 2.0 ** (found.exponent - 11 if usable else -GUESS))
 
 
 def pack(step, memory: Memory) -> None:
     s = named(step)
     for m in range(s.filter_rows):
         filter_row(step, s, memory, m)
-    source, _, packed, parts, *_ = step.buffers
+    source, _, packed, parts, guesses, *_ = step.buffers
     blocks = step.grid - s.filter_rows
-    assert blocks % s.images == 0
-    for block in range(blocks):
-        tiles = blocks // s.images
-        values = image_tile(step, s, memory, source, packed, block // tiles, block % tiles, 2.0**GUESS)
-        if step.defines["IN"] == 32:
+    rows = 64 * s.blocks_group if step.defines["FILTER"] else s.images
+    assert blocks % rows == 0
+    tiles, wide = blocks // rows, step.defines["IN"] == 32
+    for image, tile in np.ndindex(rows, tiles):
+        real = image < s.images
+        values = image_tile(step, s, memory, source, packed, image, tile, 2.0 ** guess_of(step, memory, guesses, image) if wide and real else 1.0)
+        if wide and real:
             found = Extremes.of(values)
-            store(memory.view(parts, "uint32"), 2 * block + np.arange(2), [found.largest, found.smallest - 1])
+            store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
 
 
 def settle_images(step, memory: Memory) -> None:
     s = named(step, "tiles")
-    source, packed, parts, scales, flags = step.buffers
+    source, packed, parts, guesses, scales, flags = step.buffers
     slack = step.defines["SLACK"]
     assert step.grid == s.images * s.slices
     for block in range(step.grid):
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
-        guessed = found.guessed()
-        scale = 2.0**GUESS if guessed else found.scale()
+        guess = guess_of(step, memory, guesses, image)
+        guessed = found.fits(guess)
+        scale = 2.0**guess if guessed else found.scale()
         if piece == 0:
             store(memory.view(scales, "float32"), image, 1 / scale)
             store(memory.view(flags, "int32"), image, not guessed and not found.covered())
@@ -235,14 +267,16 @@ def settle_images(step, memory: Memory) -> None:
 
 
 def settle_scales(step, memory: Memory) -> None:
-    parts, scales, flags, again = step.buffers
+    parts, guesses, scales, flags, again = step.buffers
     (count,) = step.scalars
     for image in range(step.grid):
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * count + np.arange(count))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, step.defines["SLACK"])
-        store(memory.view(scales, "float32"), image, 1 / (2.0**GUESS if found.guessed() else found.scale()))
-        store(memory.view(again, "int32"), image, not found.guessed() and found.covered())
-        store(memory.view(flags, "int32"), image, not found.guessed() and not found.covered())
+        guess = guess_of(step, memory, guesses, image)
+        guessed = found.fits(guess)
+        store(memory.view(scales, "float32"), image, 1 / (2.0**guess if guessed else found.scale()))
+        store(memory.view(again, "int32"), image, not guessed and found.covered())
+        store(memory.view(flags, "int32"), image, not guessed and not found.covered())
 
 
 # ---- tensor maps
@@ -344,6 +378,18 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 
 
 def product(step, memory: Memory, finite: bool) -> None:
+    """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
+    phases = step.defines["PHASES"]
+    size = len(step.scalars) // phases
+    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(step.maps[i], *step.maps[phases:])) for i in range(phases)]
+    tiles = {named(one).tiles for one in whole}
+    assert len(tiles) == 1 and step.grid <= phases * max(tiles) and (step.grid == phases * max(tiles) or math.gcd(step.grid, phases) == 1)
+    assert 128 * len(step.maps) + 8 * (len(step.scalars) + len(step.buffers)) < 4096 - 128
+    for one in whole:
+        multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
+
+
+def multiplied(step, memory: Memory, finite: bool) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
     if define["POINTWISE"]:
@@ -386,7 +432,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
         if s.second and not inside(again, image):
             continue
         scale = 2.0**GUESS
-        if s.second:
+        if s.second or define["SAMPLED"]:
             scale = 1 / float(inside(memory.view(step.buffers[1], "float32"), image))
         total, read = np.zeros((define["ROWS"], pixels)), []
         for c in range(0, s.channel_blocks * 64, 64):
@@ -435,7 +481,7 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     k, image = group * s.rows_group + m, pixel // s.plane
     if define["SCALED"]:
         on_images = 2.0**-GUESS
-        if define["POINTWISE"] != 2 or s.second:
+        if define["POINTWISE"] != 2 or s.second or define["SAMPLED"]:
             on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, (end - 1) // s.plane)).astype(float)
         total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     if define["HAS_BIAS"]:
@@ -451,7 +497,7 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         offset = inner
     else:
         offset = s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
-    at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else (image * s.rows + k) * s.out_size + offset
+    at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else image * s.out_image + k * s.out_row + offset
     vec = define["VEC"]
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
@@ -517,8 +563,6 @@ def direct_gemm(step, memory: Memory) -> None:
     assert np.isin(images, (0, 1)).all() and np.isin(channels, (0, 1)).all(), "flags that nobody has written"
     if not images.any() and not channels.any():
         return
-    x_pixel, x_channel = (d.GROUPS * d.CRED, 1) if d.NHWC else (1, d.D * d.H * d.W)
-    y_pixel, y_channel = (d.GROUPS * d.M, 1) if d.NHWC else (1, d.OUT_SIZE)
     c, m = np.arange(d.CRED), np.arange(d.M)
     with np.errstate(over="ignore", invalid="ignore"):
         for g in range(d.GROUPS):
@@ -526,13 +570,13 @@ def direct_gemm(step, memory: Memory) -> None:
             for t, r, s in np.ndindex(*((0, 0, 0) if d.EMPTY else (d.T, d.R, d.S))):
                 at_d, at_h, at_w = o * d.STRIDE_D - d.PAD_D + t * d.DIL_D, p * d.STRIDE_H - d.PAD_H + r * d.DIL_H, q * d.STRIDE_W - d.PAD_W + s * d.DIL_W
                 ok = (at_d >= 0) & (at_d < d.D) & (at_h >= 0) & (at_h < d.H) & (at_w >= 0) & (at_w < d.W)
-                place = image * (d.GROUPS * d.CRED * d.D * d.H * d.W) + ((at_d * d.H + at_h) * d.W + at_w) * x_pixel
-                values = np.where(ok, inside(x, np.where(ok, place, 0) + (g * d.CRED + c[:, None]) * x_channel), x.dtype.type(0))
+                place = image * d.X_IMAGE + ((at_d * d.H + at_h) * d.W + at_w) * d.X_PIXEL
+                values = np.where(ok, inside(x, np.where(ok, place, 0) + g * d.X_GROUP + c[:, None] * d.X_CHANNEL), x.dtype.type(0))
                 taps = inside(w, d.W_BASE + g * d.W_G + m[:, None] * d.W_M + c * d.W_C + t * d.W_T + r * d.W_R + s * d.W_S)
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
             if d.HAS_BIAS:
                 total += inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
-            at = image * (d.GROUPS * d.M * d.OUT_SIZE) + (g * d.M + m[:, None]) * y_channel + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * y_pixel
+            at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
             wanted = (images[image] | channels[g * d.M + m][:, None]) > 0
             store(out, at[wanted], total[wanted].astype(kind))
 
@@ -541,7 +585,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "settle_images": settle_images, "settle_scales": settle_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "sample_images": sample_images, "settle_images": settle_images, "settle_scales": settle_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31

@@ -25,12 +25,12 @@ def run(plan, arrays) -> bool:
     with plan.device:
         buffers = []
         for array in (*arrays, np.full(plan.result_shape, np.nan, arrays[0].dtype)):
-            buffers.append(0 if array is None else drv.to_device(array))
+            buffers.append(0 if array is None else drv.to_device(np.ascontiguousarray(array).view(np.uint8)))
         workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
         plan.launch([int(b) for b in (*buffers, workspace)], None)
         out = np.empty(plan.result_shape, arrays[0].dtype)
-        drv.memcpy_dtoh(out, buffers[3])
-    return bool(np.isfinite(out).all())
+        drv.memcpy_dtoh(out.view(np.uint8), buffers[3])
+    return bool(np.isfinite(out.astype(np.float64)).all())
 
 
 def copy_strided() -> bool:

@@ -2,15 +2,20 @@
 
 import math
 
+import emulator
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given
 from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact, channels_last, is_channels_last, run, tensor
+from test_implicit_gemm import Arrays
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
+from pycuda_conv.engines import implicit_gemm
 from pycuda_conv.engines.direct import Gemm
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 
 torch = pytest.importorskip("torch", reason="gradients are compared with torch's")
 
@@ -217,3 +222,112 @@ def test_device_arrays(of, kind):
         with get_device("cuda"):
             got = call(of, *map(gpuarray.to_gpu, (x, w, dy)), padding=1).get()
     assert_exact(got, gradient(of, x, w, dy, padding=1))
+
+
+# ---- the tensor cores' engine
+
+#: Convolutions (input, filter, options) whose filter's gradient it computes: batches that fill loads or don't, folded rows, every rank.
+CASES = [
+    ((32, 20, 9, 8), (40, 20, 3, 3), {"padding": 1}), ((16, 24, 5, 6), (70, 24, 3, 2), {"padding": (1, 0), "stride": 2}),
+    ((5, 20, 9, 8), (40, 20, 3, 3), {"padding": 1}), ((64, 8, 6, 6), (9, 8, 1, 1), {}), ((3, 5, 30), (6, 5, 4), {"padding": 2, "stride": 3, "dilation": 2}),
+    ((2, 3, 20, 140), (10, 3, 7, 7), {"stride": 2, "padding": 3}), ((16, 4, 4, 5, 6), (9, 4, 3, 2, 3), {"padding": (1, 0, 2)}),
+    ((70, 16, 5, 5), (130, 16, 3, 3), {"dilation": 2, "padding": 2}), ((33, 7, 1, 1), (5, 7, 1, 1), {}), ((24, 6, 40), (8, 6, 5), {"stride": 2}),
+]  # fmt: skip
+MODES = {"fp32": ("float32", "fp32"), "tf32": ("float32", "tf32"), "fp16": ("float16", "fp32"), "bf16": ("bfloat16", "fp32")}
+MODES = {name: mode for name, mode in MODES.items() if mode[0] in DTYPES}
+TILES = [ImplicitGemm(64, 32, 2, 1), ImplicitGemm(128, 24, 2, 3)]
+
+
+def filters_problem(x_shape, w_shape, options, mode) -> ConvProblem:
+    dtype, precision = MODES[mode]
+    y_shape = ConvProblem.forward(len(w_shape) - 2, x_shape, w_shape, **options).result_shape
+    return ConvProblem.gradient("weight", len(w_shape) - 2, x_shape, w_shape, y_shape, **options, dtype=dtype, precision=precision)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plan_computes_the_gradient_by_the_filter(case, mode):
+    x_shape, w_shape, options = case
+    problem = filters_problem(*case, mode)
+    x, w, dy = arrays(integers, x_shape, w_shape, problem.dtype, **options)
+    ref = gradient("weight", x, w, dy, **options)
+    for config in TILES:
+        assert implicit_gemm.legal(problem.launched, config) is None
+        assert_exact(emulator.emulate(problem.launched, config, x, dy), ref, config)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 2.0**-40, 1.0, 3e5])
+@pytest.mark.parametrize("of", OF)
+def test_gradients_of_any_magnitude_keep_their_bits(of, scale):
+    """The scale of dy is guessed from a sample: a power of two changes nothing but the exponents."""
+    x_shape, w_shape, options = CASES[0]
+    x, w, dy = arrays(normals, x_shape, w_shape, "float32", **options)
+    problem = ConvProblem.gradient(of, 2, x_shape, w_shape, dy.shape, **options).launched
+    scale = np.float32(2.0 ** round(np.log2(scale)))
+    one, other = (
+        emulator.emulate(problem, TILES[0], *((grad, w) if of == "input" else (x, grad)), keep=False) for grad in (dy, dy * scale)
+    )
+    assert np.array_equal(one * scale, other)
+
+
+GPU_RUNS = [
+    (case, mode, config) for case in CASES for mode, config in zip(
+        MODES, (ImplicitGemm(64, 128, 3, 1), ImplicitGemm(128, 64, 4, 5), ImplicitGemm(128, 128, 4, 1), ImplicitGemm(64, 64, 4, 16)), strict=False)
+]  # fmt: skip
+GPU_RUNS += [(case, mode, config) for case in CASES[:6] for mode, config in (("fp32", ImplicitGemm80(64, 64, 3, 1)), ("fp16", ImplicitGemm80(128, 128, 3, 4)))]
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """A function of (plan, arrays) that launches with NaN round every array."""
+    from pycuda_conv.runtime import get_device
+
+    if get_device("cuda").capability != (9, 0):
+        pytest.skip("the GPU is not of compute capability 9.0")
+    return lambda plan, *given: Arrays(torch, plan, *given).launch()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", GPU_RUNS, ids=str)
+def test_the_gradient_by_the_filter_on_tensor_cores(launched, run):
+    (x_shape, w_shape, options), mode, config = run
+    problem = filters_problem(x_shape, w_shape, options, mode)
+    plan = Plan(problem, "cuda", config=config)
+    x, w, dy = arrays(integers, x_shape, w_shape, problem.dtype, **options)
+    assert_exact(launched(plan, x, dy), gradient("weight", x, w, dy, **options), plan)
+    x, w, dy = arrays(normals, x_shape, w_shape, problem.dtype, **options)
+    ref = gradient("weight", x, w, dy, **options)
+    allowed = bound("weight", x, w, dy, ref, problem.dtype, **options)
+    if mode == "tf32":
+        allowed += 2.0**-9 * gradient("weight", abs(x), abs(w), abs(dy), **options)
+    first = launched(plan, x, dy)
+    assert_close(first, ref, allowed, plan)
+    assert first.tobytes() == launched(plan, x, dy).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e30, 1e-30, 2.0**-140])
+@pytest.mark.parametrize("where", ["x", "dy"])
+@pytest.mark.parametrize("of", OF)
+def test_what_does_not_fit_the_limbs(launched, of, where, value):
+    """It is computed in plain fp32, and what does not depend on it keeps its bits."""
+    x_shape, w_shape, options = CASES[0]
+    x, w, dy = arrays(normals, x_shape, w_shape, "float32", **options)
+    plan = Plan(ConvProblem.gradient(of, 2, x_shape, w_shape, dy.shape, **options), "cuda", config=ImplicitGemm(64, 128, 3, 1))
+
+    def compute():
+        return launched(plan, *((dy, w) if of == "input" else (x, dy)))
+
+    clean = compute()
+    place = {"x": x if of == "weight" else w, "dy": dy}[where]
+    place[3, 2, 1, 1] = value
+    got = compute()
+    with np.errstate(invalid="ignore"):
+        ref = gradient(of, x, w, dy, **options)
+    finite = np.isfinite(ref)
+    assert (np.isfinite(got) == finite).all()
+    allowed = np.where(finite, bound(of, *(np.where(np.isfinite(a), a, 0) for a in (x, w, dy)), ref, "float32", **options), 0)
+    assert_close(np.where(finite, got, 0), np.where(finite, ref, 0), allowed, plan)
+    if where == "dy":
+        same = np.arange(clean.shape[0]) != (3 if of == "input" else 2)
+        assert got[same].tobytes() == clean[same].tobytes()

@@ -7,12 +7,12 @@ the launch of a phase. :func:`choose` picks tiles by a short model of time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, groupby, islice
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, SPLITS, WORKSPACE, Phase, ceil, places
+from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     PACK_THREADS,
     Operands,
@@ -23,21 +23,24 @@ from pycuda_conv.engines.packed import (
     arithmetic,
     assemble,
     filter_sizes,
+    images_of,
     limbs,
     overhead,
-    pack_defines,
     pack_operands,
     packed_form,
     products,
     row_blocks,
+    sample_step,
     tap_numbers,
     why_not,
+    written_places,
 )
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
+MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
 @dataclass(frozen=True)
@@ -146,11 +149,23 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
     if config.POINTWISE:
         return _pointwise_program(problem, config, multiprocessors)
 
-    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-        return _product(problem, config, packed, walk, operands.x_limbs, buffers, multiprocessors)
+        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors) for group in _together(walks)]
 
-    return assemble(problem, config.SPLIT, multiprocessors, product)
+    return assemble(problem, config.SPLIT, multiprocessors, products)
+
+
+def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
+    """Phases that share a launch: as many pixels, loaded along as many axes; such as write into each other's gaps first."""
+
+    def alike(walk: Walk) -> tuple[Hashable, ...]:
+        return walk.rank, walk.flat, walk.phase.size
+
+    for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
+        group = list(found)
+        count = ceil(len(group), MOST_PHASES)
+        yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
 
 
 def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
@@ -160,16 +175,22 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
     if problem.itemsize == 2:
         buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
-        stages = [[_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors)]]
+        stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
     count = 4 * ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
-    parts, scales = scratch.take(8 * problem.N * count), scratch.take(4 * problem.N)
-    flags, again = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
-    buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
-    first, second = (_product(problem, config, packed, walk, (INPUT, 0), buffers, multiprocessors, second) for second in (0, 1))
-    defines = pack_defines(problem, packed)
-    settle = Step("settle_scales", defines, problem.N, PACK_THREADS, (parts, scales, flags, again), (count,), "pack")
-    stages = [[first], [settle], [second], *([step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors))]
+    parts = scratch.take(8 * problem.N * count)
+    guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
+
+    def multiply(scales: tuple[int, int], second: int) -> Step:
+        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
+        return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, second)
+
+    images = images_of(problem, packed)
+    settle = Step("settle_scales", images.defines, problem.N, PACK_THREADS, (parts, guesses, scales, flags, again), (count,), "pack")
+    stages = [[multiply(guesses, 0)], [settle], [multiply(scales, 1)]]
+    if images.sampled:
+        stages.insert(0, [sample_step(images, INPUT, guesses)])
+    stages += [[step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors)]
     return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes)
 
 
@@ -213,10 +234,34 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[i
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, x_limbs: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
     buffers: tuple[int | tuple[int, int], ...], multiprocessors: int, second: int = 0,
 ) -> Step:
-    """The launch of one phase."""
+    """The launch of some phases."""
+    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
+    sampled = pointwise == 2 and images_of(problem, packed).sampled
+    defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
+        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
+        "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
+    }
+    if pointwise:
+        maps = [_plane_map(problem, config)]
+    else:
+        maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
+    if tensor_store(problem, config):
+        maps.append(_result_map(problem, config, buffers[-1]))
+    shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
+    tiles = sum(shape[0] for shape in shapes)
+    grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, len(walks)) == 1 else multiprocessors - 1
+    return Step(
+        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS + 128 * (pointwise == 2), buffers, tuple(chain.from_iterable(shapes)),
+        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+    )
+
+
+def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, second: int) -> tuple[int, ...]:
+    """The kernel's scalars of a phase."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles = _tiles(problem, config, phase)
     blocks, _, channel_blocks = filter_sizes(problem, packed)
@@ -224,24 +269,11 @@ def _product(
     # as the loads count pixels: all images are one row of them where no tap looks elsewhere
     flat = problem.N * plane
     load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
-    shape = (
+    return (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *places(problem, phase), second,
-    )
-    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
-    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walk.rank,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
-        "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2,
-    }
-    maps = [_plane_map(problem, config) if pointwise else _image_map(problem, config, packed, walk, x_limbs)]
-    if tensor_store(problem, config):
-        maps.append(_result_map(problem, config, buffers[-1]))
-    return Step(
-        "implicit_gemm_sm90", defines, min(shape[0], multiprocessors), THREADS + 128 * (pointwise == 2), buffers, shape,
-        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        *written_places(problem, phase), second,
     )
 
 
@@ -272,9 +304,8 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
-            for split in SPLITS:
-                if split == 1 or steps >= 4 * split:
-                    yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
+            for split in splits(problem, steps // 4):
+                yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
             yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
 

@@ -6,11 +6,11 @@ The same packed operands, products and exact path as in :mod:`pycuda_conv.engine
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, SPLITS, ceil, places
+from pycuda_conv.engines.direct import BIAS, ceil, splits
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
@@ -25,6 +25,7 @@ from pycuda_conv.engines.packed import (
     products,
     row_blocks,
     tap_numbers,
+    written_places,
 )
 from pycuda_conv.engines.packed import why_not as why_not_packed
 from pycuda_conv.problem import ConvProblem
@@ -131,11 +132,11 @@ def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
     """The launches of `config`, which is legal for `problem`."""
 
-    def product(packed: Packing, walk: Walk, operands: Operands, target: int | tuple[int, int]) -> Step:
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
-        return _product(problem, config, packed, walk, buffers)
+        return [_product(problem, config, packed, walk, buffers) for walk in walks]
 
-    return assemble(problem, config.SPLIT, multiprocessors, product)
+    return assemble(problem, config.SPLIT, multiprocessors, products)
 
 
 def _product(
@@ -150,7 +151,7 @@ def _product(
         tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, problem.groups * chunks, rows // problem.groups, rows,
         blocks, channel_blocks, _w_chunks(problem, packed), _x_chunks(problem, packed), max(walk.taps[1], 1), max(walk.taps[2], 1),
         *tap_numbers(problem, packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
-        phase.size[1] * row, row, *places(problem, phase),
+        phase.size[1] * row, row, *written_places(problem, phase),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load,
@@ -190,8 +191,8 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm80]:
             continue
         for pixels in (256, 128, 64):
             stages = next((n for n in (4, 3) if legal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
-            for split in SPLITS:
-                if stages and (split == 1 or steps >= 8 * split):
+            for split in splits(problem, steps // 8):
+                if stages:
                     yield ImplicitGemm80(rows, pixels, stages, split)
 
 

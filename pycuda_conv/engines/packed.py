@@ -11,7 +11,7 @@ convolution), each of which is one launch: :func:`assemble` puts the launches ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -181,6 +181,8 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why no kernel on packed operands can run `problem`, or None if one can."""
     if problem.dtype not in ELEMENTS:
         return f"it takes {', '.join(ELEMENTS)} arrays"
+    if problem.layout == "CNHW" and problem.groups > 1:
+        return "it takes one group for the gradient of a filter"
     if 0 in problem.result_shape or 0 in problem.input_shape:
         return "there is nothing to compute"
     images = problem.N * limbs(problem)
@@ -241,40 +243,126 @@ class Operands:
     filter_bytes: int
 
 
+@dataclass(frozen=True)
+class Packed:
+    """One array to be packed as images: the kernel's defines and scalars (but for the first and the third) and what follows from them.
+
+    A filter can be such an array: its rows are images then, and its taps pixels.
+    """
+
+    defines: dict[str, int]
+    scalars: tuple[int, ...]
+    images: int
+    blocks: int  # of a launch that packs all images
+    tiles: int  # of an image
+
+    @property
+    def sampled(self) -> bool:
+        return bool(self.defines["SAMPLED"])
+
+    def shape(self, filter_rows: int, slices: int = 1) -> tuple[int, ...]:
+        """The scalars of ``pack.cu``."""
+        return (filter_rows, self.images, slices, *self.scalars)
+
+
+def images_of(problem: ConvProblem, packed: Packing) -> Packed:
+    """The images of `problem`, to be packed."""
+    return _packed(problem, packed, problem.direction == "dgrad", False)
+
+
+def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bool) -> Packed:
+    """The images of `problem`, or its filter as such; the magnitude of a gradient can't be guessed."""
+    groups, all_taps, count = problem.groups, math.prod(problem.filter_size), limbs(problem)
+    blocks, taps, channel_blocks = filter_sizes(problem, packed)
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+    w_group, w_row, w_channel = direct.filter_strides(problem)
+
+    def folding(values: Size3, instead: int) -> Size3:
+        return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
+
+    if as_filter:
+        images, rows, group = written, 64 * blocks, channel_blocks * packed.load
+        size, packed_size = problem.filter_size, size3([n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)])
+        strides = direct.Strides(w_row, w_group, w_channel, 1)
+    else:
+        images = rows = problem.N
+        group, size, packed_size, strides = packed.group, problem.operand_size, packed.size, direct.read_strides(problem)
+    chunks = groups * group // 8
+    defines = {
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"),
+        "CHUNKS": min(8, 1 << (chunks - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
+        "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
+        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
+    }
+    pixels = math.prod(packed_size) + (as_filter and packed.load < 64)
+    tiles = ceil(pixels, PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * ceil(chunks, defines["CHUNKS"])
+    scalars = (
+        groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
+        *folding(problem.stride, 1), *folding(problem.padding_before, 0), *folding(problem.dilation, 1), written, blocks,
+        w_group, w_row, w_channel, taps, channel_blocks, row_blocks(problem, packed),
+    )
+    return Packed(defines, scalars, images, rows * tiles, tiles)
+
+
+def sample_step(images: Packed, array: int, guesses: tuple[int, int]) -> Step:
+    """The launch that guesses the scales of images that lie in `array`."""
+    return Step("sample_images", images.defines, images.images, PACK_THREADS, (array, guesses), images.shape(0), "pack")
+
+
 def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int) -> Operands:
     """Pack the operands, the images into `scratch`."""
-    wide, count, rows = problem.dtype == "float32", limbs(problem), problem.result_channels
+    wide, count, written = problem.dtype == "float32", limbs(problem), problem.result_channels
     kept = Room(PACKED)
-    blocks, _, _ = filter_sizes(problem, packed)
-    filter_rows = problem.groups * blocks * 64
+    filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
     w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
-    w_scales, w_flags = kept.take(4 * rows), kept.take(4 * rows)
-    chunks = problem.groups * packed.group // 8
-    defines = pack_defines(problem, packed)
-    tiles = ceil(math.prod(packed.size), PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * ceil(chunks, defines["CHUNKS"])
-    # a block for each image that was guessed right, more where few images may have to be packed again
-    slices = max(1, min(tiles, 2 * multiprocessors // problem.N))
-    x_limbs = x_scales = x_flags = parts = (INPUT, 0)
+    w_scales, w_flags = kept.take(4 * written), kept.take(4 * written)
+    x_limbs = x_scales = x_flags = nowhere = (INPUT, 0)
+
+    def places(images: Packed, room: Room) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of the extremes and the guesses."""
+        return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if wide else (nowhere, nowhere)
+
+    def settle(
+        images: Packed, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
+        flags: tuple[int, int],
+    ) -> list[Step]:
+        if not wide:
+            return []
+        # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
+        slices = max(1, min(images.tiles, 8 * multiprocessors // images.images))
+        buffers = (array, limbs, parts, guesses, scales, flags)
+        scalars = (images.tiles, *images.shape(0, slices))
+        return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
+
+    images = images_of(problem, packed)
+    parts = guesses = nowhere
     if not packed.as_is:
-        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * 8 * chunks)
+        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * problem.groups * packed.group)
+        parts, guesses = places(images, scratch)
         if wide:
-            parts, x_scales, x_flags = scratch.take(8 * problem.N * tiles), scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+            x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
 
     def pack(filter_rows: int, blocks: int) -> list[Step]:
-        shape = _pack_shape(problem, packed, filter_rows, slices)
-        places = (INPUT, WEIGHT, x_limbs, parts, w_limbs, w_scales, w_flags)
-        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, places, shape)]
+        buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
+        return [Step("pack", images.defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
 
-    settle = []
-    if wide:
-        shape, places = _pack_shape(problem, packed, 0, slices), (INPUT, x_limbs, parts, x_scales, x_flags)
-        settle = [[Step("settle_images", defines, problem.N * slices, PACK_THREADS, places, (tiles, *shape), "pack")]]
-    prepare = [pack(filter_rows, 0)]
-    if packed.as_is:
-        images, both = [], prepare
+    guess_x = [sample_step(images, INPUT, guesses)] if images.sampled else []
+    settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
+    if problem.layout == "CNHW":  # the filter is as large as the images
+        rows = _packed(problem, packed, True, True)
+        w_parts, w_guesses = places(rows, kept)
+        buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
+        guess_w = [sample_step(rows, WEIGHT, w_guesses)] if rows.sampled else []
+        pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
+        settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
+        prepare, alone = [guess_w, pack_w, settle_w], [guess_x, pack_x, settle_x]
+        both = [a + b for a, b in zip(prepare, alone, strict=True)]
     else:
-        images, both = ([pack(n, problem.N * tiles), *settle] for n in (0, filter_rows))
-    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, images, both, kept.used)
+        prepare = [pack(filter_rows, 0)]
+        alone, both = ([], prepare) if packed.as_is else ([guess_x, pack(n, images.blocks), settle_x] for n in (0, filter_rows))
+    prepare, alone, both = ([stage for stage in stages if stage] for stages in (prepare, alone, both))
+    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, alone, both, kept.used)
 
 
 def filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
@@ -289,45 +377,18 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
     return taps * channel_blocks + (packed.load < 64)
 
 
-def pack_defines(problem: ConvProblem, packed: Packing) -> dict[str, int]:
-    reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
-    defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": limbs(problem), "NHWC": int(problem.layout == "NHWC"),
-        "CHUNKS": min(8, 1 << (problem.groups * packed.group // 8 - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
-        "SLACK": int(math.log2(reduction) / 2) if limbs(problem) == 2 else 0,
-        "CHANNELS": problem.operand_channels // problem.groups, "KC": packed.load, "FOLDED": int(packed.level > 0),
-    }
-    return defines | dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True))
-
-
-def _pack_shape(problem: ConvProblem, packed: Packing, filter_rows: int, slices: int) -> tuple[int, ...]:
-    """The scalars of ``pack.cu``."""
-    groups, all_taps = problem.groups, math.prod(problem.filter_size)
-    blocks, taps, channel_blocks = filter_sizes(problem, packed)
-    read, written = problem.operand_channels // groups, problem.result_channels // groups
-
-    def where_folded(values: Size3, instead: int) -> tuple[int, ...]:
-        return tuple(v if i >= 3 - packed.level else instead for i, v in enumerate(values))
-
-    return (
-        filter_rows, problem.N, slices, groups, packed.group, *problem.operand_size, *packed.size, *where_folded(problem.stride, 1),
-        *where_folded(problem.padding_before, 0), *where_folded(problem.dilation, 1), written, blocks,
-        read * written * all_taps, *((read * all_taps, all_taps) if problem.direction == "fprop" else (all_taps, written * all_taps)),
-        taps, channel_blocks, row_blocks(problem, packed),
-    )
-
-
 def assemble(
-    problem: ConvProblem, split: int, multiprocessors: int, product: Callable[[Packing, Walk, Operands, int | tuple[int, int]], Step]
+    problem: ConvProblem, split: int, multiprocessors: int,
+    products: Callable[[Packing, Sequence[Walk], Operands, int | tuple[int, int]], list[Step]],
 ) -> Program:
-    """The launches of a problem whose phases `product` makes: what packs its operands, adds a split sum, and takes the exact path."""
+    """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path."""
     packed, walks = packed_form(problem)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
-    after = [[product(packed, walk, operands, target) for walk in walks]]
+    after = [products(packed, walks, operands, target)]
     if split > 1:
         after.append([direct.reduce_step(problem, split, target)])
     if problem.dtype == "float32":
@@ -346,12 +407,21 @@ def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int,
 def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
     """The defines that say what is multiplied and how it is written, the same for every kernel on packed operands."""
     nhwc, dense = problem.layout == "NHWC", phase.step == (1, 1, 1)
-    neighbours = problem.result_channels // problem.groups if nhwc else math.prod(phase.size) if dense else 1
+    if nhwc:
+        neighbours = problem.result_channels // problem.groups
+    else:
+        neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
         "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
     }
+
+
+def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
+    """Where a phase's pixels, and images and channels, lie in the result."""
+    strides = direct.written_strides(problem)
+    return (*direct.places(problem, phase), strides.image, strides.channel)
 
 
 def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
@@ -363,5 +433,6 @@ def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
-    launches = 2 + (2 if problem.dtype == "float32" else 0) + (not packed.as_is)
+    gradient = problem.direction == "dgrad" or problem.layout == "CNHW"
+    launches = 2 + (2 + gradient if problem.dtype == "float32" else 0) + (not packed.as_is)
     return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches
