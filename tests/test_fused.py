@@ -3,6 +3,9 @@
 import copy
 import io
 import math
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +17,7 @@ from pycuda_conv.arrays import kind_of
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.batch_norm import Pixels, compiled
 from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.base import KERNEL_DIR
 
 torch = pytest.importorskip("torch", reason="the fused layer is a torch module")
 nn = torch.nn
@@ -249,6 +253,19 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
     total, per = step.scalars[:2]
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_spills(shape, dtype, tmp_path):
+    layout, k, plane = SHAPES[shape]
+    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True)
+    file = tmp_path / "batch_norm.cu"
+    file.write_text(step.source())
+    command = ["nvcc", "-cubin", "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+    assert found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
 
 
 # ---- the gradient of a bias
