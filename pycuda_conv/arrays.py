@@ -77,8 +77,11 @@ class ArrayKind:
         """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
         raise NotImplementedError
 
-    def ready(self, array: Any, device: Any, order: tuple[int, ...] | None) -> Any:
-        """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does."""
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does.
+
+        The device must be current.
+        """
         raise NotImplementedError
 
     def run(
@@ -217,7 +220,7 @@ class NumpyKind(HostKind):
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         return np.empty(shape, like.dtype.newbyteorder("="))
 
-    def ready(self, array: np.ndarray, device: Any, order: tuple[int, ...] | None) -> np.ndarray:
+    def ready(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
         return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
@@ -255,11 +258,10 @@ class DeviceKind(ArrayKind):
         """An aligned copy of the same kind with the axes in that order."""
         raise NotImplementedError
 
-    def ready(self, array: Any, device: Any, order: tuple[int, ...] | None) -> Any:
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
         if self.pointer(array) % ALIGNMENT == 0 and self.lies(array, order):
             return array
-        with device:
-            return self._copied("the array", array, order)
+        return self._copied("the array", array, order)
 
     def run(
         self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None

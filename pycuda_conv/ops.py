@@ -195,8 +195,9 @@ def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
     images = shape[0] if len(shape) == ndim + 2 else 1
     pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
     launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
-    sums = kind.empty((pixels.K,), grad_output, own)
-    kind.run(own, launch, (kind.ready(grad_output, own, order),), (sums,), workspace, stream)
+    with own:
+        sums = kind.empty((pixels.K,), grad_output, own)
+        kind.run(own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
     return sums
 
 
@@ -639,7 +640,7 @@ def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> 
     grad_output : array of shape (N, K, P, Q) or (K, P, Q)
         The gradient of the convolution's result, of any kind and dtype that :func:`conv2d` takes.
     device, stream
-        As for :func:`conv2d`.
+        As for :func:`conv2d`; `stream` for arrays on a GPU only.
 
     Returns
     -------

@@ -96,9 +96,8 @@ def _launch(
 
 def _as(y: Tensor, array: Tensor) -> Tensor:
     """`array`, of the shape of `y`, in memory as `y` is."""
-    kind = kind_of("array", array)
     order = channels_last(y.dim(), y.dim() - 2) if _is_last(y) else None
-    return cast(Tensor, kind.ready(array, kind.device(kind.signature(array), None), order))
+    return cast(Tensor, kind_of("array", array).ready(array, order))
 
 
 def _normalise(y: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
@@ -213,8 +212,9 @@ def _fused_conv_bn_relu_backward(
     """The gradients of input and filter, without elements where not asked for, and of beta and gamma as one array (2, K)."""
     dy = torch.empty_like(y)
     sums = (torch.empty if y.numel() else torch.zeros)((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
-    inputs = y, _as(y, dout), mean, invstd, _like_sums(gamma, y), _like_sums(beta, y)
-    _launch(batch_norm.backward, y, y.shape, inputs, (dy, sums), relu, of_batch)
+    parameters = _like_sums(gamma, y), _like_sums(beta, y)
+    # a copy of dout must be gone when the convolution's gradients take their memory
+    _launch(batch_norm.backward, y, y.shape, (y, _as(y, dout), mean, invstd, *parameters), (dy, sums), relu, of_batch)
     dx, dweight = x.new_empty(0), weight.new_empty(0)
     if of_x:
         dx = _convolution("_input", weight, *geometry)(x.shape, weight, dy)
@@ -398,8 +398,11 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     ``state_dict`` has ``conv.weight``, ``bn.running_mean`` and so on. They hold parameters and buffers and are not called: hooks
     on them don't run. The statistics are the batch's where ``bn.training`` is set, as in ``nn.BatchNorm2d``.
 
-    Less memory is kept for the backward pass than by the three modules: the convolution's result, and neither its normalised
-    form nor the layer's. There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
+    Less memory is taken than by the three modules: for the backward pass the convolution's result is kept, and neither its
+    normalised form nor the ReLU's mask, which are computed again. Evaluated without gradients, the running statistics become a
+    factor and a summand of the convolution, of the input's dtype: in float16, below 65504.
+
+    There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
 
     Parameters
     ----------
@@ -410,7 +413,7 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     relu : bool
         False leaves the ReLU out.
     precision : {"fp32", "tf32"}
-        As for :func:`pycuda_conv.conv2d`, in the backward pass too.
+        As for :func:`pycuda_conv.conv2d`, in the backward pass too. The statistics of float16 and bfloat16 are summed in float32.
     device, dtype
         Of parameters and buffers; float16, bfloat16, float32 or float64.
 
