@@ -25,7 +25,7 @@
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
 //          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
-//          RAW_STAGES of [64 channels][PIXELS]; a fourth warpgroup splits them into limbs, scaled by a guess, and notes their
+//          RAW_STAGES of [64 channels][PIXELS]; further warpgroups split them into limbs, scaled by a guess, and note their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
@@ -70,7 +70,7 @@
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
-constexpr int CONSUMERS = 2, CHUNK = 32;  // pixels of a staging tile
+constexpr int CONSUMERS = 2, CONVERTERS = POINTWISE == 2 ? 2 : 0, CHUNK = 32;  // warpgroups; pixels of a staging tile
 [[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4;
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0), "whole blocks of 64 pixels");
 constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
@@ -252,10 +252,10 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
 #endif
 
 #if POINTWISE == 2
-// float32 pixels to limbs, by a warpgroup. A thread takes 8 neighbouring pixels of a channel at a time.
+// float32 pixels to limbs, by the converters. A thread takes 8 neighbouring pixels of a channel at a time.
 DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint32_t full, uint32_t empty, uint32_t raw_full, uint32_t raw_empty,
                     const float* scale_n, const int* again, uint2* parts) {
-  const int thread = threadIdx.x % 128;
+  const int thread = threadIdx.x - 128 * (1 + CONSUMERS);
   Position at;
   int raw_stage = 0, raw_parity = 0;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
@@ -269,8 +269,8 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-#pragma unroll 4
-      for (int i = thread; i < 64 * PIXELS / 8; i += 128) {
+#pragma unroll 2
+      for (int i = thread; i < 64 * PIXELS / 8; i += 128 * CONVERTERS) {
         const int row = i / (PIXELS / 8), piece = i % (PIXELS / 8);
         const float4 left = from[2 * i], right = from[2 * i + 1];
         const float v[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
@@ -305,7 +305,7 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       largest = __reduce_max_sync(~0u, largest);
       smallest = __reduce_min_sync(~0u, smallest);
       const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane / PIXELS;
-      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * 4 + thread / 32] = make_uint2(largest, smallest);
+      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * (4 * CONVERTERS) + thread / 32] = make_uint2(largest, smallest);
     }
   }
 }
@@ -578,7 +578,7 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
 #endif
 }
 
-constexpr int THREADS = POINTWISE == 2 ? 512 : 384;
+constexpr int THREADS = 128 * (1 + CONSUMERS + CONVERTERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if TENSOR_STORE
@@ -601,13 +601,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   [[maybe_unused]] const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * RAW_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, POINTWISE == 2 ? 1 + 4 : 1);  // the producer's bytes, and the converter's warps
+      barrier_init(full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
       barrier_init(empty + 8 * i, 4 * CONSUMERS);
     }
     if (POINTWISE == 2)
       for (int i = 0; i < RAW_STAGES; ++i) {
         barrier_init(raw_full + 8 * i, 1);
-        barrier_init(raw_empty + 8 * i, 4);
+        barrier_init(raw_empty + 8 * i, 4 * CONVERTERS);
       }
     barrier_init_done();
   }
@@ -632,12 +632,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(w, maps_x, shapes, ring, full, empty);
 #endif
 #if POINTWISE == 2
-  } else if (warpgroup == 3) {
-    registers_down<104>();
+  } else if (warpgroup > CONSUMERS) {
+    registers_down<72>();
     convert(shape, aligned, raw, full, empty, raw_full, raw_empty, scale_n, again, parts);
 #endif
   } else {
-    registers_up<POINTWISE == 2 ? 176 : 232>();
+    registers_up<POINTWISE == 2 ? 144 : 232>();
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else

@@ -94,6 +94,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host", action="store_true", help="measure numpy in, numpy out against torch's way, and the bus")
+    bench.add_argument("--training", action="store_true", help="measure gradients, fused layers and a training loop against torch")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: how it scales over these GPUs")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one")
@@ -161,7 +162,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
         wishes = tune.Settings(**{name: value for name, value in vars(arguments).items() if name not in ("command", "list")})
         return tune.list_problems(wishes) if arguments.list else tune.run(wishes)
-    from pycuda_conv.tools import bench, hostbench
+    from pycuda_conv.tools import bench, hostbench, training
 
     modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
@@ -173,6 +174,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)
     if arguments.devices is not None:
         raise ToolError("--devices is for --host")
+    if arguments.training:
+        return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)
 
 

@@ -353,7 +353,7 @@ def check_product(step, s, memory: Memory) -> None:
     ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128 + (define["RAW_STAGES"] * 64 * pixels * 4 if pointwise == 2 else 0)
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * (define["STAGES"] + define["RAW_STAGES"]) <= MOST_SHARED
-    assert step.block == (512 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.block == (640 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -444,8 +444,8 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
             found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[5], "uint32")
-            for warp in range(4):
-                store(parts, 2 * (4 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
+            for warp in range(8):
+                store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
         write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
 
 

@@ -40,6 +40,7 @@ from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
+CONVERTERS = 2  # warpgroups that convert float32 images
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
@@ -177,7 +178,8 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
         buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
         stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
-    count = 4 * ceil(math.prod(problem.result_size), config.PIXELS)  # parts of an image: one a tile and converting warp
+    # parts of an image: one a tile and converting warp
+    count = 4 * CONVERTERS * ceil(math.prod(problem.result_size), config.PIXELS)
     parts = scratch.take(8 * problem.N * count)
     guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
 
@@ -254,9 +256,10 @@ def _product(
     shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
     tiles = sum(shape[0] for shape in shapes)
     grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, len(walks)) == 1 else multiprocessors - 1
+    threads = THREADS + 128 * CONVERTERS * (pointwise == 2)
     return Step(
-        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS + 128 * (pointwise == 2), buffers, tuple(chain.from_iterable(shapes)),
-        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        "implicit_gemm_sm90", defines, min(tiles, grid), threads, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
+        shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
@@ -289,7 +292,7 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
-CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by one warpgroup
+CONVERT_CYCLES = 8.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch

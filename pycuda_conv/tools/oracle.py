@@ -32,6 +32,7 @@ SPACING["bfloat16"] = 2.0**-7, 2.0**-133
 
 def depth(problem: ConvProblem) -> int:
     """Products summed into one element of the result, at most."""
+    problem = problem.launched
     return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
 
 

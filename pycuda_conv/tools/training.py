@@ -1,0 +1,355 @@
+"""How fast is training? Gradients against cuDNN's, a fused layer and a network against torch's, on the same random data."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+from pycuda_conv.plan import Plan
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.tools import bench
+from pycuda_conv.tools.oracle import Errors, compare, torch_precision
+from pycuda_conv.tools.plans import plans
+from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.timing import Effort, gpu_times, wall_times
+
+#: Convolutions whose gradients are measured: input, filter, stride, padding.
+CONVOLUTIONS = (
+    ((32, 512, 7, 7), (512, 512, 3, 3), 1, 1), ((64, 64, 56, 56), (64, 64, 3, 3), 1, 1), ((64, 128, 56, 56), (128, 128, 3, 3), 2, 1),
+    ((64, 256, 14, 14), (256, 256, 3, 3), 1, 1), ((32, 256, 56, 56), (256, 256, 3, 3), 1, 1), ((64, 64, 56, 56), (256, 64, 1, 1), 1, 0),
+    ((128, 512, 448), (1024, 512, 3), 1, 1),
+)
+MODES = ("fp32", "tf32")
+MAGNITUDE = 1e-4  # of the gradients that go in: small, as a mean loss makes them
+BLOCK = "conv + batch norm + ReLU"
+IMAGES, BATCHES = 64, 8  # of the network's loop
+LOSS_LIMIT = 1e-2  # relative: the network's loss after the last batch against torch's in fp32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that both sides did; microseconds, errors against float64."""
+
+    what: str
+    problem: str
+    mode: str
+    ours_us: float = math.nan
+    torch_us: float = math.nan
+    compiled_us: float = math.nan  # torch.compile's
+    error: float = math.nan
+    torch_error: float = math.nan
+    config: str = ""
+    verdict: str = "ok"
+
+    @property
+    def ratio(self) -> float:
+        """torch's time by ours; above 1 ours is faster."""
+        return self.torch_us / self.ours_us
+
+
+def gradients(only: str | None) -> list[ConvProblem]:
+    """The gradients to measure, in fp32, those by the input first."""
+    found = []
+    for of in ("input", "weight"):
+        for x, w, stride, padding in CONVOLUTIONS:
+            y = ConvProblem.forward(len(w) - 2, x, w, stride=stride, padding=padding).result_shape
+            found.append(ConvProblem.gradient(of, len(w) - 2, x, w, y, stride=stride, padding=padding))
+    return [problem for problem in found if re.search(only or "", _label(problem))]
+
+
+def _label(problem: ConvProblem) -> str:
+    return bench.label(problem).replace("conv_transpose", "gradient by input, conv_transpose")
+
+
+def list_problems(settings: bench.Settings) -> int:
+    """Print the gradients' texts."""
+    for problem in gradients(settings.only):
+        print(f"{_label(problem):90} {problem.flops / 1e9:9.3f} GFLOP")
+    return OK
+
+
+# ---- gradients
+
+
+def measure_gradient(torch: Any, plan: Plan, effort: Effort, seed: int) -> Row:
+    """Verify and time one gradient; a wrong result gets no time."""
+    problem, n = plan.problem, plan.problem.ndim
+    generator = torch.Generator(plan.device.name).manual_seed(seed)
+
+    def draw(shape: Sequence[int], scale: float = 1.0) -> Any:
+        return torch.randn(shape, device=plan.device.name, generator=generator).mul_(scale)
+
+    by_input = problem.direction == "dgrad"
+    if by_input:
+        dy, w = draw(problem.input_shape, MAGNITUDE), draw(problem.weight_shape)
+        x = draw(problem.result_shape)
+    else:
+        x, dy = draw(problem.input_shape), draw(problem.weight_shape, MAGNITUDE)
+        w = draw(problem.result_shape)
+    ours_out = torch.full(problem.result_shape, math.nan, device=plan.device.name)
+    first, second = (dy, w) if by_input else (x, dy)
+
+    def backward(dy: Any, x: Any, w: Any) -> Any:
+        arguments = [list(v[-n:]) for v in (problem.stride, problem.padding_before, problem.dilation)]
+        mask = [by_input, not by_input, False]
+        return torch.ops.aten.convolution_backward(dy, x, w, None, *arguments, False, [0] * n, problem.groups, mask)[0 if by_input else 1]
+
+    def ours(_: int) -> None:
+        plan(first, second, out=ours_out)
+
+    kept: list[Any] = [None]
+
+    def theirs(_: int) -> None:
+        kept[0] = backward(dy, x, w)
+
+    ours(0)
+    theirs(0)
+    with bench.cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+        reference = backward(dy.double(), x.double(), w.double())
+        magnitude = backward(dy.double().abs(), x.double().abs(), w.double().abs())
+
+    def judge() -> tuple[Errors, Errors]:
+        return compare(problem, ours_out.double(), reference, magnitude), compare(problem, kept[0].double(), reference, magnitude)
+
+    mine, other = judge()
+    what, mode = f"gradient by {'input' if by_input else 'weight'}", problem.precision
+    if mine.correct:
+        ours_out.fill_(math.nan)
+        times, _ = gpu_times(torch, (ours, theirs), 1, effort)
+        mine, other = judge()  # what was timed is checked too
+    known: dict[str, Any] = {"error": mine.relative, "torch_error": other.relative, "config": str(plan.config)}
+    if not mine.correct:
+        return Row(what, _label(problem), mode, **known, verdict="WRONG")
+    ours_us, torch_us = (median(taken) * 1e6 for taken in times)
+    return Row(what, _label(problem), mode, ours_us, torch_us, **known)
+
+
+# ---- a fused layer
+
+
+def _block(torch: Any, channels: int, kernels: int, place: str) -> tuple[Any, Any]:
+    """torch's convolution, batch norm and ReLU, and ours with the same parameters."""
+    from pycuda_conv.nn import FusedConvBnReLU2d
+
+    conv = torch.nn.Conv2d(channels, kernels, 3, padding=1, bias=False)
+    norm = torch.nn.BatchNorm2d(kernels)
+    torch.nn.init.normal_(norm.weight, 1, 0.1)
+    torch.nn.init.normal_(norm.bias, 0, 0.1)
+    norm.running_mean.normal_(0, 0.1)
+    norm.running_var.uniform_(0.5, 2)
+    return torch.nn.Sequential(conv, norm, torch.nn.ReLU()).to(place), FusedConvBnReLU2d.from_modules(conv, norm).to(place)
+
+
+def _evaluate(layer: Any, x: Any, _: int) -> None:
+    layer(x)
+
+
+def _relative(found: Any, reference: Any) -> float:
+    return float((found - reference).norm() / reference.norm())
+
+
+def measure_block(torch: Any, shape: Sequence[int], kernels: int, place: str, effort: Effort, seed: int) -> list[Row]:
+    """The layer evaluated, and trained: forward and backward. Peak memory of the training step is in the row's config."""
+    torch.manual_seed(seed)
+    theirs, ours = _block(torch, shape[1], kernels, place)
+    x = torch.randn(shape, device=place)
+    text = f"{'x'.join(map(str, shape))} -> {kernels} k3x3 p1"
+    theirs.eval()
+    ours.eval()
+    rows = []
+    with torch.no_grad():
+        compiled = torch.compile(copy.deepcopy(theirs))
+        reference = copy.deepcopy(theirs).double()(x.double())
+        error, torch_error = (_relative(layer(x).double(), reference) for layer in (ours, theirs))
+        ways = [partial(_evaluate, layer, x) for layer in (ours, theirs, compiled)]
+        ours_us, torch_us, compiled_us = (median(taken) * 1e6 for taken in gpu_times(torch, ways, 1, effort)[0])
+        verdict = "ok" if error < 1e-6 else "WRONG"
+        rows.append(Row(f"{BLOCK}, evaluated", text, "fp32", ours_us, torch_us, compiled_us, error, torch_error, verdict=verdict))
+    theirs.train()
+    ours.train()
+    x.requires_grad_()
+    dy = torch.randn_like(reference, dtype=torch.float32) * MAGNITUDE
+
+    def step(layer: Any) -> list[Any]:
+        return list(torch.autograd.grad(layer(x), [x, *layer.parameters()], dy))
+
+    double = copy.deepcopy(theirs).double()
+    x64 = x.detach().double().requires_grad_()
+    expected = torch.autograd.grad(double(x64), [x64, *double.parameters()], dy.double())
+    peaks = []
+    errors = []
+    for layer in (ours, theirs):
+        found = step(layer)
+        errors.append(max(_relative(a.double(), b) for a, b in zip(found, expected, strict=True)))
+        del found
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(layer)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    seconds = wall_times([lambda _: step(ours), lambda _: step(theirs)], 1, effort, torch.cuda.synchronize)
+    ours_us, torch_us = (median(taken) * 1e6 for taken in seconds)
+    memory, verdict = f"peak memory {peaks[0] / 1e6:.0f} MB, torch's {peaks[1] / 1e6:.0f}", "ok" if errors[0] < 1e-5 else "WRONG"
+    rows.append(Row(
+        f"{BLOCK}, trained", text, "fp32", ours_us, torch_us, error=errors[0], torch_error=errors[1], config=memory, verdict=verdict,
+    ))
+    return rows
+
+
+# ---- a network
+
+
+def measure_network(torch: Any, place: str, seed: int) -> list[Row]:
+    """Batches of 64 random images through resnet50, forward, backward and a step of SGD; microseconds a batch."""
+    models = require("torchvision.models")
+    from pycuda_conv.nn import convert
+
+    torch.manual_seed(seed)
+    base = models.resnet50(weights=None).to(place)
+    images = torch.randn(IMAGES, 3, 224, 224, device=place)
+    labels = torch.randint(0, 1000, (IMAGES,), device=place)
+
+    def loop(model: Any) -> tuple[float, float]:
+        """Microseconds a batch, and the last loss."""
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+        taken = []
+        for _ in range(BATCHES + 2):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        return median(taken[2:]) * 1e6, float(loss)
+
+    found: dict[str, tuple[float, float]] = {}
+    for name in ("torch fp32", "torch tf32", "ours fp32", "ours tf32"):
+        model = copy.deepcopy(base)
+        side, mode = name.split()
+        if side == "ours":
+            convert(model, precision=mode)
+        with torch_precision("tf32" if name == "torch tf32" else "fp32"):
+            found[name] = loop(model)
+        del model
+        torch.cuda.empty_cache()
+    rows = []
+    for mode in MODES:
+        (ours_us, loss), (torch_us, _) = found[f"ours {mode}"], found[f"torch {mode}"]
+        apart = abs(loss / found["torch fp32"][1] - 1)
+        rates = f"{IMAGES / ours_us * 1e6:.0f} images/s, torch {IMAGES / torch_us * 1e6:.0f}"
+        rows.append(Row(
+            "resnet50, a batch trained", f"{IMAGES} images 224x224", mode, ours_us, torch_us, error=apart, config=rates,
+            verdict="ok" if apart < LOSS_LIMIT else "WRONG",
+        ))
+    return rows
+
+
+# ---- the command
+
+
+def _device(settings: bench.Settings) -> Device:
+    given = {
+        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
+        "--readme": settings.readme,
+    }
+    for name, value in given.items():
+        if value:
+            raise ToolError(f"{name} is not for --training, which measures fp32 and tf32 and writes --json only")
+    missing = cuda.why_not()
+    if missing:
+        raise ToolError(f"no GPU to measure: {missing}")
+    device = named_device("cuda" if settings.device is None else settings.device)
+    torch = require("torch")
+    if device.backend != "cuda" or not torch.cuda.is_available():
+        raise ToolError(f"--training needs a GPU that torch {torch.__version__} can use")
+    return device
+
+
+def run(settings: bench.Settings) -> int:
+    """Measure, print, write the JSON that was asked for."""
+    began = time.perf_counter()
+    device = _device(settings)
+    bench.check_paths(settings)
+    torch = require("torch")
+    seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
+    torch.cuda.set_device(device.name)
+    out = console()
+    rows: list[Row] = []
+    problems = [replace(problem, precision=mode) for mode in MODES for problem in gradients(settings.only)]
+    if not problems and settings.only:
+        raise ToolError(f"--only {settings.only!r} matches no problem (--list shows them all)")
+    with bench.cudnn_benchmark(torch, True):
+        machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
+        machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
+        machine["method"] = "median; gradients and evaluation on the GPU's clock, warm; training steps on the host's, with all they set off"
+        for line in header_lines(machine):
+            out.print(line, markup=False)
+        ready = plans(problems, device)
+        for i, plan in enumerate(track(ready, lambda plan: _label(plan.problem))):
+            with torch_precision(plan.problem.precision):
+                rows.append(measure_gradient(torch, plan, settings.effort, seed + i))
+            torch.cuda.empty_cache()
+        if settings.only is None:
+            with torch_precision("fp32"):
+                for shape, kernels in (((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)):
+                    rows += measure_block(torch, shape, kernels, device.name, settings.effort, seed)
+                if importlib.util.find_spec("torchvision") is not None:
+                    rows += measure_network(torch, device.name, seed)
+    _print(out, rows)
+    if settings.json is not None:
+        report = {
+            "machine": machine | {"seconds": time.perf_counter() - began},
+            "rows": [asdict(row) | {"ratio": row.ratio} for row in rows], "summary": means(rows),
+        }
+        try:
+            write_json(settings.json, report)
+        except OSError as error:
+            raise ToolError(f"can't write the report: {error}") from error
+    out.print(f"{time.perf_counter() - began:.0f} s in all")
+    return FAILED if any(row.verdict == "WRONG" for row in rows) else OK
+
+
+def means(rows: Sequence[Row]) -> dict[str, float]:
+    """The geometric means of the gradients' ratios, by mode, in all and by what they are of."""
+    found = {}
+    for mode in MODES:
+        for what in ("", " by input", " by weight"):
+            own = [row.ratio for row in rows if row.mode == mode and row.what.startswith("gradient" + what) and row.verdict == "ok"]
+            if own:
+                found[f"{mode}, gradients{what}"] = math.exp(sum(map(math.log, own)) / len(own))
+    return found
+
+
+def _print(out: Any, rows: Sequence[Row]) -> None:
+    columns = ("what", "problem", "mode", "ours us", "torch us", "compiled us", "ratio", "error", "torch's", "verdict", "notes")
+
+    def figure(value: float, text: Callable[[float], str]) -> str:
+        return "" if math.isnan(value) else text(value)
+
+    cells = [
+        (
+            row.what, row.problem, row.mode, figure(row.ours_us, microseconds), figure(row.torch_us, microseconds),
+            figure(row.compiled_us, microseconds), figure(row.ratio, lambda v: number(v, ".2f")), figure(row.error, lambda v: f"{v:.1e}"),
+            figure(row.torch_error, lambda v: f"{v:.1e}"), row.verdict, "" if row.what.startswith("gradient") else row.config,
+        )
+        for row in rows
+    ]
+    styles = ["bold red" if row.verdict != "ok" else "green" if row.ratio >= 1 else "" for row in rows]
+    out.print()
+    title = "Training: ratio = torch's time / ours, above 1 ours is faster"
+    out.print(table(title, columns, cells, left=("what", "problem", "mode", "verdict", "notes"), styles=styles))
+    for name, mean in means(rows).items():
+        out.print(f"{name}: geometric mean of the ratios {mean:.2f}", markup=False)
