@@ -598,21 +598,21 @@ def test_opcheck(place, last):
     x = layer.input("float32", place).detach()
     x = x if last else x.contiguous()
     fixed = x, fused.conv.weight.detach(), None
-    geometry = [1, 1], [1, 1, 1, 1], [1, 1], 1, "fp32"
     gamma, beta = fused.bn.weight.detach(), fused.bn.bias.detach()
     running, tracked, operators = (fused.bn.running_mean, fused.bn.running_var), torch.tensor(3, device=place), torch.ops.pycuda_conv
     check = torch.library.opcheck
+    batch, given = ([1, of_batch, 0, 1, *(1, 1, 1, 1) * 2] for of_batch in (1, 0))  # relu, of_batch, fp32, groups; stride 1, padding 1
     for moved in ((*running, tracked), (*running, None), (None, None, None)):
-        check(operators.fused_statistics.default, (*fixed, *moved, True, 0.1, 1e-5, *geometry))
-    check(operators.fused_statistics.default, (*fixed, *running, None, False, 0.1, 1e-5, *geometry))
-    found = operators.fused_statistics(*fixed, None, None, None, True, 0.1, 1e-5, *geometry)
-    for of_batch in (True, False):
+        check(operators.fused_statistics.default, (*fixed, *moved, 0.1, 1e-5, batch))
+    check(operators.fused_statistics.default, (*fixed, *running, None, 0.1, 1e-5, given))
+    found = operators.fused_statistics(*fixed, None, None, None, 0.1, 1e-5, batch)
+    for how in (batch, given):
         wanted = [a.clone().requires_grad_() for a in (x, fixed[1], torch.zeros_like(gamma), gamma, beta)]
-        check(operators.fused_conv_bn_relu.default, (*wanted, *found, of_batch, True, *geometry))
-    check(operators.fused_conv_bn_relu.default, (*wanted[:2], None, None, None, *found, True, False, *geometry))
+        check(operators.fused_conv_bn_relu.default, (*wanted, *found, how))
+    check(operators.fused_conv_bn_relu.default, (*wanted[:2], None, None, None, *found, batch))
     for asked in ((True, True), (False, True)):
-        check(operators.fused_conv_bn_relu_backward.default, (found[0], *fixed[:2], gamma, beta, *found, True, True, *asked, *geometry))
-    check(operators.fused_inference.default, (*fixed, gamma, beta, *running, 1e-5, True, *geometry))
+        check(operators.fused_conv_bn_relu_backward.default, (found[0], *fixed[:2], gamma, beta, *found, *asked, batch))
+    check(operators.fused_inference.default, (*fixed, gamma, beta, *running, 1e-5, given))
 
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,32 +29,41 @@ from pycuda_conv.problem import PRECISIONS, channels_last
 
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 
-#: How operators take what a convolution is besides its arrays. `padding` is flat: before and after, axis by axis.
-_GEOMETRY = "int[] stride, int[] padding, int[] dilation, int groups, str precision"
-
-
 # ---- what the operators do
 
 
-def _convolution(
-    of: str, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], groups: int, precision: str
-) -> Any:
-    """The function for such filters: a convolution, or `of` its gradients ``"_input"`` or ``"_weight"``."""
-    ndim = weight.dim() - 2
-    function = getattr(ops, f"conv{ndim}d{of}")
-    pairs = tuple(zip(padding[::2], padding[1::2], strict=True))
-    options = {"stride": tuple(stride), "padding": pairs, "dilation": tuple(dilation), "groups": groups, "precision": precision}
-    return lambda *arrays: function(*arrays, **options)
+class _How(NamedTuple):
+    """What a layer is besides its arrays. Operators take it as integers: their arguments cost the host time, the more the more."""
+
+    relu: bool
+    #: whether the statistics are the batch's
+    of_batch: bool
+    precision: str
+    groups: int
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+
+    @classmethod
+    def of(cls, how: Sequence[int]) -> _How:
+        """From relu, of_batch, number of the precision, groups, then axis by axis stride, padding before and after, dilation."""
+        relu, of_batch, precision, groups, *axes = how
+        padding = tuple(zip(axes[1::4], axes[2::4], strict=True))
+        return cls(bool(relu), bool(of_batch), PRECISIONS[precision], groups, tuple(axes[::4]), padding, tuple(axes[3::4]))
+
+    def convolution(self, of: str = "") -> Any:
+        """The convolution as a function of arrays; its gradients `of` ``"_input"`` and ``"_weight"``."""
+        options = {
+            "stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups, "precision": self.precision,
+        }
+        return partial(getattr(ops, f"conv{len(self.stride)}d{of}"), **options)
 
 
-def _result_shape(
-    x: Tensor, weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], *_: Any
-) -> tuple[int, ...]:
+def _result_shape(x: Tensor, weight: Tensor, how: Sequence[int]) -> tuple[int, ...]:
+    _, _, _, _, stride, padding, dilation = _How.of(how)
     size = (
         (n + before + after - d * (f - 1) - 1) // s + 1
-        for n, f, s, before, after, d in zip(
-            x.shape[2:], weight.shape[2:], stride, padding[::2], padding[1::2], dilation, strict=True
-        )
+        for n, f, s, (before, after), d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
     )
     return (x.shape[0], weight.shape[0], *size)
 
@@ -100,100 +110,103 @@ def _as(y: Tensor, array: Tensor) -> Tensor:
     return cast(Tensor, kind_of("array", array).ready(array, order))
 
 
-def _normalise(y: Tensor, mean: Tensor, invstd: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
+def _normalise(y: Tensor, statistics: Sequence[Tensor], gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
     out = torch.empty_like(y)
-    _launch(batch_norm.forward, y, y.shape, (y, mean, invstd, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
+    _launch(batch_norm.forward, y, y.shape, (y, *statistics, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
     return out
 
 
-def _scaled(x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor, relu: bool, *geometry: Any) -> Tensor:
-    """The convolution times `scale` plus `shift`."""
-    y = _convolution("", weight, *geometry)(x, weight)
+def _scaled(how: _How, x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """The layer as a convolution times `scale` plus `shift`."""
+    y = how.convolution()(x, weight)
     zero = torch.zeros(y.shape[1], dtype=_sums_dtype(y), device=y.device)
-    return _normalise(y, zero, cast(Tensor, _like_sums(scale, y)), None, shift, relu)
+    return _normalise(y, (zero, cast(Tensor, _like_sums(scale, y))), None, shift, how.relu)
+
+
+def _new_statistics(y: Tensor) -> Tensor:
+    make = torch.empty if y.numel() else torch.zeros
+    return make((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
 
 
 @torch.library.custom_op(
     "pycuda_conv::fused_statistics",
     mutates_args=("running_mean", "running_var"),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? tracked, bool of_batch, "
-    f"float momentum, float eps, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? tracked, float momentum, "
+    "float eps, int[] how) -> (Tensor, Tensor)",
 )
 def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    of_batch: bool, momentum: float, eps: float, *geometry: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The convolution y, and the mean and 1 / sqrt(variance + eps) of its channels: those `of_batch`, or the running ones.
+    momentum: float, eps: float, how: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
 
     Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
     the mean over batches.
     """
-    y = _convolution("", weight, *geometry)(x, weight, bias)
-    if not of_batch:
+    asked = _How.of(how)
+    y = asked.convolution()(x, weight, bias)
+    statistics = _new_statistics(y)
+    if not asked.of_batch:
         assert running_mean is not None and running_var is not None
-        dtype = _sums_dtype(y)
-        return y, running_mean.to(dtype, copy=True), torch.rsqrt(running_var.to(dtype) + eps)
-    make = torch.empty if y.numel() else torch.zeros
-    mean, invstd = (make(y.shape[1], dtype=_sums_dtype(y), device=y.device) for _ in range(2))
+        statistics[0] = running_mean
+        torch.rsqrt(running_var.to(statistics.dtype) + eps, out=statistics[1])
+        return y, statistics
     running = running_mean, running_var
     moved = [_like_sums(one, y) for one in running]
-    _launch(batch_norm.statistics, y, y.shape, (y, tracked), (mean, invstd, *moved), eps, momentum)
+    _launch(batch_norm.statistics, y, y.shape, (y, tracked), (*statistics, *moved), eps, momentum)
     for one, new in zip(running, moved, strict=True):
         if one is not None and new is not one:
             one.copy_(new)
-    return y, mean, invstd
+    return y, statistics
 
 
 @_fused_statistics.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    of_batch: bool, momentum: float, eps: float, *geometry: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = _empty(x, _result_shape(x, weight, *geometry))
-    mean, invstd = (y.new_empty(y.shape[1], dtype=_sums_dtype(y)) for _ in range(2))
-    return y, mean, invstd
+    x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float, how: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    y = _empty(x, _result_shape(x, weight, how))
+    return y, _new_statistics(y)
 
 
 @torch.library.custom_op(
     "pycuda_conv::fused_conv_bn_relu",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor y, Tensor mean, Tensor invstd, bool of_batch, "
-    f"bool relu, {_GEOMETRY}) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, int[] how) -> Tensor",
 )
 def _fused_conv_bn_relu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, mean: Tensor, invstd: Tensor,
-    of_batch: bool, relu: bool, *geometry: Any,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
+    how: Sequence[int],
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    return _normalise(y, mean, invstd, gamma, beta, relu)
+    return _normalise(y, statistics.unbind(), gamma, beta, _How.of(how).relu)
 
 
 @_fused_conv_bn_relu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, *_: Any) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, how: Any) -> Tensor:
     return torch.empty_like(y)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, gamma, beta, y, mean, invstd, ctx.of_batch, ctx.relu, *ctx.geometry = inputs
+    x, weight, bias, gamma, beta, y, statistics, ctx.how = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, gamma, beta, y, mean, invstd)
+    ctx.save_for_backward(x, weight, gamma, beta, y, statistics)
 
 
 def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    x, weight, gamma, beta, y, mean, invstd = ctx.saved_tensors
+    x, weight, gamma, beta, y, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    found = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
-        dout, x, weight, gamma, beta, y, mean, invstd, ctx.of_batch, ctx.relu, of_x, of_weight, *ctx.geometry
+    dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
+        dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, ctx.how
     )
-    dx, dweight, sums = found
     dbias = None
-    if of_bias:  # the batch's mean takes a bias away again
-        scale = invstd if gamma is None else invstd * gamma
-        dbias = (torch.zeros_like(invstd) if ctx.of_batch else sums[0] * scale).to(ctx.bias_dtype)
+    if of_bias:
+        if _How.of(ctx.how).of_batch:  # whose mean takes a bias away again
+            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
+        else:
+            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
     dgamma = sums[1].to(gamma.dtype) if of_gamma else None
     dbeta = sums[0].to(beta.dtype) if of_beta else None
-    rest = (None,) * (5 + len(ctx.geometry))
-    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, *rest
+    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, None, None, None
 
 
 _fused_conv_bn_relu.register_autograd(_backward, setup_context=_setup_context)
@@ -202,36 +215,33 @@ _fused_conv_bn_relu.register_autograd(_backward, setup_context=_setup_context)
 @torch.library.custom_op(
     "pycuda_conv::fused_conv_bn_relu_backward",
     mutates_args=(),
-    schema="(Tensor dout, Tensor x, Tensor weight, Tensor? gamma, Tensor? beta, Tensor y, Tensor mean, Tensor invstd, bool of_batch, "
-    f"bool relu, bool of_x, bool of_weight, {_GEOMETRY}) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor dout, Tensor x, Tensor weight, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, bool of_x, bool of_weight, "
+    "int[] how) -> (Tensor, Tensor, Tensor)",
 )
 def _fused_conv_bn_relu_backward(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, mean: Tensor, invstd: Tensor,
-    of_batch: bool, relu: bool, of_x: bool, of_weight: bool, *geometry: Any,
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
+    of_weight: bool, how: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input and filter, without elements where not asked for, and of beta and gamma as one array (2, K)."""
-    dy = torch.empty_like(y)
-    sums = (torch.empty if y.numel() else torch.zeros)((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
-    parameters = _like_sums(gamma, y), _like_sums(beta, y)
+    asked, parameters = _How.of(how), (_like_sums(gamma, y), _like_sums(beta, y))
+    dy, sums = torch.empty_like(y), _new_statistics(y)
     # a copy of dout must be gone when the convolution's gradients take their memory
-    _launch(batch_norm.backward, y, y.shape, (y, _as(y, dout), mean, invstd, *parameters), (dy, sums), relu, of_batch)
+    _launch(batch_norm.backward, y, y.shape, (y, _as(y, dout), *statistics, *parameters), (dy, sums), asked.relu, asked.of_batch)
     dx, dweight = x.new_empty(0), weight.new_empty(0)
     if of_x:
-        dx = _convolution("_input", weight, *geometry)(x.shape, weight, dy)
+        dx = asked.convolution("_input")(x.shape, weight, dy)
         dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if _is_last(x) else dx.contiguous()
     if of_weight:
-        dweight = _convolution("_weight", weight, *geometry)(x, weight.shape, dy)
+        dweight = asked.convolution("_weight")(x, weight.shape, dy)
     return dx, dweight, sums
 
 
 @_fused_conv_bn_relu_backward.register_fake
 def _(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, mean: Any, invstd: Any, of_batch: bool, relu: bool,
-    of_x: bool, of_weight: bool, *_: Any,
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty(x, x.shape) if of_x else x.new_empty(0)
-    dweight = weight.new_empty(weight.shape) if of_weight else weight.new_empty(0)
-    return dx, dweight, y.new_empty((2, y.shape[1]), dtype=_sums_dtype(y))
+    return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
 
 
 def _no_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
@@ -247,25 +257,25 @@ _fused_conv_bn_relu_backward.register_autograd(_no_second_derivatives)
     "pycuda_conv::fused_inference",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor running_mean, Tensor running_var, float eps, "
-    f"bool relu, {_GEOMETRY}) -> Tensor",
+    "int[] how) -> Tensor",
 )
 def _fused_inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    eps: float, relu: bool, *geometry: Any,
+    eps: float, how: Sequence[int],
 ) -> Tensor:
     """The layer with the running statistics, without gradients."""
     channels = weight.shape[0]
     given = (_like_sums(one, x) for one in (running_mean, running_var, gamma, beta))
     scale, shift = (x.new_empty(channels) for _ in range(2))
     _launch(batch_norm.fold, x, (1, channels), (*given, bias), (scale, shift), eps)
-    return _scaled(x, weight, shift, scale, relu, *geometry)
+    return _scaled(_How.of(how), x, weight, shift, scale)
 
 
 @_fused_inference.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, relu: bool, *geometry: Any
+    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, how: Sequence[int]
 ) -> Tensor:
-    return _empty(x, _result_shape(x, weight, *geometry))
+    return _empty(x, _result_shape(x, weight, how))
 
 
 # ---- the modules
@@ -344,14 +354,16 @@ class _FusedConvBnReLU(nn.Module):
             raise ValueError(f"expected {self._ndim + 2}D input (got {input.dim()}D input)")
         x, weight, bias = self._in_autocast(input, conv.weight, conv.bias)
         x, padding = self._padded(x)
-        geometry = conv.stride, padding, conv.dilation, conv.groups, self.precision
         of_batch = bn.training or (bn.running_mean is None and bn.running_var is None)
+        how = [int(self.relu), int(of_batch), PRECISIONS.index(self.precision), conv.groups]
+        for stride, pair, dilation in zip(conv.stride, padding, conv.dilation, strict=True):
+            how += stride, *pair, dilation
         named = (x, weight, bias, bn.weight, bn.bias)
         if not of_batch and not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in named)):
-            return torch.ops.pycuda_conv.fused_inference(*named, bn.running_mean, bn.running_var, bn.eps, self.relu, *geometry)
+            return torch.ops.pycuda_conv.fused_inference(*named, bn.running_mean, bn.running_var, bn.eps, how)
         running_mean, running_var, tracked = bn.running_mean, bn.running_var, None
         if of_batch:
-            shape = _result_shape(x, weight, *geometry)
+            shape = _result_shape(x, weight, how)
             if shape[0] * math.prod(shape[2:]) == 1:
                 raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}")
             if not bn.track_running_stats:
@@ -360,10 +372,10 @@ class _FusedConvBnReLU(nn.Module):
                 bn.num_batches_tracked.add_(1)
                 tracked = bn.num_batches_tracked if bn.momentum is None else None
         with torch.no_grad():
-            y, mean, invstd = torch.ops.pycuda_conv.fused_statistics(
-                x, weight, bias, running_mean, running_var, tracked, of_batch, bn.momentum or 0.0, bn.eps, *geometry
+            y, statistics = torch.ops.pycuda_conv.fused_statistics(
+                x, weight, bias, running_mean, running_var, tracked, bn.momentum or 0.0, bn.eps, how
             )
-        return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, mean, invstd, of_batch, self.relu, *geometry)
+        return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, how)
 
     @staticmethod
     def _in_autocast(*arrays: Tensor | None) -> list[Any]:
@@ -374,13 +386,13 @@ class _FusedConvBnReLU(nn.Module):
         dtype = torch.get_autocast_dtype(place)
         return [a.to(dtype) if a is not None and a.dtype is not torch.float64 else a for a in arrays]
 
-    def _padded(self, x: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """`x`, with what the convolution's mode puts around it, and the zeros still to be added: before and after, axis by axis."""
+    def _padded(self, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+        """`x`, with what the convolution's mode puts around it, and the zeros still to be added, before and after, axis by axis."""
         conv = self.conv
         last_axis_first = conv._reversed_padding_repeated_twice
         if conv.padding_mode != "zeros":
-            return F.pad(x, last_axis_first, mode=conv.padding_mode), (0, 0) * self._ndim
-        return x, tuple(v for i in reversed(range(self._ndim)) for v in last_axis_first[2 * i : 2 * i + 2])
+            return F.pad(x, last_axis_first, mode=conv.padding_mode), [(0, 0)] * self._ndim
+        return x, list(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
 
 
 def _refuse_sync(bn: nn.Module | None) -> None:
