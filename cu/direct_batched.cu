@@ -43,13 +43,17 @@
 #define DIL_H 1
 #define DIL_W 1
 #define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #endif
 
 #define TAPS (T * R * S)
 #define K_TILES ((KG + BLOCK_K - 1) / BLOCK_K)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                           const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT y, const long_t n_pixels) {
+                           const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const long_t n_pixels) {
   LOCAL_MEM acc_t filter[BLOCK_C * TAPS * BLOCK_K];
   const int k0 = (int)(GID_0 % K_TILES) * BLOCK_K, g = (int)(GID_0 / K_TILES % GROUPS);
   const long_t pixel = (long_t)(GID_0 / (K_TILES * GROUPS)) * THREADS + LID_0;
@@ -106,11 +110,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
 #pragma unroll
     for (int j = 0; j < BLOCK_K; ++j)
       if (k0 + j < KG) {
-        acc_t v = sum[j];
-#if HAS_BIAS
-        v += LOAD(bias, g * KG + k0 + j);
-#endif
-        STORE(y, (n * (GROUPS * KG) + g * KG + k0 + j) * ((index_t)O * P * Q) + opq, v);
+        const index_t at = (n * (GROUPS * KG) + g * KG + k0 + j) * ((index_t)O * P * Q) + opq;
+        EPILOGUE(sum[j], LOAD(scale, g * KG + k0 + j), LOAD(bias, g * KG + k0 + j), LOAD(residual, at))
+        STORE(y, at, sum[j]);
       }
   }
 }

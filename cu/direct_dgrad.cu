@@ -39,13 +39,17 @@
 #define DIL_H 1
 #define DIL_W 1
 #define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #endif
 
 #define TAPS (T * R * S)
 #define C_TILES ((CG + BLOCK_C - 1) / BLOCK_C)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT w,
-                         const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT x, const long_t n_pixels) {
+                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const long_t n_pixels) {
   LOCAL_MEM acc_t filter[BLOCK_K * TAPS * BLOCK_C];
   const int c0 = (int)(GID_0 % C_TILES) * BLOCK_C, g = (int)(GID_0 / C_TILES % GROUPS);
   const long_t pixel = (long_t)(GID_0 / (C_TILES * GROUPS)) * THREADS + LID_0;
@@ -92,11 +96,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* REST
 #pragma unroll
     for (int j = 0; j < BLOCK_C; ++j)
       if (c0 + j < CG) {
-        acc_t v = sum[j];
-#if HAS_BIAS
-        v += LOAD(bias, g * CG + c0 + j);
-#endif
-        STORE(x, (n * (GROUPS * CG) + g * CG + c0 + j) * ((index_t)D * H * W) + dhw, v);
+        const index_t at = (n * (GROUPS * CG) + g * CG + c0 + j) * ((index_t)D * H * W) + dhw;
+        EPILOGUE(sum[j], LOAD(scale, g * CG + c0 + j), LOAD(bias, g * CG + c0 + j), LOAD(residual, at))
+        STORE(x, at, sum[j]);
       }
   }
 }

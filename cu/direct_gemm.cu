@@ -86,6 +86,9 @@
 #define Y_CHANNEL 3136
 #define Y_PIXEL 1
 #define HAS_BIAS 0
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #define GUARDED 0
 #endif
 
@@ -94,7 +97,7 @@
 #define THREADS (THREADS_M * THREADS_N)
 #define M_TILES ((M + BLOCK_M - 1) / BLOCK_M)
 #define TAPS (T * R * S)
-#define GEMM_K (EMPTY ? 0 : CRED * TAPS)  // EMPTY: a phase without taps, whose result is the bias alone
+#define GEMM_K (EMPTY ? 0 : CRED * TAPS)  // EMPTY: a phase without taps, whose sums are zero
 #define K_STEPS ((GEMM_K + BLOCK_K - 1) / BLOCK_K)
 #define SPLIT_STEPS ((K_STEPS + SPLIT_K - 1) / SPLIT_K)
 #define A_PITCH (BLOCK_M + 4)
@@ -159,7 +162,7 @@ typedef data_t out_t;
 
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-    GLOBAL_MEM out_t* RESTRICT y,
+    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y,
 #if GUARDED
     const int* image_flags, const int* filter_flags, const long_t n_pixels, const long_t n_blocks) {
   // the usual case first: nothing is flagged
@@ -259,15 +262,20 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #else
         if (m < M) {
 #endif
-#if HAS_BIAS && SPLIT_K == 1
-          const acc_t b = LOAD(bias, g * M + m);
-#pragma unroll
-          for (int v = 0; v < OUT_VEC; ++v) sum[i][j + v] += b;
+          const index_t to = at + (index_t)m * Y_CHANNEL;
+          const acc_t s = HAS_SCALE ? LOAD(scale, g * M + m) : 1, b = HAS_BIAS ? LOAD(bias, g * M + m) : 0;
+          acc_t r[OUT_VEC];
+#if HAS_RESIDUAL && OUT_VEC == 4
+          LOAD_VEC(r, residual, to)
+#elif HAS_RESIDUAL
+          r[0] = LOAD(residual, to);
 #endif
+#pragma unroll
+          for (int v = 0; v < OUT_VEC; ++v) EPILOGUE(sum[i][j + v], s, b, r[v])
 #if OUT_VEC == 4
-          STORE_VEC(y, at + (index_t)m * Y_CHANNEL, sum[i] + j);
+          STORE_VEC(y, to, sum[i] + j);
 #else
-          OUT_STORE(y, at + (index_t)m * Y_CHANNEL, sum[i][j]);
+          OUT_STORE(y, to, sum[i][j]);
 #endif
         }
       }

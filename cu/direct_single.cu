@@ -31,12 +31,16 @@
 #define DIL_H 1
 #define DIL_W 1
 #define HAS_BIAS 0
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #endif
 
 #define TILES ((P * Q + THREADS - 1) / THREADS)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                          const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT y) {
+                          const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                          const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y) {
   LOCAL_MEM acc_t filter[R * S];
   const index_t plane = (index_t)(GID_0 / TILES);            // n*K + k
   const int k = (int)(plane % K);
@@ -62,9 +66,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RES
         if (h >= 0 && h < H && col >= 0 && col < W) v = LOAD(x, x_plane + (index_t)h * W + col);
         sum += v * filter[r * S + s];
       }
-#if HAS_BIAS
-    sum += LOAD(bias, k);
-#endif
-    STORE(y, plane * (P * Q) + pixel, sum);
+    const index_t at = plane * (P * Q) + pixel;
+    EPILOGUE(sum, LOAD(scale, k), LOAD(bias, k), LOAD(residual, at))
+    STORE(y, at, sum);
   }
 }

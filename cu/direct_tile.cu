@@ -30,6 +30,9 @@
 #define DIL_H 1
 #define DIL_W 1
 #define HAS_BIAS 0
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #endif
 
 #define THREADS (TILE_P / ROWS * TILE_Q)
@@ -39,7 +42,8 @@
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
-                        const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT y) {
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y) {
   LOCAL_MEM acc_t filter[R * S];
   LOCAL_MEM acc_t tile[HALO_H * HALO_W];
   const int tile_q = (int)(GID_0 % TILES_Q) * TILE_Q, tile_p = (int)(GID_0 / TILES_Q % TILES_P) * TILE_P;
@@ -78,11 +82,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
   for (int i = 0; i < ROWS; ++i) {
     const int p = tile_p + ty + i;
     if (p < P && q < Q) {
-      acc_t v = sum[i];
-#if HAS_BIAS
-      v += LOAD(bias, k);
-#endif
-      STORE(y, plane * (index_t)(P * Q) + p * Q + q, v);
+      const index_t at = plane * (index_t)(P * Q) + p * Q + q;
+      EPILOGUE(sum[i], LOAD(scale, k), LOAD(bias, k), LOAD(residual, at))
+      STORE(y, at, sum[i]);
     }
   }
 }

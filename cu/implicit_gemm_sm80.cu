@@ -1,6 +1,6 @@
 // implicit_gemm_sm80.cu: convolution as a matrix product on tensor cores that warps feed themselves, from Ampere on.
 //
-//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c] + bias[k]
+//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in chunks of 8 channels
 //
 // Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
@@ -34,6 +34,9 @@
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #define NHWC 0       // layout of y
 #define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
@@ -219,7 +222,7 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
 
 // `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
 DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
-                  const float* scale_k, const out_t* bias, out_t* y) {
+                  const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, out_t* y) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int piece = 0; piece < PIECES; ++piece) {
@@ -247,12 +250,13 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
       if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
         const int image = pixel / (int)shape.plane, offset = plane_offset<DENSE>(shape, pixel % (int)shape.plane), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
-        struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector;
+        struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector, added;
+        if (HAS_RESIDUAL) added = *(const Vector*)(residual + at);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
           float v = staging[down * PITCH + across + e];
           if (SCALED) v *= scale_n[image] * scale_k[NHWC ? k + e : k];
-          if (HAS_BIAS) v += to_float(bias[NHWC ? k + e : k]);
+          EPILOGUE(v, to_float(scale[NHWC ? k + e : k]), to_float(bias[NHWC ? k + e : k]), to_float(added.v[e]))
           vector.v[e] = from_float<out_t>(v);
         }
         *(Vector*)(y + at) = vector;
@@ -263,7 +267,8 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     implicit_gemm_sm80(const uint4* __restrict__ w, const uint4* __restrict__ x, const float* __restrict__ scale_n,
-                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, out_t* __restrict__ y,
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale,
+                       const out_t* residual, out_t* __restrict__ y,
                        const __grid_constant__ Shape shape) {
   extern __shared__ __align__(128) uint4 dynamic[];
   const uint32_t ring = shared_address(dynamic);
@@ -316,5 +321,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
   copies_wait<0>();
   __syncthreads();
-  store(sums.total, shape, m0 + warp_m, k0, pixel0 + warp_n, (float*)dynamic + warp * 16 * PITCH, scale_n, scale_k, bias, y);
+  store(sums.total, shape, m0 + warp_m, k0, pixel0 + warp_n, (float*)dynamic + warp * 16 * PITCH, scale_n, scale_k, bias, scale, residual, y);
 }

@@ -1,6 +1,6 @@
 // implicit_gemm_sm90.cu: convolution as a matrix product on Hopper's tensor cores, fp32 results from fp16 limbs.
 //
-//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c] + bias[k]
+//   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of KC channels
 //
 // Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
@@ -28,6 +28,7 @@
 //          RAW_STAGES of [64 channels][PIXELS]; further warpgroups split them into limbs, scaled by a guess, and note their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
+// Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
@@ -45,6 +46,9 @@
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define SCALED 1     // there are scales
 #define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
 #define NHWC 0       // layout of y
 #define TENSOR_STORE 0
 #define VEC 4        // else: elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
@@ -327,15 +331,16 @@ template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
 // its two channels. Loaded while a tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
-  float scale[2], bias[2];
-  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* bias_k)
+  float scale_w[2], scale[2], bias[2];  // of the packed filter; of the epilogue
+  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
-      scale[half] = SCALED ? scale_k[k] : 1;
-      bias[half] = HAS_BIAS ? to_float(bias_k[k]) : 0;
+      scale_w[half] = SCALED ? scale_k[k] : 1;
+      scale[half] = HAS_SCALE ? to_float(scales[k]) : 1;
+      bias[half] = HAS_BIAS ? to_float(biases[k]) : 0;
     }
   }
 };
@@ -343,7 +348,8 @@ struct Rows {
 #if !TENSOR_STORE
 // A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
 template <int base>
-DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, out_t* y) {
+DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, const out_t* residual,
+                        out_t* y) {
   constexpr int PITCH = NHWC ? 20 : 40;
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
   const int lane = threadIdx.x % 32;
@@ -355,8 +361,9 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half, at = 4 * (base / 8 + i) + 2 * half;
-      const float left = sum[at] * (scale.x * rows.scale[half]) + rows.bias[half];
-      const float right = sum[at + 1] * (scale.y * rows.scale[half]) + rows.bias[half];
+      float left = sum[at] * (scale.x * rows.scale_w[half]), right = sum[at + 1] * (scale.y * rows.scale_w[half]);
+      SCALE_AND_SHIFT(left, rows.scale[half], rows.bias[half])
+      SCALE_AND_SHIFT(right, rows.scale[half], rows.bias[half])
       if (NHWC) {
         staging[column * PITCH + row] = left;
         staging[(column + 1) * PITCH + row] = right;
@@ -369,32 +376,48 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   constexpr int ACROSS = (NHWC ? 16 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 16, STEP = 32 / ACROSS;
   const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
   const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
-  y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);
+  if (!HAS_RESIDUAL) y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);  // parts of a split sum meet none
   struct alignas(VEC * sizeof(out_t)) Vector {
     out_t v[VEC];
   };
 #if NHWC
   const int last = m0 + across < (int)shape.rows_group ? min(width, rows.end - pixel0) : 0;
+  const int first = k0 + across;
 #else
   const int pixel = pixel0 + across;
   const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
-  out_t* to = y + pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
+  const long long first = pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
 #endif
+  y += first;
+  residual += first;
+  auto place = [&](int i) -> long long {  // of this thread's vector number i, from there
+#if NHWC
+    const int pixel = pixel0 + down + i * STEP;
+    const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
+    return place * shape.rows;
+#else
+    return i * STEP * shape.out_row;
+#endif
+  };
+  // loads of the residual that are under way together, in the place of the sums that have gone to shared memory: more would spill
+  constexpr int COUNT = DOWN / STEP, MOST = DENSE ? 8 : 4, BATCH = COUNT < MOST ? COUNT : MOST;
+  [[maybe_unused]] Vector added[BATCH];
 #pragma unroll
-  for (int i = 0; i < DOWN / STEP; ++i) {
+  for (int i = 0; i < COUNT; ++i) {
+#if HAS_RESIDUAL
+    if (i % BATCH == 0)
+#pragma unroll
+      for (int j = i; j < i + BATCH; ++j) added[j - i] = down + j * STEP < last ? *(const Vector*)(residual + place(j)) : Vector();
+#endif
     const float* const from = staging + (down + i * STEP) * PITCH + across;
     Vector out;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(from[e]);
-    if (down + i * STEP < last) {
-#if NHWC
-      const int pixel = pixel0 + down + i * STEP;
-      const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
-      *(Vector*)(y + place * shape.rows + k0 + across) = out;
-#else
-      *(Vector*)(to + i * STEP * shape.out_row) = out;
-#endif
+    for (int e = 0; e < VEC; ++e) {
+      float v = from[e];
+      ADD_AND_ACTIVATE(v, to_float(added[i % BATCH].v[e]))
+      out.v[e] = from_float<out_t>(v);
     }
+    if (down + i * STEP < last) *(Vector*)(y + place(i)) = out;
   }
 }
 #else
@@ -404,10 +427,23 @@ DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) 
 
 // The same by TMA: `staging` is the consumer's, and its 128 threads fill a tile together.
 template <int base>
-DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, int consumer, uint8_t* staging, const float* scales,
-                                  const CUtensorMap* map_y) {
+DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, int consumer, uint8_t* staging,
+                                  const float* scales, const out_t* residual, const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
+  [[maybe_unused]] out_t added[CHUNK / 8][2][2];
+#if HAS_RESIDUAL
+  // a warp reads 8 neighbouring channels of 4 pixels at once, and the 8 next to them; all under way before anything is waited for
+#pragma unroll
+  for (int i = 0; i < CHUNK / 8; ++i)
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int m = rows.m + 16 * warp + lane / 4 + 8 * half, pixel = rows.pixel + base + 8 * i + 2 * (lane % 4) + e;
+        added[i][half][e] = m < (int)shape.rows_group && pixel < rows.end ? residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m] : out_t();
+      }
+#endif
   // the last chunk but one has left this tile; where a consumer's chunks are odd in number, the first tile's last user is the very last
   if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
   named_barrier(1 + consumer, 128);
@@ -419,8 +455,10 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * (base / 8 + i) + 2 * half;
-      v[half][0] = sum[at] * (scale.x * rows.scale[half]) + rows.bias[half];
-      v[half][1] = sum[at + 1] * (scale.y * rows.scale[half]) + rows.bias[half];
+      v[half][0] = sum[at] * (scale.x * rows.scale_w[half]);
+      v[half][1] = sum[at + 1] * (scale.y * rows.scale_w[half]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) EPILOGUE(v[half][e], rows.scale[half], rows.bias[half], to_float(added[i][half][e]))
     }
 #if OUT == 32
     // two boxes of 32 channels
@@ -451,7 +489,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 // ---- the multiplication
 
 DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
-                    const float* scale_n, const float* scale_k, const out_t* bias, const CUtensorMap* map_y, const int* again, out_t* y) {
+                    const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
+                    const int* again, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
   const uint32_t b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
@@ -477,15 +516,15 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
     unread.next();
   };
-  Rows rows(shapes.of[phase_of(blockIdx.x)], Tile(shapes.of[phase_of(blockIdx.x)], blockIdx.x / PHASES), consumer, scale_k, bias);
+  Rows rows(shapes.of[phase_of(blockIdx.x)], Tile(shapes.of[phase_of(blockIdx.x)], blockIdx.x / PHASES), consumer, scale_k, scale, bias);
   int stored = blockIdx.x;  // the tile that total and rows belong to
   auto store = [&] {
     [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
     for_chunks([&](auto base) {
 #if TENSOR_STORE
-      store_chunk_by_tensor<decltype(base)::value>(total, rows, consumer, staging, scales, map_y);
+      store_chunk_by_tensor<decltype(base)::value>(total, rows, shape, consumer, staging, scales, residual, map_y);
 #else
-      store_chunk<decltype(base)::value>(total, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, y);
+      store_chunk<decltype(base)::value>(total, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
 #endif
     });
   };
@@ -500,7 +539,7 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
     const bool any = range.first < range.last;
     int step = range.first;
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
-      rows = Rows(shape, of, consumer, scale_k, bias);
+      rows = Rows(shape, of, consumer, scale_k, scale, bias);
       stored = tile;
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
@@ -512,6 +551,10 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
 #endif
     };
 #if PRODUCTS == 3
+    if (HAS_RESIDUAL && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
+    }
     // two stages at once, while the tile before is stored; from then on total is this tile's
     for (; step < min(range.first + 2, range.last); ++step) {
       barrier_wait(full + 8 * at.stage, at.parity);
@@ -585,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const __grid_constant__ CUtensorMap map_y,
 #endif
                        const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
-                       const out_t* __restrict__ bias, out_t* __restrict__ y,
+                       const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual, out_t* __restrict__ y,
 #if POINTWISE == 2
                        uint2* __restrict__ parts, const int* __restrict__ not_guessed,
 #endif
@@ -644,6 +687,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, to, again, y);
+    consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to,
+            again, y);
   }
 }

@@ -317,18 +317,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 1 : 4) pack(const
     pack_filter(w, w_packed, w_scales, w_flags, shape);
     return;
   }
-  const int block = blockIdx.x - (int)shape.filter_rows, blocks = gridDim.x - (int)shape.filter_rows;
+  const int block = blockIdx.x - (int)shape.filter_rows;
+  [[maybe_unused]] const int blocks = gridDim.x - (int)shape.filter_rows;
 #if FILTER
   // neighbouring rows side by side: they are neighbours in the packed filter
-  const int rows = (int)shape.blocks_group * 64, tiles = blocks / rows, image = block % rows, tile = block / rows;
+  const int rows = (int)shape.blocks_group * 64, image = block % rows, tile = block / rows;
 #else
-  const int tiles = blocks / (int)shape.images, image = block / tiles, tile = block % tiles;
+  const int rows = (int)shape.images, image = block / (blocks / rows), tile = block % (blocks / rows);
 #endif
   const bool guessing = IN == 32 && (!FILTER || image < shape.images);
   const Extremes found = pack_tile(x, x_packed, shape, image, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
 #if IN == 32
   const Extremes all = over_block(found);
-  if (threadIdx.x == 0 && guessing) parts[image * tiles + tile] = all;
+  if (threadIdx.x == 0 && guessing) parts[image * (blocks / rows) + tile] = all;
 #endif
 }
 

@@ -1,8 +1,9 @@
-// packed.cuh: what the kernels on packed operands share: element types, the scale that is guessed, places in the result.
+// packed.cuh: what the kernels on packed operands share: element types, the scale that is guessed, places in the result, the epilogue.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
+#include "epilogue.cuh"
 
 #define DEVICE __device__ __forceinline__
 

@@ -10,6 +10,7 @@
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
+//   EPILOGUE            what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
 
@@ -19,6 +20,7 @@
 #ifndef INDEX_64
 #define INDEX_64 0
 #endif
+#include "epilogue.cuh"
 
 #ifdef __OPENCL_VERSION__
 #if DTYPE == 64

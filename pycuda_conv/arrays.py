@@ -39,6 +39,9 @@ Signature = tuple[Any, Any, int | None]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
 
+#: What a convolution reads, in the order of its arguments.
+OPERANDS = ("input", "weight", "bias", "scale", "residual")
+
 
 class ArrayKind:
     """How to handle one kind of array. `name` is the word for it in messages."""
@@ -65,13 +68,17 @@ class ArrayKind:
         """The layout of the result where `array` is the input, which has `ndim` spatial axes."""
         return "NCHW"
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+    def convolve(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None
+    ) -> Any:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
 
-    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
-        """A function of (input, out, stream) that runs `plan` with this filter, which stays where the kernels read it."""
-        return lambda input, out, stream: self.convolve(plan, input, weight, bias, out, stream)
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+        """A function of (input, residual, out, stream) that runs `plan` with this filter, which stays where the kernels read it."""
+        return lambda input, residual, out, stream: self.convolve(
+            plan, input, weight, bias, out, stream, scale=scale, residual=residual
+        )
 
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
@@ -98,7 +105,14 @@ def _check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> No
         raise ConvArgumentError(f"out must have dtype {plan.problem.dtype}, the input's, but got {out_dtype}")
 
 
+#: A residual may be `out` itself, element by element: each is read before it is written.
 _OVERLAP = "out overlaps {} in memory; the result can't be written over what is still being read"
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays of one shape are the same memory, element by element."""
+    interfaces = one.__array_interface__, other.__array_interface__
+    return interfaces[0]["data"][0] == interfaces[1]["data"][0] and one.strides == other.strides and one.dtype == other.dtype
 
 
 def _not_contiguous(order: tuple[int, ...] | None, strides: Sequence[int], shape: Sequence[int]) -> str:
@@ -148,13 +162,13 @@ class HostKind(ArrayKind):
 
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, devices: Sequence[Any] = (),
-        kept: host.Filter | None = None, layout: str = "",
+        kept: host.Filter | None = None, layout: str = "", scale: Any = None, residual: Any = None,
     ) -> Any:
         """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's."""
         layout = layout or plan.problem.layout
         order = _order(plan, layout)
         turned = layout != plan.problem.layout  # the plan's result is to be put in order
-        named = (("input", input), ("weight", weight), ("bias", bias))
+        named = zip(OPERANDS, (input, weight, bias, scale, residual), strict=True)
         given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
         target = None
         if out is not None:
@@ -167,13 +181,13 @@ class HostKind(ArrayKind):
                 raise ConvArgumentError("out is read-only; pass a writeable array")
             if not (target if order is None else target.transpose(order)).flags.c_contiguous:
                 raise ConvArgumentError(_not_contiguous(order, target.strides, target.shape))
-            for (name, _), array in zip(named, given, strict=True):
-                if array is not None and np.may_share_memory(target, array):
+            for name, array in zip(OPERANDS, given, strict=True):
+                if array is not None and np.may_share_memory(target, array) and not (name == "residual" and _same(target, array)):
                     raise ConvArgumentError(_OVERLAP.format(name))
-        x, w, b = given
+        x, w, b, s, r = given
         assert x is not None and w is not None
-        place, filters = None if turned else target, kept or host.Filter(w, b)
-        result = host.convolve(plan, x, filters, place, None if stream is None else stream_of(stream), devices)
+        place, filters = None if turned else target, kept or host.Filter(w, b, s)
+        result = host.convolve(plan, x, filters, place, None if stream is None else stream_of(stream), devices, r)
         if target is not None:
             if turned:
                 np.copyto(target, result)
@@ -181,15 +195,18 @@ class HostKind(ArrayKind):
         made = self.from_numpy(result, input)
         return self.in_order(made, order) if turned and order else made
 
-    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
-        named = (("weight", weight), ("bias", bias))
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+        given = (weight, bias, scale)
+        named = zip(OPERANDS[1:4], given, strict=True)
         copies = [None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named]
         assert copies[0] is not None
-        filters = host.Filter(copies[0], copies[1])
+        filters = host.Filter(copies[0], copies[1], copies[2])
         if plan.device.backend == "cuda":
             filters.keep(plan)
-        w, b = (None if copy is None else self.from_numpy(copy, a) for copy, (_, a) in zip(copies, named, strict=True))
-        return lambda input, out, stream: self.convolve(plan, input, w, b, out, stream, kept=filters)
+        w, b, s = (None if copy is None else self.from_numpy(copy, a) for copy, a in zip(copies, given, strict=True))
+        return lambda input, residual, out, stream: self.convolve(
+            plan, input, w, b, out, stream, kept=filters, scale=s, residual=residual
+        )
 
     @staticmethod
     def _checked(name: str, array: np.ndarray) -> np.ndarray:
@@ -309,21 +326,24 @@ class DeviceKind(ArrayKind):
 
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, packed: Any = None, layout: str = "",
+        scale: Any = None, residual: Any = None,
     ) -> Any:
         """As :meth:`ArrayKind.convolve`. The result has the `layout`, by default the plan's; `packed` is what :meth:`_pack` made."""
         if layout and layout != plan.problem.layout:
-            return self._turned(plan, input, weight, bias, out, stream, _order(plan, layout))
+            return self._turned(plan, (input, weight, bias, scale, residual), out, stream, _order(plan, layout))
         device: Any = plan.device
         pointer, contiguous, order = self.pointer, self.contiguous, plan.order
         device.push()
         try:
             x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
+            s, r = 0 if scale is None else pointer(scale), 0 if residual is None else pointer(residual)
+            residual_is_out = False
             if out is not None:
-                self._check_out(out, plan, order, (("input", input, x), ("weight", weight, w), ("bias", bias, b)))
+                residual_is_out = self._check_out(out, plan, order, (input, weight, bias, scale, residual), (x, w, b, s, r))
             home = self.current_stream(device)
             on = home if stream is None else stream_of(stream)
             if self.has_producers:
-                for array in (input, weight, bias, out):
+                for array in (input, weight, bias, scale, residual, out):
                     producer = None if array is None else self.producer(array)
                     if producer is not None:
                         device.order(producer, home)
@@ -334,11 +354,16 @@ class DeviceKind(ArrayKind):
                 copies["weight"] = weight
             if bias is not None and not contiguous(bias):
                 copies["bias"] = bias
+            if scale is not None and not contiguous(scale):
+                copies["scale"] = scale
+            if residual is not None and (r % ALIGNMENT or not self.lies(residual, order) or (residual_is_out and plan.redoes)):
+                copies["residual"] = residual
             if copies:
                 if stream is not None:  # what is copied may still be written there
                     device.order(on, home)
-                copies = {name: self._copied(name, array, order if name == "input" else None) for name, array in copies.items()}
-                x, w, b = (pointer(copies[name]) if name in copies else at for name, at in (("input", x), ("weight", w), ("bias", b)))
+                copies = {name: self._copied(name, a, order if name in ("input", "residual") else None) for name, a in copies.items()}
+                named = zip(OPERANDS, (x, w, b, s, r), strict=True)
+                x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
             result = self.empty(plan.result_shape, input, device, order) if out is None else out
             if not plan.empty:
                 nbytes, at = plan.workspace_bytes, 0
@@ -348,27 +373,25 @@ class DeviceKind(ArrayKind):
                 buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
                 if stream is None:
                     if on:
-                        device.launch_on(lambda own: plan.launch(buffers, own, at), on)
+                        device.launch_on(lambda own: plan.launch(buffers, own, at, s, r), on)
                     else:
-                        plan.launch(buffers, None, at)
+                        plan.launch(buffers, None, at, s, r)
                 else:  # memory of the current stream's is used on another: it was written before and is given back after
                     device.order(home, on)
-                    device.launch_on(lambda own: plan.launch(buffers, own, at), on)
+                    device.launch_on(lambda own: plan.launch(buffers, own, at, s, r), on)
                     if out is None or copies or workspace is not None or at:
                         device.order(on, home)
             return result
         finally:
             device.pop()
 
-    def _turned(
-        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, order: tuple[int, ...] | None
-    ) -> Any:
+    def _turned(self, plan: Plan, operands: Sequence[Any], out: Any, stream: Any, order: tuple[int, ...] | None) -> Any:
         """As :meth:`convolve`, the plan's result being put into that order at the end."""
         device: Any = plan.device
         if out is not None:
-            named = (("input", input), ("weight", weight), ("bias", bias))
-            self._check_out(out, plan, order, [(name, a, 0 if a is None else self.pointer(a)) for name, a in named])
-        made = DeviceKind.convolve(self, plan, input, weight, bias, None, stream)
+            self._check_out(out, plan, order, operands, [0 if a is None else self.pointer(a) for a in operands])
+        input, weight, bias, scale, residual = operands
+        made = DeviceKind.convolve(self, plan, input, weight, bias, None, stream, scale=scale, residual=residual)
         with device:
             if out is None:
                 result = self.copy(made, order)
@@ -379,11 +402,13 @@ class DeviceKind(ArrayKind):
                 device.order(self.current_stream(device), stream_of(stream))
         return result
 
-    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
         if not plan.filter_bytes:
-            return ArrayKind.bind(self, plan, weight, bias)
+            return ArrayKind.bind(self, plan, weight, bias, scale)
         weight, packed = self._pack(plan, weight)
-        return lambda input, out, stream: self.convolve(plan, input, weight, bias, out, stream, packed=packed)
+        return lambda input, residual, out, stream: self.convolve(
+            plan, input, weight, bias, out, stream, packed=packed, scale=scale, residual=residual
+        )
 
     def _pack(self, plan: Plan, weight: Any) -> tuple[Any, Any]:
         """Copies of a filter, as it is, which the kernels may look up, and packed. Every stream may use them."""
@@ -407,8 +432,9 @@ class DeviceKind(ArrayKind):
         return self.copy(array, order)
 
     def _check_out(
-        self, out: Any, plan: Plan, order: tuple[int, ...] | None, others: Sequence[tuple[str, Any, int]]
-    ) -> None:
+        self, out: Any, plan: Plan, order: tuple[int, ...] | None, operands: Sequence[Any], pointers: Sequence[int]
+    ) -> bool:
+        """Refuse an `out` that the result can't be written to; whether it is the residual."""
         signature = shape, dtype, ordinal = self.signature(out)
         if signature != plan.accepted_out.get(self):
             _check_out_shape(shape, self.dtype_name(dtype), plan)
@@ -423,9 +449,14 @@ class DeviceKind(ArrayKind):
         if start % ALIGNMENT:
             raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
         end = start + plan.result_bytes
-        for (name, array, low), nbytes in zip(others, plan.operand_bytes, strict=True):
-            if array is not None and low < end and start < (low + nbytes if self.contiguous(array) else self._end(array, low)):
+        residual = operands[4]
+        same = residual is not None and pointers[4] == start and self.lies(residual, order)
+        for name, array, low, nbytes in zip(OPERANDS, operands, pointers, plan.operand_bytes, strict=True):
+            if array is None or (same and name == "residual"):
+                continue
+            if low < end and start < (low + nbytes if self.contiguous(array) else self._end(array, low)):
                 raise ConvArgumentError(_OVERLAP.format(name))
+        return same
 
     def _end(self, array: Any, pointer: int) -> int:
         """The address after the last byte of a strided `array`, whose strides are not negative."""
@@ -613,11 +644,14 @@ class TorchKind(DeviceKind, HostKind):
         memory_format = self._formats.get(order)  # permute() takes 1 us
         return array.permute(order).is_contiguous() if memory_format is None else array.is_contiguous(memory_format=memory_format)
 
-    def convolve(self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, **options: Any) -> Any:
+    def convolve(
+        self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None,
+        **options: Any,
+    ) -> Any:
         if self.torch.is_grad_enabled():
-            self._refuse_gradients(input, weight, bias)
+            self._refuse_gradients(input, weight, bias, scale, residual)
         convolve = DeviceKind.convolve if input.is_cuda else HostKind.convolve
-        return convolve(self, plan, input, weight, bias, out, stream, **options)
+        return convolve(self, plan, input, weight, bias, out, stream, scale=scale, residual=residual, **options)
 
     @staticmethod
     def _refuse_gradients(*tensors: Any) -> None:
@@ -634,10 +668,10 @@ class TorchKind(DeviceKind, HostKind):
         run = DeviceKind.run if inputs[0].is_cuda else HostKind.run
         run(self, device, launch, inputs, outs, workspace, stream)
 
-    def bind(self, plan: Plan, weight: Any, bias: Any) -> Callable[[Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
         if self.torch.is_grad_enabled():
-            self._refuse_gradients(weight, bias)
-        return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias)
+            self._refuse_gradients(weight, bias, scale)
+        return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias, scale)
 
     # host tensors
 
@@ -739,7 +773,9 @@ def _kind_class(array: Any) -> type[ArrayKind] | None:
     return InterfaceKind if hasattr(array, "__cuda_array_interface__") else None
 
 
-def same_kind(input: Any, weight: Any, bias: Any, out: Any, names: tuple[str, str] = ("input", "weight")) -> ArrayKind:
+def same_kind(
+    input: Any, weight: Any, bias: Any, out: Any, scale: Any = None, residual: Any = None, names: tuple[str, str] = ("input", "weight")
+) -> ArrayKind:
     """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``."""
     known = _kinds.get
     seen = known(type(input))
@@ -748,11 +784,13 @@ def same_kind(input: Any, weight: Any, bias: Any, out: Any, names: tuple[str, st
         and known(type(weight)) is seen
         and (bias is None or known(type(bias)) is seen)
         and (out is None or known(type(out)) is seen)
+        and (scale is None or known(type(scale)) is seen)
+        and (residual is None or known(type(residual)) is seen)
     ):
         return seen
     first, second = names
     kind = kind_of(first, input)
-    for name, array in ((second, weight), ("bias", bias), ("out", out)):
+    for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual), ("out", out)):
         if array is not None or name == second:
             other = kind_of(name, array)
             if other is not kind:
@@ -761,11 +799,11 @@ def same_kind(input: Any, weight: Any, bias: Any, out: Any, names: tuple[str, st
 
 
 def check_same_type(
-    kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, names: tuple[str, str] = ("input", "weight")
+    kind: ArrayKind, input: Signature, *others: Signature | None, names: Sequence[str] = OPERANDS
 ) -> None:
-    """Refuse dtypes or devices that differ, of arrays of which the first two are called `names`."""
-    first, second = names
-    for name, other in ((second, weight), ("bias", bias)):
+    """Refuse dtypes or devices of the other operands that differ from the input's; `names` are what the operands are called."""
+    first = names[0]
+    for name, other in zip(names[1:], others, strict=False):
         if other is not None and (kind.dtype_name(other[1]) != kind.dtype_name(input[1]) or other[2] != input[2]):
             where = f" on cuda:{input[2]} and cuda:{other[2]}" if input[2] not in (None, -1) and other[2] not in (-1, input[2]) else ""
             raise ConvArgumentError(
@@ -790,11 +828,11 @@ def stream_of(stream: Any) -> Any:
     raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {stream!r}")
 
 
-def check_fit(plan: Plan, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None) -> None:
-    check_same_type(kind, input, weight, bias)
+def check_fit(plan: Plan, kind: ArrayKind, input: Signature, *others: Signature | None) -> None:
+    """Refuse operands that are not those of the plan: a signature, or None, for each of :data:`OPERANDS`."""
+    check_same_type(kind, input, *others)
     problem = plan.problem
-    expected = (("input", input, problem.input_shape), ("weight", weight, problem.weight_shape), ("bias", bias, problem.bias_shape))
-    for name, signature, shape in expected:
+    for name, signature, shape in zip(OPERANDS, (input, *others), problem.operand_shapes, strict=True):
         given = None if signature is None else tuple(signature[0])
         if given != shape:
             raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
@@ -804,11 +842,15 @@ def check_fit(plan: Plan, kind: ArrayKind, input: Signature, weight: Signature, 
         raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
 
 
-def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any) -> Any:
+def call_plan(plan: Plan, input: Any, weight: Any, bias: Any, scale: Any, residual: Any, out: Any, stream: Any) -> Any:
     """Check that the arrays fit `plan` and run it."""
-    kind = same_kind(input, weight, bias, out)
-    signatures = (kind.signature(input), kind.signature(weight), None if bias is None else kind.signature(bias))
+    kind = same_kind(input, weight, bias, out, scale, residual)
+    sign = kind.signature
+    signatures = (
+        sign(input), sign(weight), None if bias is None else sign(bias), None if scale is None else sign(scale),
+        None if residual is None else sign(residual),
+    )
     if signatures != plan.accepted.get(kind):
         check_fit(plan, kind, *signatures)
         plan.accepted[kind] = signatures
-    return kind.convolve(plan, input, weight, bias, out, stream)
+    return kind.convolve(plan, input, weight, bias, out, stream, scale=scale, residual=residual)

@@ -205,36 +205,37 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Where a filter and a bias lie on a device, and the filter packed, by :attr:`Plan.packing_key`. Blocks of memory, or 0."""
+    """Where a filter, a bias and a scale lie on a device, and the filter packed, by :attr:`Plan.packing_key`. Blocks of memory, or 0."""
 
     weight: Any
     bias: Any
+    scale: Any
     packed: Mapping[Hashable, Any]
 
 
 class Filter:
-    """A filter and a bias; on their way with every call, or kept on devices from one call to the next."""
+    """A filter, a bias and a scale; on their way with every call, or kept on devices from one call to the next."""
 
-    def __init__(self, weight: np.ndarray, bias: np.ndarray | None) -> None:
-        self.weight, self.bias = weight, bias
+    def __init__(self, weight: np.ndarray, bias: np.ndarray | None, scale: np.ndarray | None = None) -> None:
+        self.weight, self.arrays = weight, (weight, bias, scale)
         self._kept: dict[Any, _OnDevice] = {}
 
     def keep(self, plan: Plan) -> None:
         """Copy them to the plan's device, packed too if `plan` wants that; they stay for as long as this object does."""
         device: Any = plan.device
         with device:
-            weight, bias = (0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in (self.weight, self.bias))
+            blocks = [0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in self.arrays]
             packed = {plan.packing_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
-            for block, array in ((weight, self.weight), (bias, self.bias)):
+            for block, array in zip(blocks, self.arrays, strict=True):
                 if block and array is not None:
                     native = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
                     device.copy_in(block, native, native, stream)
             for block in packed.values():
-                plan.pack(int(weight), int(block), stream)
+                plan.pack(int(blocks[0]), int(block), stream)
             stream.synchronize()
-        self._kept[device] = _OnDevice(weight, bias, packed)
+        self._kept[device] = _OnDevice(blocks[0], blocks[1], blocks[2], packed)
 
     def on(self, device: CudaDevice) -> _OnDevice | None:
         """Where they are kept on `device`, if they are."""
@@ -407,8 +408,10 @@ class _Lander(_Threads):
 class _Pipeline:
     """One call's work on one device, whose context must be current."""
 
-    def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, filters: Filter, y: np.ndarray) -> None:
-        self._device, self._chunks, self._x, self._y = device, chunks, x, y
+    def __init__(
+        self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None
+    ) -> None:
+        self._device, self._chunks, self._y = device, chunks, y
         self._up, self._compute, self._down = device.pipeline_streams()
         for stream in (self._up, self._compute):
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
@@ -417,21 +420,28 @@ class _Pipeline:
         self._inputs = [device.allocate(largest) for _ in range(self._depth)]
         largest = max(chunk.out_bytes for chunk in chunks)
         self._outputs = [device.allocate(largest) for _ in range(self._depth)]
+        self._residuals = [0 if residual is None else device.allocate(largest) for _ in range(self._depth)]
         # what goes up: the filter, then the chunks, in parts where it has to be staged
-        total = filters.weight.nbytes + sum(chunk.in_bytes for chunk in chunks)
+        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
         part_bytes = min(PART_BYTES, max(total // 12, LEAST_PART_BYTES))
         self._going_up: list[list[_Part]] = [[]]
         kept = filters.on(device)
         if kept is None:
-            arrays = [a for a in (filters.weight, filters.bias) if a is not None]
-            blocks = [device.allocate(max(a.nbytes, 1)) for a in arrays]
-            kept = _OnDevice(blocks[0], blocks[-1], {})
-            self._going_up[0] = [part for a, at in zip(arrays, blocks, strict=True) if a.nbytes for part in _parts(a, int(at), part_bytes)]
+            blocks = [0 if a is None else device.allocate(max(a.nbytes, 1)) for a in filters.arrays]
+            kept = _OnDevice(blocks[0], blocks[1], blocks[2], {})
+            placed = [(a, int(at)) for a, at in zip(filters.arrays, blocks, strict=True) if a is not None and a.nbytes]
+            self._going_up[0] = [part for a, at in placed for part in _parts(a, at, part_bytes)]
         self._filter = kept
-        straight = x.flags.c_contiguous and x.dtype.isnative and device.is_pinned(x)
+        #: arrays that are copied from where they lie, their blocks on the device, and what a chunk has of them
+        self._straight: list[tuple[np.ndarray, Sequence[Any], Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
+        staged: list[tuple[np.ndarray, Sequence[Any], Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
+        for array, places, part in ((x, self._inputs, _Chunk.of), (residual, self._residuals, _Chunk.into)):
+            if array is not None and array.nbytes:
+                straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
+                (self._straight if straight else staged).append((array, places, part))
         for i, chunk in enumerate(chunks):
-            staged = not straight and chunk.in_bytes > 0
-            self._going_up.append(_parts(chunk.of(x), int(self._inputs[i % self._depth]), part_bytes) if staged else [])
+            slot = i % self._depth
+            self._going_up.append([p for array, places, part in staged for p in _parts(part(chunk, array), int(places[slot]), part_bytes)])
         self._going_down = [
             [] if device.is_pinned(y) else _parts(chunk.into(y), int(self._outputs[i % self._depth]), part_bytes)
             for i, chunk in enumerate(chunks)
@@ -460,25 +470,26 @@ class _Pipeline:
             slot = i % self._depth
             if i >= self._depth:
                 self._up.wait_for_event(computed[slot])
-            if self._going_up[i + 1]:
-                self._send(feeder, self._going_up[i + 1])
-            elif chunk.in_bytes:
-                self._device.copy_in(self._inputs[slot], self._x, chunk.of(self._x), self._up)
+            self._send(feeder, self._going_up[i + 1])
+            for array, places, part in self._straight:
+                self._device.copy_in(places[slot], array, part(chunk, array), self._up)
             uploaded[slot].record(self._up)
             self._compute.wait_for_event(uploaded[slot])
             if i >= self._depth:
                 self._compute.wait_for_event(downloaded[slot])
-            buffers = (int(self._inputs[slot]), int(self._filter.weight), int(self._filter.bias), int(self._outputs[slot]), int(block))
-            chunk.plan.launch(buffers, self._compute, int(packed.get(chunk.plan.packing_key, 0)))
+            kept = self._filter
+            buffers = (int(self._inputs[slot]), int(kept.weight), int(kept.bias), int(self._outputs[slot]), int(block))
+            filters = int(packed.get(chunk.plan.packing_key, 0))
+            chunk.plan.launch(buffers, self._compute, filters, int(kept.scale), int(self._residuals[slot]))
             computed[slot].record(self._compute)
             self._down.wait_for_event(computed[slot])
             if lander is None:
                 self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
-            for part in self._going_down[i]:
+            for down in self._going_down[i]:
                 assert lander is not None
-                buffer, landed = lander.buffer(part.view)
-                self._device.copy_out(landed, landed, part.address, self._down)
-                lander.put(buffer, landed, part.view, self._device.recorded(self._down))
+                buffer, landed = lander.buffer(down.view)
+                self._device.copy_out(landed, landed, down.address, self._down)
+                lander.put(buffer, landed, down.view, self._device.recorded(self._down))
             downloaded[slot].record(self._down)
         self._scratch = block, packed  # until the streams have ended
 
@@ -507,7 +518,8 @@ class _Pipeline:
 
 
 def convolve(
-    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any = None, devices: Sequence[CudaDevice] = ()
+    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any = None, devices: Sequence[CudaDevice] = (),
+    residual: np.ndarray | None = None,
 ) -> np.ndarray:
     """Run `plan` on host arrays that fit it.
 
@@ -523,25 +535,31 @@ def convolve(
         A stream whose work so far comes first.
     devices : sequence of CudaDevice
         The GPUs to share the work; by default the plan's own.
+    residual : numpy array, optional
+        As `x`; it may be `out`, or overlap nothing of it.
     """
     if plan.order is None:
-        return _convolve(plan, x, filters, out, stream, devices)
+        return _convolve(plan, x, filters, out, stream, devices, residual)
     # arrays as they lie in memory: from here on their axes are in that order
-    y = _convolve(plan, x.transpose(plan.order), filters, None if out is None else out.transpose(plan.order), stream, devices)
+    given = (None if a is None else a.transpose(plan.order) for a in (out, residual))
+    y = _convolve(plan, x.transpose(plan.order), filters, next(given), stream, devices, next(given))
     return y.transpose(np.argsort(plan.order))
 
 
 def _convolve(
-    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any, devices: Sequence[CudaDevice]
+    plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, stream: Any, devices: Sequence[CudaDevice],
+    residual: np.ndarray | None,
 ) -> np.ndarray:
     problem, device = plan.problem, plan.device
     shape = plan.result_shape if plan.order is None else tuple(plan.result_shape[i] for i in plan.order)
     if device.backend != "cuda":
         y = np.empty(shape, problem.storage) if out is None else out
         if not plan.empty:
-            arrays = (x, filters.weight, filters.bias)
+            if residual is not None and np.may_share_memory(residual, y):
+                residual = residual.copy()  # OpenCL's buffers must not overlap
+            arrays = (x, *filters.arrays, residual)
             ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
-            device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
+            device.run_on_host_arrays(plan.launch_all, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
     with gpu:
@@ -549,9 +567,10 @@ def _convolve(
         if plan.empty:
             return y
         if not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES:
-            _convolve_small(gpu, plan, x, filters, y, stream)
+            _convolve_small(gpu, plan, x, filters, y, stream, residual)
             return y
-    batch_x, batch_y = (x, y) if problem.batched else (x[None], y[None])
+    batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
+    assert batch_x is not None and batch_y is not None
     chunk_bytes = max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
     gpus = devices or (gpu,)
 
@@ -561,7 +580,7 @@ def _convolve(
                 one.wait_for(stream)
             chunks = _chunks(plan, chunk_bytes, one, share, len(gpus))
             if chunks:
-                _Pipeline(one, chunks, batch_x, filters, batch_y).run(max(THREADS // len(gpus), 2))
+                _Pipeline(one, chunks, batch_x, filters, batch_y, batch_r).run(max(THREADS // len(gpus), 2))
 
     if len(gpus) == 1:
         work(0)
@@ -572,7 +591,9 @@ def _convolve(
     return y
 
 
-def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any) -> None:
+def _convolve_small(
+    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any, residual: np.ndarray | None
+) -> None:
     """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current."""
     dtype = np.dtype(plan.problem.storage)
     host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
@@ -580,14 +601,14 @@ def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.
         gpu.order(stream, own)
     kept = filters.on(gpu)
     places, used = [], 0
-    for array in (x,) if kept else (x, filters.weight, filters.bias):
+    for array in (x, residual) if kept else (x, residual, *filters.arrays):
         places.append(device + used if array is not None else 0)
         if array is not None:
             np.copyto(np.ndarray(array.shape, dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
     packed = 0
     if kept:
-        places += int(kept.weight), int(kept.bias)
+        places += int(kept.weight), int(kept.bias), int(kept.scale)
         packed = int(kept.packed.get(plan.packing_key, 0))
     nbytes = plan.program.workspace_bytes if packed else plan.workspace_bytes
     workspace = gpu.allocate(nbytes) if nbytes else None
@@ -595,7 +616,9 @@ def _convolve_small(gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.
         gpu.order(None, own)  # the pool's memory may still be in use by the default stream
     try:
         gpu.copy_in(device, host[:used], host[:used], own)
-        plan.launch((*places, device + used, 0 if workspace is None else int(workspace)), own, packed)
+        at_x, at_residual, weight, bias, scale = places
+        buffers = (at_x, weight, bias, device + used, 0 if workspace is None else int(workspace))
+        plan.launch(buffers, own, packed, scale, at_residual)
         gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()

@@ -14,7 +14,7 @@ from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
-from pycuda_conv.problem import DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
+from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
 from pycuda_conv.tune import caches
 
@@ -22,11 +22,13 @@ from pycuda_conv.tune import caches
 @lru_cache(maxsize=1024)
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
-    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
+    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None = None,
+    residual: Signature | None = None, activation: Any = None,
 ) -> Plan:
     """The plan for a call, from the hashable part of its arguments. It may be NCHW although `layout`, the result's, is not."""
     common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
-    check_same_type(kind, input, weight, bias)
+    common |= {"scale_shape": scale and scale[0], "residual_shape": residual and residual[0], "activation": activation}
+    check_same_type(kind, input, weight, bias, scale, residual)
     shapes = (ndim, input[0], weight[0], None if bias is None else bias[0])
     if transposed:
         problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
@@ -54,7 +56,7 @@ def _gradient_plan(
     dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
 ) -> Plan:
     """The plan for the gradient by the convolution's input or weight, which has that `size`."""
-    check_same_type(kind, first, second, None, _OPERANDS[of])
+    check_same_type(kind, first, second, names=_OPERANDS[of])
     shapes = (size, second[0], first[0]) if of == "input" else (first[0], size, second[0])
     problem = ConvProblem.gradient(
         of, ndim, *shapes, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=kind.dtype_name(first[1]),
@@ -75,9 +77,9 @@ def _key(name: str, value: Any) -> Any:
 
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
-    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any,
+    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any, scale: Any, residual: Any, activation: Any,
 ) -> Any:
-    kind = same_kind(input, weight, bias, out)
+    kind = same_kind(input, weight, bias, out, scale, residual)
     if stride.__class__ is not int:
         stride = _key("stride", stride)
     if padding.__class__ is not int:
@@ -89,6 +91,8 @@ def _convolve(
     if groups.__class__ is not int:
         groups = _key("groups", groups)
     _check_options(precision, tune)
+    if activation is not None and activation.__class__ is not str:
+        raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = _gpus(devices, device)
@@ -98,9 +102,12 @@ def _convolve(
     sign, layout = kind.signature, kind.layout(input, ndim)
     plan = _plan(
         transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
-        groups, precision, device, layout, tune,
+        groups, precision, device, layout, tune, None if scale is None else sign(scale), None if residual is None else sign(residual),
+        activation,
     )
     options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
+    if scale is not None or residual is not None:
+        options |= {"scale": scale, "residual": residual}
     if gpus:
         if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
             raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
@@ -114,7 +121,7 @@ def _gradient(
     of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, out: Any, precision: Any,
     device: Any, stream: Any, tune: Any,
 ) -> Any:
-    kind = same_kind(first, second, None, out, _OPERANDS[of])
+    kind = same_kind(first, second, None, out, names=_OPERANDS[of])
     if not isinstance(size, (list, tuple)):
         raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {size!r}")
     _check_options(precision, tune)
@@ -152,7 +159,7 @@ def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
 
 def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args: Any, **options: Any) -> Iterator[Any]:
     """`function` of each of `inputs`, in order, with up to `ahead` calls under way while the caller uses a result."""
-    for name in ("out", "stream"):
+    for name in ("out", "stream", "residual"):
         if name in options:
             raise TypeError(f"{name} is for one call; here several are under way at once")
     ahead = integer("ahead", ahead)
@@ -203,12 +210,14 @@ def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
 
 def conv2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
 
     ``y[n,k,p,q] = bias[k] + sum over c,r,s of x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation] * w[k,c,r,s]``
+
+    With all that may follow: ``y = activation(sum * scale[k] + bias[k] + residual)``, computed in the type of the sums, rounded once.
 
     Parameters
     ----------
@@ -226,9 +235,16 @@ def conv2d(
         Distance between neighbouring filter taps.
     groups : int
         Divides C and K; channels are convolved group by group. ``groups=C`` is a depthwise convolution.
+    scale : array of shape (K,), optional
+        Factors of the output channels. With the bias it is what batch normalization does when a network is not trained.
+    residual : array, optional
+        What is added to the result, of its shape and dtype; copied if it does not lie in memory as the result does. It may be
+        `out` itself, which is added to then; for float32 on tensor cores that takes a copy.
+    activation : {None, "relu"}
+        ``"relu"`` turns what is negative into 0; NaN stays NaN.
     out : array, optional
         Where to write the result: of its shape and dtype, C-contiguous or, like the input, channels last; not overlapping the
-        other arrays.
+        other arrays, unless it is the residual.
     precision : {"fp32", "tf32"}
         Arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, whatever the numbers; Hopper's tensor cores
         reach that with three fp16 products. ``"tf32"`` permits products of 10-bit mantissas, TF32's: one fp16 product
@@ -268,13 +284,16 @@ def conv2d(
     >>> pc.conv2d(image, sharpen, padding=1).shape
     (1, 1, 512, 512)
     """
-    return _convolve(False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
+    return _convolve(
+        False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
+    )
 
 
 def conv1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """1-d convolution: :func:`conv2d` with one spatial axis.
 
@@ -283,7 +302,7 @@ def conv1d(
     input : array of shape (N, C, W) or (C, W)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,), ((left, right),), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, devices, stream, tune
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -295,13 +314,16 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
+    return _convolve(
+        False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
+    )
 
 
 def conv3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """3-d convolution: :func:`conv2d` with three spatial axes.
 
@@ -310,7 +332,7 @@ def conv3d(
     input : array of shape (N, C, D, H, W) or (C, D, H, W)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints, ((front, back), (top, bottom), (left, right)), "same" or "valid"
-    bias, stride, dilation, groups, out, precision, device, devices, stream, tune
+    bias, stride, dilation, groups, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -322,13 +344,16 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune)
+    return _convolve(
+        False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
+    )
 
 
 def conv_transpose2d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
 
@@ -341,12 +366,12 @@ def conv_transpose2d(
     ----------
     input : array of shape (N, K, P, Q) or (K, P, Q)
     weight : array of shape (K, C/groups, R, S)
-    bias : array of shape (C,), optional
+    bias, scale : array of shape (C,), optional
     padding : int, (int, int) or ((top, bottom), (left, right))
         Rows and columns taken off the result.
     output_padding : int or (int, int)
         Rows and columns added at the result's bottom and right, less than the stride or the dilation.
-    stride, dilation, groups, out, precision, device, devices, stream, tune
+    stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
     Returns
@@ -360,14 +385,15 @@ def conv_transpose2d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
+        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
     )
 
 
 def conv_transpose1d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
 
@@ -376,7 +402,7 @@ def conv_transpose1d(
     input : array of shape (N, K, Q) or (K, Q)
     weight : array of shape (K, C/groups, S)
     padding : int, (int,) or ((left, right),)
-    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream, tune
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -389,14 +415,15 @@ def conv_transpose1d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
+        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
     )
 
 
 def conv_transpose3d(
     input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, out: Any = None, precision: str = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
-    tune: bool = False,
+    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
+    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
 ) -> Any:
     """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
 
@@ -405,7 +432,7 @@ def conv_transpose3d(
     input : array of shape (N, K, O, P, Q) or (K, O, P, Q)
     weight : array of shape (K, C/groups, T, R, S)
     padding : int, three ints or ((front, back), (top, bottom), (left, right))
-    bias, stride, output_padding, groups, dilation, out, precision, device, devices, stream, tune
+    bias, stride, output_padding, groups, dilation, scale, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv_transpose2d`.
 
     Returns
@@ -418,7 +445,8 @@ def conv_transpose3d(
         As for :func:`conv2d`.
     """
     return _convolve(
-        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune
+        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
+        scale, residual, activation,
     )
 
 
@@ -607,7 +635,7 @@ def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any
     ----------
     inputs : iterable of arrays
         Batches; they may differ in shape.
-    weight, bias, stride, padding, dilation, groups, precision, device, devices, tune
+    weight, bias, scale, activation, stride, padding, dilation, groups, precision, device, devices, tune
         As for :func:`conv2d`.
     ahead : int
         How many calls may be under way, at least 1.

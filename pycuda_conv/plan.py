@@ -74,37 +74,47 @@ class Plan:
         self.order = problem.order
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
-        shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
-        self.operand_bytes = tuple(math.prod(shape) * problem.itemsize for shape in shapes)
+        #: of input, weight, bias, scale and residual
+        self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        #: whether a residual must not be the result's own memory
+        self.redoes = program.redoes
         #: what the arrays of the last call looked like, by their kind, so that their checks need not be made again
         self.accepted: dict[Hashable, Hashable] = {}
         self.accepted_out: dict[Hashable, Hashable] = {}
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0) -> None:
-        """Launch the kernels on (input, weight, bias, result, workspace): addresses, or OpenCL buffers.
+    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0) -> None:
+        """Launch the kernels on (input, weight, bias, result, workspace), `scale` and `residual`: addresses, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
-        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace.
+        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. The residual
+        may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
-        if self.filter_bytes:
-            buffers = (*buffers, packed or buffers[4] + self.program.workspace_bytes)
+        place = packed or (buffers[4] + self.program.workspace_bytes if self.filter_bytes else 0)
+        buffers = (*buffers, place, scale, residual)
         for launcher in self._launchers if packed else self._whole:
             launcher(buffers, stream)
+
+    def launch_all(self, buffers: Sequence[Any], stream: Any = None) -> None:
+        """:meth:`launch` on (input, weight, bias, scale, residual, result, workspace): the operands in one row."""
+        *operands, scale, residual, result, workspace = buffers
+        self.launch((*operands, result, workspace), stream, 0, scale, residual)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
         for launcher in self._prepare:
-            launcher((0, weight, 0, 0, 0, packed), stream)
+            launcher((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
-    def __call__(self, input: Any, weight: Any, bias: Any = None, *, out: Any = None, stream: Any = None) -> Any:
+    def __call__(
+        self, input: Any, weight: Any, bias: Any = None, *, scale: Any = None, residual: Any = None, out: Any = None, stream: Any = None
+    ) -> Any:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         from pycuda_conv.arrays import call_plan
 
-        return call_plan(self, input, weight, bias, out, stream)
+        return call_plan(self, input, weight, bias, scale, residual, out, stream)
 
-    def bind(self, weight: Any, bias: Any = None) -> BoundPlan:
+    def bind(self, weight: Any, bias: Any = None, scale: Any = None) -> BoundPlan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
-        return BoundPlan(self, weight, bias)
+        return BoundPlan(self, weight, bias, scale)
 
     def explain(self, measure: bool = False) -> str:
         """What will be launched and why, in words: the work, the configuration and what speaks for it, each launch, the time.
@@ -127,7 +137,7 @@ class BoundPlan:
 
     A filter in host memory is copied to the device once, when this is made, and so is one that the plan's kernels take packed
     (:attr:`Plan.filter_bytes`): what the caller writes to its array later makes no difference. Any other filter on the
-    device, and a bias there, is kept, not copied: calls read what the caller's memory holds then.
+    device, and a bias or a scale there, is kept, not copied: calls read what the caller's memory holds then.
 
     The packed filter is ready when this is made, for calls on any stream. It is memory of the stream that was current then:
     wait for calls on other streams before you drop the last reference.
@@ -135,7 +145,7 @@ class BoundPlan:
     Parameters
     ----------
     plan : Plan
-    weight, bias : arrays of the plan's shapes
+    weight, bias, scale : arrays of the plan's shapes
         Of the kind that the inputs will be.
 
     Examples
@@ -147,29 +157,32 @@ class BoundPlan:
     (8, 24, 32, 32)
     """
 
-    def __init__(self, plan: Plan, weight: Any, bias: Any = None) -> None:
+    def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
         from pycuda_conv.arrays import check_fit, same_kind
 
         self.plan = plan
-        self._kind = same_kind(weight, weight, bias, None)
-        self._weight = self._kind.signature(weight)
-        self._bias = None if bias is None else self._kind.signature(bias)
-        check_fit(plan, self._kind, (plan.problem.input_shape, *self._weight[1:]), self._weight, self._bias)
-        self._accepted: Any = None  # what the last input looked like
-        self._run = self._kind.bind(plan, weight, bias)
+        self._kind = same_kind(weight, weight, bias, None, scale)
+        sign = self._kind.signature
+        of_weight = sign(weight)
+        self._kept = (of_weight, None if bias is None else sign(bias), None if scale is None else sign(scale))
+        input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
+        assert input is not None
+        check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
+        self._accepted: Any = None  # what the last input and residual looked like
+        self._run = self._kind.bind(plan, weight, bias, scale)
 
-    def __call__(self, input: Any, *, out: Any = None, stream: Any = None) -> Any:
+    def __call__(self, input: Any, *, residual: Any = None, out: Any = None, stream: Any = None) -> Any:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         from pycuda_conv.arrays import check_fit, same_kind
 
-        kind = same_kind(input, input, None, out)
+        kind = same_kind(input, input, None, out, None, residual)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
-        signature = kind.signature(input)
-        if signature != self._accepted:
-            check_fit(self.plan, kind, signature, self._weight, self._bias)
-            self._accepted = signature
-        return self._run(input, out, stream)
+        signatures = kind.signature(input), None if residual is None else kind.signature(residual)
+        if signatures != self._accepted:
+            check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
+            self._accepted = signatures
+        return self._run(input, residual, out, stream)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

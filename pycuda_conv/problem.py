@@ -25,6 +25,7 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
 LAYOUTS = ("NCHW", "NHWC")  # a caller's; kernels see a third, see :attr:`ConvProblem.launched`
+ACTIVATIONS = (None, "relu")
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -116,6 +117,9 @@ class ConvProblem:
     layout : {"NCHW", "NHWC", "CNHW"}
         How the arrays that are read and written lie in memory: ``"NHWC"`` is channels last. Shapes are the same.
         ``"CNHW"`` is for :attr:`launched` alone.
+    has_scale, has_residual : bool
+    activation : {None, "relu"}
+        What becomes of the sums, see :func:`pycuda_conv.conv2d`; the residual lies in memory as the result does.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]
@@ -136,6 +140,9 @@ class ConvProblem:
     has_bias: bool
     precision: str = "fp32"
     layout: Literal["NCHW", "NHWC", "CNHW"] = "NCHW"
+    has_scale: bool = False
+    has_residual: bool = False
+    activation: str | None = None
 
     # ---- making one
 
@@ -143,7 +150,8 @@ class ConvProblem:
     def forward(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
         stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
-        layout: str = "NCHW",
+        layout: str = "NCHW", scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None,
+        activation: Any = None,
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -152,10 +160,12 @@ class ConvProblem:
         input_shape : (N, C, *size) or (C, *size)
         weight_shape : (K, C/groups, *filter size)
         bias_shape : (K,) or None
-        stride, padding, dilation, groups
+        stride, padding, dilation, groups, activation
             As for :func:`pycuda_conv.conv2d`.
         layout : {"NCHW", "NHWC"}
             How input and result lie in memory; the shapes are the same.
+        scale_shape : (K,) or None
+        residual_shape : the result's, or None
 
         Raises
         ------
@@ -178,7 +188,7 @@ class ConvProblem:
                 f"Given groups={groups}, weight of size {_shown(weight_shape)}, expected input{_shown(input_shape)} to have "
                 f"{channels_per_group * groups} channels, but got {channels} channels instead"
             )
-        _check_bias(bias_shape, k, weight_shape)
+        _check_channels("bias", bias_shape, k, weight_shape)
         if pairs == "same":
             if any(v != 1 for v in common.stride):
                 raise ConvArgumentError("padding='same' is not supported for strided convolutions")
@@ -198,13 +208,14 @@ class ConvProblem:
         o, p, q = ((n - r) // s + 1 for n, r, s in zip(padded, reach, common.stride, strict=True))
         return replace(
             common, C=channels, K=k, output_size=(o, p, q), padding_before=before, padding_after=after, has_bias=bias_shape is not None,
-        )._checked_sizes()
+        )._checked_sizes()._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def transposed(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
         stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, dtype: str = "float32",
-        precision: str = "fp32", layout: str = "NCHW",
+        precision: str = "fp32", layout: str = "NCHW", scale_shape: Sequence[int] | None = None,
+        residual_shape: Sequence[int] | None = None, activation: Any = None,
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -214,10 +225,12 @@ class ConvProblem:
             The letters are those of the convolution whose gradient this is.
         weight_shape : (K, C/groups, *filter size)
         bias_shape : (C,) or None
-        stride, padding, output_padding, groups, dilation
+        stride, padding, output_padding, groups, dilation, activation
             As for :func:`pycuda_conv.conv_transpose2d`.
         layout
             As for :meth:`forward`.
+        scale_shape : (C,) or None
+        residual_shape : the result's, or None
 
         Raises
         ------
@@ -244,7 +257,7 @@ class ConvProblem:
                 f"channels, but got {input_shape[-ndim - 1]} channels instead"
             )
         channels = channels_per_group * groups
-        _check_bias(bias_shape, channels, weight_shape)
+        _check_channels("bias", bias_shape, channels, weight_shape)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
         for e, s, d in zip(extra, common.stride, common.dilation, strict=True):
             if e >= s and e >= d:
@@ -267,7 +280,7 @@ class ConvProblem:
         return replace(
             common, direction="dgrad", C=channels, K=k, input_size=(d, h, w), output_size=common.input_size, padding_before=before,
             padding_after=after, has_bias=bias_shape is not None,
-        )._checked_sizes()
+        )._checked_sizes()._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def gradient(
@@ -314,7 +327,28 @@ class ConvProblem:
                 raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(values)}")
         return self
 
+    def _with_epilogue(
+        self, scale_shape: Sequence[int] | None, residual_shape: Sequence[int] | None, activation: Any, weight_shape: tuple[int, ...]
+    ) -> ConvProblem:
+        if activation is None and scale_shape is None and residual_shape is None:
+            return self
+        if not (activation is None or isinstance(activation, str)):
+            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r} of type {type(activation).__name__}")
+        if activation not in ACTIVATIONS:
+            raise ConvArgumentError(f"activation must be one of {ACTIVATIONS}, but got activation={activation!r}")
+        _check_channels("scale", scale_shape, self.result_channels, weight_shape)
+        if residual_shape is not None and tuple(residual_shape) != self.result_shape:
+            raise ConvArgumentError(
+                f"residual must have the result's shape {_shown(self.result_shape)}, but got residual of size {_shown(residual_shape)}"
+            )
+        return replace(self, has_scale=scale_shape is not None, has_residual=residual_shape is not None, activation=activation)
+
     # ---- what follows from it
+
+    @property
+    def plain(self) -> ConvProblem:
+        """The same without scale, residual and activation, which change neither the choice of a kernel nor its time by much."""
+        return replace(self, has_scale=False, has_residual=False, activation=None)
 
     @property
     def operand_size(self) -> Size3:
@@ -354,6 +388,21 @@ class ConvProblem:
     def bias_shape(self) -> tuple[int] | None:
         """(channels of the result,), or None without a bias."""
         return (self.result_channels,) if self.has_bias else None
+
+    @property
+    def scale_shape(self) -> tuple[int] | None:
+        """(channels of the result,), or None without a scale."""
+        return (self.result_channels,) if self.has_scale else None
+
+    @property
+    def residual_shape(self) -> tuple[int, ...] | None:
+        """The result's, or None without a residual."""
+        return self.result_shape if self.has_residual else None
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Of input, weight, bias, scale and residual; None for what there is not."""
+        return self.input_shape, self.weight_shape, self.bias_shape, self.scale_shape, self.residual_shape
 
     @property
     def result_shape(self) -> tuple[int, ...]:
@@ -407,8 +456,8 @@ class ConvProblem:
     @property
     def bytes(self) -> int:
         """Bytes that must move at the least: every array read or written once."""
-        elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape)
-        return (elements + (self.result_channels if self.has_bias else 0)) * self.itemsize
+        elements = math.prod(self.input_shape) + math.prod(self.weight_shape) + math.prod(self.result_shape) * (1 + self.has_residual)
+        return (elements + self.result_channels * (self.has_bias + self.has_scale)) * self.itemsize
 
     @property
     def largest_array(self) -> int:
@@ -435,7 +484,9 @@ class ConvProblem:
         if self.groups != 1:
             text += f" g{self.groups}"
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
-        return text + (" channels last" if self.layout == "NHWC" else "")
+        text += " channels last" if self.layout == "NHWC" else ""
+        epilogue = ("scale" * self.has_scale, "residual" * self.has_residual, self.activation or "")
+        return " ".join([text, *filter(None, epilogue)])
 
 
 def _common(
@@ -505,9 +556,10 @@ def _check_pairs(pairs: str | tuple[tuple[int, int], ...]) -> None:
         raise ConvArgumentError(f"negative padding is not supported, but got padding={pairs}")
 
 
-def _check_bias(bias_shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
-    if bias_shape is not None and tuple(bias_shape) != (channels,):
+def _check_channels(name: str, shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
+    """That the bias, or the scale, has a number for each channel of the result."""
+    if shape is not None and tuple(shape) != (channels,):
         raise ConvArgumentError(
-            f"Given weight of size {_shown(weight_shape)}, expected bias to be 1-dimensional with {channels} elements, but got bias "
-            f"of size {_shown(bias_shape)} instead"
+            f"Given weight of size {_shown(weight_shape)}, expected {name} to be 1-dimensional with {channels} elements, but got {name} "
+            f"of size {_shown(shape)} instead"
         )

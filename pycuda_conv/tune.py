@@ -48,8 +48,8 @@ Choices = dict[tuple[str, str], Choice]
 
 
 def key(problem: ConvProblem) -> str:
-    """The problem in a table: all of its fields, readable, the same for ever."""
-    return str(problem) + ("" if problem.batched else " unbatched") + (" bias" if problem.has_bias else "")
+    """The problem in a table: all of its fields but those of :attr:`~ConvProblem.plain`, readable, the same for ever."""
+    return str(problem.plain) + ("" if problem.batched else " unbatched") + (" bias" if problem.has_bias else "")
 
 
 # ---- the text of a table
@@ -245,7 +245,7 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
             from pycuda_conv.tools.measure import trials
 
             try:
-                found = trials(problem, device)[0]  # type: ignore[arg-type]  # CUDA's
+                found = trials(problem.plain, device)[0]  # type: ignore[arg-type]  # CUDA's
             except DeviceMemoryError as error:
                 warnings.warn(f"{problem} is not tuned: {error}", RuntimeWarning, stacklevel=2)
             else:

@@ -21,7 +21,7 @@ from pycuda_conv.engines import implicit_gemm as ig
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
-INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED = range(6)
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
 MOST_SHARED = 227 * 1024
 
 
@@ -44,13 +44,12 @@ def named(step, *first: str) -> SimpleNamespace:
 class Memory:
     """The plan's buffers: exactly as many bytes as they have to have, all NaN."""
 
-    def __init__(self, problem, program, x, w, b):
-        channels_last = problem.layout == "NHWC"
-        self.buffers = [
-            self._bytes(np.moveaxis(x, -problem.ndim - 1, -1) if channels_last else x), self._bytes(w),
-            self._bytes(np.zeros(0, x.dtype) if b is None else b),
-            *(np.full(n, 0xFF, np.uint8) for n in (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)),
-        ]  # fmt: skip
+    def __init__(self, problem, program, x, w, b, scale, residual):
+        if problem.layout == "NHWC":
+            x, residual = (None if a is None else np.moveaxis(a, -problem.ndim - 1, -1) for a in (x, residual))
+        given = [self._bytes(np.zeros(0, x.dtype) if a is None else a) for a in (x, w, b, scale, residual)]
+        sizes = (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)
+        self.buffers = [*given[:3], *(np.full(n, 0xFF, np.uint8) for n in sizes), *given[3:]]
         self.writes: dict = {}
 
     @staticmethod
@@ -426,7 +425,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
     define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
     across = ceil(s.plane, pixels)
     assert s.tiles_pixels == across * (s.pixels // s.plane)
-    again = memory.view(step.buffers[6], "int32") if s.second else None
+    again = memory.view(step.buffers[8], "int32") if s.second else None
     for m, tile, group, part in tiles_of(step, s):
         image, first = tile // across, tile % across * pixels
         if s.second and not inside(again, image):
@@ -443,7 +442,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
             multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
-            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[5], "uint32")
+            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[7], "uint32")
             for warp in range(8):
                 store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
         write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
@@ -473,9 +472,9 @@ def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
 
 
 def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
-    """Scales, biases and writes a tile's sums of the pixels below `end`."""
+    """Scales, finishes and writes a tile's sums of the pixels below `end`."""
     define = step.defines
-    _, scale_n, scale_k, bias, y, *_ = step.buffers
+    _, scale_n, scale_k, bias, scale, residual, y, *_ = step.buffers
     kind = ELEMENT[define["OUT"]]
     m, pixel = m0 + np.arange(define["ROWS"])[:, None], pixel0 + np.arange(define["PIXELS"])[None]
     k, image = group * s.rows_group + m, pixel // s.plane
@@ -484,13 +483,7 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         if define["POINTWISE"] != 2 or s.second or define["SAMPLED"]:
             on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, (end - 1) // s.plane)).astype(float)
         total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
-    if define["HAS_BIAS"]:
-        total = total + inside(memory.view(bias, kind), np.minimum(k, s.rows - 1)).astype(float)
-    with np.errstate(over="ignore", invalid="ignore"):
-        v = total.astype(np.float32).astype(kind)
-    if define["TENSOR_STORE"]:
-        write_boxes(step, s, memory, v, m0, pixel0, group, part)
-        return
+    channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[pixel < end][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
     if define["DENSE"]:
@@ -498,6 +491,12 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     else:
         offset = s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else image * s.out_image + k * s.out_row + offset
+    places = np.zeros(total.shape, int)
+    places[: m.size, : pixel.size] = at
+    v = finished(define, memory, kind, total, scale, bias, residual, channel, places).astype(kind)
+    if define["TENSOR_STORE"]:
+        write_boxes(step, s, memory, v, m0, pixel0, group, part)
+        return
     vec = define["VEC"]
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
@@ -508,9 +507,21 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         memory.count(y, at)
 
 
+def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
+    """The epilogue of sums of the channels `channel` whose places in the result are `at`, in float32."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if define["HAS_SCALE"]:
+            total = total * inside(memory.view(scale, kind), channel).astype(float)
+        if define["HAS_BIAS"]:
+            total = total + inside(memory.view(bias, kind), channel).astype(float)
+        if define["HAS_RESIDUAL"]:
+            total = total + inside(memory.view(residual, kind), at).astype(float)
+        return (np.where(total < 0, 0, total) if define["RELU"] else total).astype(np.float32)
+
+
 def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
     """A tile by TMA, 32 pixels and 128 bytes of channels at a time."""
-    described, place = step.maps[1], step.buffers[4]
+    described, place = step.maps[1], step.buffers[6]
     assert step.defines["DENSE"] and step.defines["NHWC"] and step.defines["WGMMA_N"] % 32 == 0
     assert place in (described.buffer, (described.buffer, described.offset)) and described.dtype == ELEMENT[step.defines["OUT"]]
     wide = 128 // np.dtype(described.dtype).itemsize
@@ -538,21 +549,20 @@ def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple
 
 def direct_reduce(step, memory: Memory) -> None:
     define, (size,) = step.defines, step.scalars
-    parts, bias, y = step.buffers
+    parts, bias, scale, residual, y = step.buffers
     kind = ELEMENT[define["DTYPE"]]
     assert step.grid == ceil(size, define["THREADS"])
     i = np.arange(size)
     total = sum(inside(memory.view(parts, "float32"), split * size + i).astype(float) for split in range(define["SPLIT_K"]))
-    if define["HAS_BIAS"]:
-        total = total + inside(memory.view(bias, kind), i // define["OUT_SIZE"] % define["CHANNELS"]).astype(float)
-    store(memory.view(y, kind), i, total.astype(np.float32).astype(kind))
+    total = finished(define, memory, kind, total, scale, bias, residual, i // define["OUT_SIZE"] % define["CHANNELS"], i)
+    store(memory.view(y, kind), i, total.astype(kind))
 
 
 def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: flagged images and channels alone, by the formula at its head."""
     d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
     assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
-    source, filters, bias, y, image_flags, filter_flags = step.buffers
+    source, filters, bias, scale, residual, y, image_flags, filter_flags = step.buffers
     kind = ELEMENT[d.DTYPE]
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     pixel = np.arange(n_pixels)
@@ -574,9 +584,8 @@ def direct_gemm(step, memory: Memory) -> None:
                 values = np.where(ok, inside(x, np.where(ok, place, 0) + g * d.X_GROUP + c[:, None] * d.X_CHANNEL), x.dtype.type(0))
                 taps = inside(w, d.W_BASE + g * d.W_G + m[:, None] * d.W_M + c * d.W_C + t * d.W_T + r * d.W_R + s * d.W_S)
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
-            if d.HAS_BIAS:
-                total += inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
             at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
+            total = finished(step.defines, memory, kind, total, scale, bias, residual, g * d.M + m[:, None], at)
             wanted = (images[image] | channels[g * d.M + m][:, None]) > 0
             store(out, at[wanted], total[wanted].astype(kind))
 
@@ -595,12 +604,14 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 kernels[step.kernel](step, memory)
 
 
-def emulate(problem, config, x, w, b=None, *, multiprocessors: int = 5, finite: bool = True, keep: bool = True) -> np.ndarray:
+def emulate(
+    problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 5, finite: bool = True, keep: bool = True
+) -> np.ndarray:
     """What `config` computes, of arrays that are NCHW whatever the problem's layout; with `keep`, of a kept filter as well."""
     program = ig.program(problem, config, multiprocessors)
     results = []
     for kept in (False, True)[: 1 + keep]:
-        memory = Memory(problem, program, x, w, b)
+        memory = Memory(problem, program, x, w, b, scale, residual)
         for stages in (program.prepare, program.stages) if kept else (program.whole,):
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()

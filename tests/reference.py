@@ -220,15 +220,15 @@ def _surrounded(array: np.ndarray | None) -> tuple[np.ndarray | None, np.ndarray
     return whole, whole[MARGIN : MARGIN + array.size].reshape(array.shape)
 
 
-def run(plan, x, w, b=None) -> np.ndarray:
+def run(plan, x, w, b=None, scale=None, residual=None) -> np.ndarray:
     """What `plan` computes from numpy arrays: the result was NaN before, and NaNs lie round every array on the device."""
     out = np.full(plan.result_shape, np.nan, x.dtype)
-    wholes, views = zip(*(_surrounded(a) for a in (x, w, b, out)), strict=True)
+    wholes, views = zip(*(_surrounded(a) for a in (x, w, b, scale, residual, out)), strict=True)
     if plan.device.backend == "cuda":
         return _run_on_cuda(plan, wholes, views)
-    result = plan(*views[:3], out=views[3])
-    assert result is views[3]
-    _check_margins(plan, wholes[3])
+    result = plan(*views[:3], scale=views[3], residual=views[4], out=views[5])
+    assert result is views[5]
+    _check_margins(plan, wholes[5])
     return result
 
 
@@ -248,9 +248,9 @@ def _run_on_cuda(plan, wholes, views) -> np.ndarray:
             block = plan.device.allocate(plan.workspace_bytes)
             plan.device._drv.memset_d8(int(block), 0xFF, plan.workspace_bytes)
             del block
-    result = plan(*gpu[:3], out=gpu[3])
-    assert result is gpu[3]
+    result = plan(*gpu[:3], scale=gpu[3], residual=gpu[4], out=gpu[5])
+    assert result is gpu[5]
     with plan.device:
-        whole = gpu_wholes[3].get()
+        whole = gpu_wholes[5].get()
         _check_margins(plan, whole)
-        return gpu[3].get()
+        return gpu[5].get()

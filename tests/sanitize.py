@@ -12,6 +12,7 @@ import sys
 from itertools import product
 
 import numpy as np
+import test_epilogue as epilogue
 from test_implicit_gemm import SANITIZED, asked, dtype_of
 from test_kernels import AWKWARD, RUNS
 
@@ -26,13 +27,13 @@ def run(plan, arrays) -> bool:
     """Launch `plan` once; whether all of the result was written, and with numbers."""
     drv = plan.device._drv
     with plan.device:
-        buffers = []
-        for array in (*arrays, np.full(plan.result_shape, np.nan, arrays[0].dtype)):
-            buffers.append(0 if array is None else drv.to_device(np.ascontiguousarray(array).view(np.uint8)))
+        buffers = [0 if array is None else drv.to_device(np.ascontiguousarray(array).view(np.uint8)) for array in arrays]
+        result = drv.to_device(np.full(plan.result_shape, np.nan, arrays[0].dtype).view(np.uint8))
         workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
-        plan.launch([int(b) for b in (*buffers, workspace)], None)
+        x, w, b, *more = (int(buffer) for buffer in buffers)
+        plan.launch((x, w, b, int(result), int(workspace)), None, 0, *more)
         out = np.empty(plan.result_shape, arrays[0].dtype)
-        drv.memcpy_dtoh(out.view(np.uint8), buffers[3])
+        drv.memcpy_dtoh(out.view(np.uint8), result)
     return bool(np.isfinite(out.astype(np.float64)).all())
 
 
@@ -73,21 +74,25 @@ def batch_norm(pixels: Pixels, relu: bool = True) -> bool:
 def main(wanted: str = "") -> int:
     device = get_device("cuda")
     bad = 0
-    for case, config, *dtype in [*RUNS, *AWKWARD]:
-        line = f"{config} {case} {dtype[0] if dtype else 'float32'}"
+    runs = [(case, config, dtype[0] if dtype else "float32", "") for case, config, *dtype in (*RUNS, *AWKWARD)]
+    for case, config, dtype, parts in [*runs, *epilogue.RUNS]:
+        line = f"{config} {case} {dtype} {parts}"
         if wanted in line:
-            plan = Plan(case.problem(dtype[0] if dtype else "float32"), device, config=config)
-            good = run(plan, case.integers(plan.problem.dtype))
+            problem = case.problem(dtype)
+            plan = Plan(epilogue.finishing(problem, parts) if parts else problem, device, config=config)
+            good = run(plan, epilogue.arrays(case, dtype, parts, integers=True) if parts else case.integers(dtype))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
-    for case, mode, config in SANITIZED if device.capability == (9, 0) else ():
-        arrays = case.integers(dtype_of(mode))
+    runs = [(*run, "") for run in SANITIZED] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
+    for case, mode, config, parts in runs if device.capability == (9, 0) else ():
+        arrays = epilogue.arrays(case, dtype_of(mode), parts, integers=True) if parts else case.integers(dtype_of(mode))
+        problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)
         for kind in ["", " flagged"][: 1 + (dtype_of(mode) == "float32")]:
-            line = f"{config} {case} {mode}{kind}"
+            line = f"{config} {case} {mode} {parts}{kind}"
             if wanted in line:
                 if kind:  # an image and a filter that the guarded kernels compute
                     arrays[0].flat[0] = arrays[1].flat[0] = 2.0**61
-                good = run(Plan(asked(case, mode), device, config=config), arrays)
+                good = run(Plan(problem, device, config=config), arrays)
                 print("ok " if good else "BAD", line, flush=True)
                 bad += not good
     if wanted in "copy_strided":

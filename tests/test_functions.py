@@ -322,7 +322,7 @@ class Recorder:
         self.events, self.depth, problem = [], 0, case.problem()
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
-            operand_bytes=[a.nbytes for a in arrays], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
+            operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
         )  # fmt: skip
         self._case = case
 
@@ -342,7 +342,7 @@ class Recorder:
         self.events.append(("launch", stream))
         work(stream)
 
-    def _launch(self, buffers, stream, packed):
+    def _launch(self, buffers, stream, packed, scale, residual):
         problem = self.plan.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
         x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(buffers, shapes, strict=False))

@@ -13,7 +13,7 @@ from test_implicit_gemm import Arrays
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.engines import implicit_gemm
-from pycuda_conv.engines.direct import Gemm
+from pycuda_conv.engines.direct import Gemm, Wgrad
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 
@@ -155,7 +155,7 @@ def test_random_problems(device, data, of, ndim):
     assert_exact(call(of, x, w, dy, device, **options), gradient(of, x, w, dy, **options))
 
 
-SPLIT = [Gemm(64, 64, 8, 4, 4, 1, split) for split in (1, 3, 16)]
+SPLIT = [*(Gemm(64, 64, 8, 4, 4, 1, split) for split in (1, 3, 16)), Wgrad(128, 9, 1), Wgrad(64, 4, 3)]
 
 
 @pytest.mark.parametrize("config", SPLIT, ids=str)
@@ -168,6 +168,18 @@ def test_sums_in_parts(device, config, groups):
     assert np.array_equal(first, second)
     ref = gradient("weight", x, w, dy, padding=1, groups=groups)
     assert_close(first, ref, bound("weight", x, w, dy, ref, "float32", padding=1, groups=groups))
+
+
+@pytest.mark.parametrize(("c", "k", "size"), [(12, 12, (3, 3)), (6, 18, (5, 4)), (8, 8, (7, 9))])
+def test_depthwise_filters(device, c, k, size):
+    """A filter of 63 taps is computed in parts too."""
+    options = {"padding": 2, "stride": (2, 1), "groups": c}
+    x, w, dy = arrays(normals, (5, c, 14, 11), (k, 1, *size), "float64", **options)
+    problem = ConvProblem.gradient("weight", 2, x.shape, w.shape, dy.shape, **options, dtype="float64")
+    plan = Plan(problem, device)
+    assert isinstance(plan.config, Wgrad)
+    ref = gradient("weight", x, w, dy, **options)
+    assert_close(run(plan, x, dy), ref, bound("weight", x, w, dy, ref, "float64", **options))
 
 
 @pytest.mark.parametrize(

@@ -998,6 +998,35 @@ def test_every_layout_gives_the_same_bits(gpu, cut, way, layout):
         assert np.array_equal(laid[which], arrays[which])
 
 
+@needs_torch
+@pytest.mark.parametrize("small", [0, 1 << 20])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_residual_goes_in_chunks_too_and_may_be_out(gpus, cut, monkeypatch, way, small):
+    """From ordinary and from page-locked memory, with kept filters, on several GPUs, without the pipeline."""
+    case, gpu = WAYS[way], gpus[0]
+    cut(1500)
+    monkeypatch.setattr(host, "SMALL_BYTES", small)
+    x, w, b = case.integers("float32")
+    rng = np.random.default_rng(8)
+    plain, across = case.reference(x, w), (-1, *(1,) * case.ndim)
+    scale, residual = rng.integers(-2, 3, case.channels).astype("f"), rng.integers(-99, 100, plain.shape).astype("f")
+    expected = np.maximum(plain * scale.reshape(across) + (0 if b is None else b.reshape(across)) + residual, 0)
+    options = {"scale": scale, "activation": "relu"}
+    problem = replace(case.problem(), has_scale=True, has_residual=True, activation="relu")
+    bound, sets = Plan(problem, gpu).bind(w, b, scale), [{}, *([{"devices": "all"}] if not small else [])]
+    for one in (residual, locked(gpu, residual), np.asfortranarray(residual), residual.astype(">f4")):
+        for source in (x, locked(gpu, x)):
+            for where in sets:
+                assert np.array_equal(call(case, source, w, b, residual=one, **options, **where), expected)
+            assert np.array_equal(bound(source, residual=one), expected)
+    for make in (np.copy, lambda a: locked(gpu, a)):
+        for where in sets:
+            out = make(residual)
+            assert call(case, x, w, b, residual=out, out=out, **options, **where) is out and np.array_equal(out, expected)
+        out = make(residual)
+        assert bound(x, residual=out, out=out) is out and np.array_equal(out, expected)
+
+
 @pytest.mark.parametrize("way", ["images", "rows", "transposed rows", "unbatched"])
 def test_out_is_filled_ordinary_or_page_locked(gpu, cut, way):
     case = WAYS[way]

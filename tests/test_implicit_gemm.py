@@ -279,7 +279,7 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
     assert packed.folded == tuple(n if i >= 3 - level else 1 for i, n in enumerate(problem.filter_size))
     assert sum(math.prod(walk.taps) for walk in walks) * math.prod(packed.folded) == math.prod(problem.filter_size)
     _, config = ig.choose(problem, 132)
-    memory = SimpleNamespace(buffers=[range(2**40)] * 6)  # for its sizes
+    memory = SimpleNamespace(buffers=[range(2**40)] * 8)  # for its sizes
     for step in (step for stage in ig.program(problem, config, 132).whole for step in stage):
         for described in step.maps:
             emulator.check_map(described, memory)
@@ -661,7 +661,10 @@ def _compiled_variants() -> list:
     add("bf16", ImplicitGemm(64, 128, 5), stem)
     for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256)):
         add(mode, lying(rows, pixels), POINT)
-    return found
+    finished = [replace(problem, has_scale=True, has_residual=True, activation="relu") for problem, _ in found]
+    # beside a residual three products leave room for fewer pixels
+    narrower = [config if ig.legal(problem, config) is None else replace(config, PIXELS=config.PIXELS - 8) for problem, (_, config) in zip(finished, found, strict=True)]
+    return found + list(zip(finished, narrower, strict=True))
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -803,11 +806,11 @@ MARGIN = 1024  # bytes of 0xff, which is NaN in every dtype, before and after ev
 class Arrays:
     """A plan's arrays on the GPU, NaN round each of them; workspace and result are NaN before a launch."""
 
-    def __init__(self, torch, plan: Plan, x, w, b=None):
+    def __init__(self, torch, plan: Plan, x, w, b=None, scale=None, residual=None):
         self.torch, self.plan, self.dtype = torch, plan, x.dtype
         if plan.problem.order:
-            x = x.transpose(plan.problem.order)
-        given = [None if a is None else np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (x, w, b)]
+            x, residual = (None if a is None else a.transpose(plan.problem.order) for a in (x, residual))
+        given = [None if a is None else np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (x, w, b, scale, residual)]
         self.given = [None if a is None else self._surrounded(a) for a in given]
 
     def _surrounded(self, content):
@@ -824,11 +827,11 @@ class Arrays:
         workspace = self._surrounded(plan.program.workspace_bytes if kept else plan.workspace_bytes)
         packed = self._surrounded(plan.filter_bytes)
         wholes = [*self.given, result, workspace]
-        addresses = [0 if whole is None else whole.data_ptr() + MARGIN for whole in wholes]
+        x, w, b, scale, residual, y, scratch = (0 if whole is None else whole.data_ptr() + MARGIN for whole in wholes)
         with plan.device:
             if kept:
-                plan.pack(addresses[1], packed.data_ptr() + MARGIN)
-            plan.launch(addresses, None, packed.data_ptr() + MARGIN if kept else 0)
+                plan.pack(w, packed.data_ptr() + MARGIN)
+            plan.launch((x, w, b, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, scale, residual)
         torch.cuda.synchronize()
         for whole in filter(lambda whole: whole is not None, (*wholes, packed)):
             assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"

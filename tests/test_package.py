@@ -359,4 +359,4 @@ def test_the_planner_s_matrix_products_do_not_spill(tmp_path):
 
 
 def test_the_kernels_lie_where_the_package_looks():
-    assert {p.stem for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile"}
+    assert {p.stem for p in KERNELS} >= {"copy_strided", "direct_batched", "direct_dgrad", "direct_gemm", "direct_reduce", "direct_single", "direct_tile", "direct_wgrad"}

@@ -76,7 +76,7 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
     # never without the direct engine's best: the others' results are compared with its
     near += [config for _, config in modelled if isinstance(config, direct.Gemm)][:2]
-    return list(dict.fromkeys([choose(problem, device), *near, *direct.unmodelled(problem)]))
+    return list(dict.fromkeys([choose(problem, device), *near, *direct.unmodelled(problem, device.multiprocessors)]))
 
 
 def program(problem: ConvProblem, config: Config, device: Device) -> Program:

@@ -19,7 +19,8 @@ GRID_LIMIT = 2**31 - 1
 SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
 
 # the plan's buffers, as a step refers to them
-INPUT, WEIGHT, BIAS, RESULT, WORKSPACE = range(5)
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
+_OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)  # as a kernel takes them
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,16 @@ class Gemm:
         return self.BLOCK_M // self.THREAD_M * (self.BLOCK_N // self.THREAD_N)
 
 
-Config = Single | Tile | Batched | Dgrad | Gemm
+@dataclass(frozen=True)
+class Wgrad:
+    """The gradient of the filter, one block a pair of channels, TAPS of its taps and one of SLICES of the batch: ``direct_wgrad.cu``."""
+
+    THREADS: int = 128
+    TAPS: int = 9
+    SLICES: int = 1
+
+
+Config = Single | Tile | Batched | Dgrad | Gemm | Wgrad
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:
@@ -90,7 +100,7 @@ def ceil(a: int, b: int) -> int:
 def _letters(problem: ConvProblem) -> dict[str, int]:
     """The problem in the kernels' letters."""
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem)), "GROUPS": problem.groups}
-    defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups, "HAS_BIAS": int(problem.has_bias)}
+    defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups} | epilogue(problem)
     for names, values in (
         ("DHW", problem.input_size), ("TRS", problem.filter_size), ("OPQ", problem.output_size),
         (("STRIDE_D", "STRIDE_H", "STRIDE_W"), problem.stride), (("PAD_D", "PAD_H", "PAD_W"), problem.padding_before),
@@ -98,6 +108,15 @@ def _letters(problem: ConvProblem) -> dict[str, int]:
     ):
         defines |= dict(zip(names, values, strict=True))
     return defines
+
+
+def epilogue(problem: ConvProblem, split: bool = False) -> dict[str, int]:
+    """The defines of ``epilogue.cuh``: parts of a split sum have none of it, what adds them has it all."""
+    asked = {
+        "HAS_SCALE": problem.has_scale, "HAS_BIAS": problem.has_bias, "HAS_RESIDUAL": problem.has_residual,
+        "RELU": problem.activation == "relu",
+    }
+    return {name: int(on and not split) for name, on in asked.items()}
 
 
 def _index_64(problem: ConvProblem) -> bool:
@@ -158,7 +177,10 @@ def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
 
 def legal(problem: ConvProblem, config: Config) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
-    if problem.layout != "NCHW" and not isinstance(config, Gemm):
+    if isinstance(config, Wgrad):
+        if problem.layout != "CNHW":
+            return "it computes gradients of filters"
+    elif problem.layout != "NCHW" and not isinstance(config, Gemm):
         return "it takes NCHW arrays"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
@@ -182,6 +204,8 @@ def legal(problem: ConvProblem, config: Config) -> str | None:
         shared = (taps + math.prod(_halo(problem, config))) * acc
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
+    elif isinstance(config, Wgrad):
+        shared = config.TAPS * config.THREADS * acc
     else:
         reason = _gemm_shape(config)
         if reason:
@@ -227,6 +251,8 @@ def _grids(problem: ConvProblem, config: Config) -> list[int]:
     if isinstance(config, Dgrad):
         # without channels to write, as for an empty operand, the grid is empty too
         return [ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C)]
+    if isinstance(config, Wgrad):
+        return [problem.K * problem.N * ceil(math.prod(problem.output_size), config.TAPS) * config.SLICES]
     m_tiles = ceil(problem.result_channels // problem.groups, config.BLOCK_M)
     return [
         ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * problem.groups * config.SPLIT_K * m_tiles for phase in phases(problem)
@@ -315,9 +341,17 @@ def stages(problem: ConvProblem, config: Config) -> tuple[list[list[Step]], int]
         defines |= {"C": problem.C, "K": problem.K, "MULTIPLIER": problem.K // problem.C}
         block = config.THREADS if isinstance(config, Single) else config.TILE_P // config.ROWS * config.TILE_Q
         kernel = "direct_single" if isinstance(config, Single) else "direct_tile"
-        return [[Step(kernel, defines, grid, block, (INPUT, WEIGHT, BIAS, RESULT), ())]], 0
+        return [[Step(kernel, defines, grid, block, _OPERANDS, ())]], 0
+    if isinstance(config, Wgrad):
+        del defines["HAS_BIAS"]
+        size = math.prod(problem.result_shape)
+        defines |= {"IMAGES": problem.N, "INDEX_64": int(_index_64(problem) or config.SLICES * size >= 2**31)}
+        if config.SLICES == 1:
+            return [[Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), ())]], 0
+        launch = Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
+        return [[launch], [reduce_step(problem, config.SLICES, WORKSPACE)]], config.SLICES * size * accumulator_bytes(problem)
     kernel = "direct_batched" if isinstance(config, Batched) else "direct_dgrad"
-    return [[Step(kernel, defines, grid, config.THREADS, (INPUT, WEIGHT, BIAS, RESULT), (_pixels(problem),))]], 0
+    return [[Step(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]], 0
 
 
 def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], int]:
@@ -343,7 +377,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         defines = asdict(config) | {
             "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), "HAS_BIAS": int(problem.has_bias), "GUARDED": 0,
+            "EMPTY": int(empty), **epilogue(problem, split > 1), "GUARDED": 0,
             "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
@@ -362,21 +396,20 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
                 f"W_{tap_axis}": phase.every[i] * tap_strides[i],
             }
         target = RESULT if split == 1 else WORKSPACE
-        launches.append(Step("direct_gemm", defines, grid, config.threads, (INPUT, WEIGHT, BIAS, target), (pixels,)))
+        launches.append(Step("direct_gemm", defines, grid, config.threads, (*_OPERANDS[:-1], target), (pixels,)))
     if split == 1:
         return [launches], 0
     return [launches, [reduce_step(problem, split, WORKSPACE)]], split * size * acc
 
 
 def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) -> Step:
-    """The launch that adds the `parts` of a split sum in order, and the bias: ``direct_reduce.cu``."""
+    """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
     size = math.prod(problem.result_shape)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
         "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
-        "HAS_BIAS": int(problem.has_bias),
-    }
-    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, RESULT), (size,))
+    } | epilogue(problem)
+    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
 
 
 def guarded(
@@ -412,6 +445,10 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
         if problem.N * problem.K * math.prod(problem.output_size) > 1024:
             yield from sorted(TILES, key=lambda config: _tile_loads(problem, config))
         yield Single()
+    if problem.layout == "CNHW":
+        pixels = _pixels(problem)
+        if written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):
+            yield wgrad_config(problem, multiprocessors)
     # a GEMM tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a GEMM thread's sums: there direct_batched.cu was up to twice as fast
     if backend == "cuda" and (problem.layout != "NCHW" or (problem.macs >= 40e6 and written >= 16)):
@@ -429,8 +466,20 @@ def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iter
     yield Gemm(64, 64, 8, 4, 4, 1)
 
 
-def unmodelled(problem: ConvProblem) -> Iterator[Config]:
+def wgrad_config(problem: ConvProblem, multiprocessors: int) -> Wgrad:
+    """The best configuration of ``direct_wgrad.cu``: all taps at once if the sums fit, and slices that fill the machine."""
+    taps, images = math.prod(problem.output_size), problem.operand_channels // problem.groups
+    most = SHARED_BYTES // (128 * accumulator_bytes(problem))
+    at_once = ceil(taps, ceil(taps, min(most, 64)))
+    blocks = max(problem.K * problem.N * ceil(taps, at_once), 1)
+    return Wgrad(128, at_once, max(1, min(images, ceil(8 * multiprocessors, blocks))))
+
+
+def unmodelled(problem: ConvProblem, multiprocessors: int) -> Iterator[Config]:
     """The configurations without a model of their time that are worth measuring for `problem`."""
+    if problem.layout == "CNHW":
+        yield wgrad_config(problem, multiprocessors)
+        return
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     found: list[Config] = []
     if problem.direction == "fprop" and problem.C == problem.groups:
@@ -462,6 +511,8 @@ GEMM_RATES = {
 }
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(64, 64, 8, 8, 4, 2): 14.9, Gemm(32, 64, 8, 4, 4, 2): 10.6}
+#: Where less of a GEMM's tiles is used, direct_wgrad.cu computes the gradient of a filter.
+LEAST_FILLED = 1 / 8
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 
 

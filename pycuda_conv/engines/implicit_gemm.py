@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, RESULT, WORKSPACE, Phase, ceil, splits
+from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     PACK_THREADS,
     Operands,
@@ -76,7 +76,8 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return reason
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
-    most = 136 if products(problem) == 3 else 256  # their sums, three times or once, fill the registers
+    # their sums, three times or once, fill the registers
+    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
     if config.POINTWISE:
@@ -151,7 +152,7 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) ->
         return _pointwise_program(problem, config, multiprocessors)
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
-        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors) for group in _together(walks)]
 
     return assemble(problem, config.SPLIT, multiprocessors, products)
@@ -175,7 +176,7 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     scratch = Room(WORKSPACE)
     filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
     if problem.itemsize == 2:
-        buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, RESULT)
+        buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT)
         stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors)]]
         return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
     # parts of an image: one a tile and converting warp
@@ -184,7 +185,7 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
 
     def multiply(scales: tuple[int, int], second: int) -> Step:
-        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, RESULT, parts, again)
+        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, parts, again)
         return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, second)
 
     images = images_of(problem, packed)
@@ -193,7 +194,7 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     if images.sampled:
         stages.insert(0, [sample_step(images, INPUT, guesses)])
     stages += [[step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors)]
-    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes)
+    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, redoes=True)
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:

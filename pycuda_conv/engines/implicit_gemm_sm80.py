@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, ceil, splits
+from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, ceil, splits
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
@@ -133,7 +133,7 @@ def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) 
     """The launches of `config`, which is legal for `problem`."""
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
-        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, target)
+        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, walk, buffers) for walk in walks]
 
     return assemble(problem, config.SPLIT, multiprocessors, products)

@@ -16,12 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import INPUT, RESULT, WEIGHT, WORKSPACE, Phase, ceil
+from pycuda_conv.engines.direct import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Phase, ceil
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Step
-
-#: the plan's buffer of the packed filter
-PACKED = 5
 
 PACK_THREADS = 256
 PACK_ITEMS, FOLD_ITEMS = 2, 4  # pixels of 8 channels that a thread of it takes at once; where it folds taps
@@ -201,7 +198,8 @@ class Program:
     """The launches of a plan.
 
     `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other.
+    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later
+    ones may write parts of the result once more, so that a residual must not be the result's own memory.
     """
 
     prepare: list[list[Step]]
@@ -209,6 +207,7 @@ class Program:
     whole: list[list[Step]]
     workspace_bytes: int
     filter_bytes: int
+    redoes: bool = False
 
 
 class Room:
@@ -391,9 +390,10 @@ def assemble(
     after = [products(packed, walks, operands, target)]
     if split > 1:
         after.append([direct.reduce_step(problem, split, target)])
-    if problem.dtype == "float32":
+    wide = problem.dtype == "float32"
+    if wide:
         after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes)
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes, wide)
 
 
 def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
@@ -413,7 +413,7 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), "HAS_BIAS": int(problem.has_bias and not split), "NHWC": int(nhwc),
+        "SCALED": int(problem.dtype == "float32"), **direct.epilogue(problem, split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
     }
 

@@ -116,13 +116,6 @@ def _normalise(y: Tensor, statistics: Sequence[Tensor], gamma: Tensor | None, be
     return out
 
 
-def _scaled(how: _How, x: Tensor, weight: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """The layer as a convolution times `scale` plus `shift`."""
-    y = how.convolution()(x, weight)
-    zero = torch.zeros(y.shape[1], dtype=_sums_dtype(y), device=y.device)
-    return _normalise(y, (zero, cast(Tensor, _like_sums(scale, y))), None, shift, how.relu)
-
-
 def _new_statistics(y: Tensor) -> Tensor:
     make = torch.empty if y.numel() else torch.zeros
     return make((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
@@ -268,7 +261,8 @@ def _fused_inference(
     given = (_like_sums(one, x) for one in (running_mean, running_var, gamma, beta))
     scale, shift = (x.new_empty(channels) for _ in range(2))
     _launch(batch_norm.fold, x, (1, channels), (*given, bias), (scale, shift), eps)
-    return _scaled(_How.of(how), x, weight, shift, scale)
+    asked = _How.of(how)
+    return asked.convolution()(x, weight, shift, scale=scale, activation="relu" if asked.relu else None)
 
 
 @_fused_inference.register_fake

@@ -73,7 +73,7 @@ class Step:
         Blocks, and threads a block.
     buffers : tuple of int or (int, int)
         Which of the plan's buffers the kernel takes, in order: an index into (input, weight, bias, result, workspace,
-        packed filter), or such an index and a number of bytes from that buffer's start.
+        packed filter, scale, residual), or such an index and a number of bytes from that buffer's start.
     scalars : tuple of int
         64-bit integers passed after the buffers.
     file : str

@@ -101,7 +101,7 @@ class OpenCLDevice(Device):
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             with self._lock:  # a kernel's arguments are its state
-                kernel(self.queue, global_size, local_size, *[buffers[i] for i in whole], *scalars)
+                kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *scalars)
 
         return launch
 

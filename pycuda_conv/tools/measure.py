@@ -118,7 +118,7 @@ def device_times(plans: Sequence[Plan]) -> list[float]:
 
 
 def _way(plan: Plan, buffers: Sequence[Any], stream: Any) -> Callable[[int], None]:
-    return lambda i: plan.launch(buffers[i], stream)
+    return lambda i: plan.launch_all(buffers[i], stream)
 
 
 def _medians(clock: _Clock, ways: Sequence[Callable[[int], None]], sets: int, effort: Effort) -> list[float]:
@@ -213,7 +213,7 @@ class _Operands:
         for plan in plans:
             self._drv.memset_d8_async(result, 0xFF, plan.result_bytes, self._stream)  # NaN in every dtype
             self._drv.memset_d8_async(workspace, 0xFF, self._workspace_bytes, self._stream)
-            plan.launch(self.buffers[0], self._stream)
+            plan.launch_all(self.buffers[0], self._stream)
             found = self._sample(result, plan.result_bytes)
             if expected is None:
                 expected = found
@@ -237,11 +237,11 @@ class _Operands:
 
 
 def operands(problem: ConvProblem, most: int) -> list[np.ndarray]:
-    """Normal numbers for the input, the filter and the bias, at most so many each; the result's are about 1 then."""
+    """Normal numbers for what the problem reads, at most so many each, none for what there is not; the result's are about 1 then."""
     rng = np.random.default_rng(0)
-    scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0)
-    shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape or (0,))
-    return [_normal(rng, problem.dtype, min(math.prod(shape), most), scale) for shape, scale in zip(shapes, scales, strict=True)]
+    scales = (1.0, 1 / math.sqrt(max(depth(problem), 1)), 1.0, 1.0, 1.0)
+    counts = (min(math.prod(shape or (0,)), most) for shape in problem.operand_shapes)
+    return [_normal(rng, problem.dtype, count, scale) for count, scale in zip(counts, scales, strict=True)]
 
 
 def _normal(rng: np.random.Generator, dtype: str, count: int, scale: float) -> np.ndarray:
@@ -266,12 +266,11 @@ def difference(problem: ConvProblem, found: np.ndarray, expected: np.ndarray) ->
 
 def wall_time(plan: Plan) -> float:
     """Microseconds by the host's clock that one call of `plan` takes on OpenCL."""
-    x, w, b = operands(plan.problem, 2**62)
-    arrays = [x, w, b if plan.problem.has_bias else None]
+    arrays = operands(plan.problem, 2**62)
     out = np.empty(math.prod(plan.result_shape), plan.problem.storage)
 
     def call(_: int) -> None:
-        plan.device.run_on_host_arrays(plan.launch, arrays, out, plan.workspace_bytes, None)
+        plan.device.run_on_host_arrays(plan.launch_all, arrays, out, plan.workspace_bytes, None)
 
     return median(wall_times((call,), 1, AGAIN)[0]) * 1e6
 

@@ -1,0 +1,559 @@
+"""activation(conv * scale + bias + residual) in every kernel and for every kind of array, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_implicit_gemm as implicit
+from reference import (
+    DTYPES,
+    EPS,
+    SUM_EPS,
+    TINY,
+    Case,
+    assert_close,
+    assert_exact,
+    channels_last,
+    dgrad,
+    fprop,
+    is_channels_last,
+    run,
+    tensor,
+)
+from test_arguments import refuses  # noqa: F401  (a fixture)
+from test_implicit_gemm import BASE, H200, POINT, asked, dtype_of, emulated, lying
+from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
+from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TRANSPOSED
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
+from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
+from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
+
+PARTS = {  # has_scale, has_residual, activation
+    "scale": (True, False, None), "residual": (False, True, None), "relu": (False, False, "relu"), "all": (True, True, "relu"),
+    "scale and relu": (True, False, "relu"), "residual and relu": (False, True, "relu"),
+}  # fmt: skip
+
+
+def finishing(problem: ConvProblem, parts: str) -> ConvProblem:
+    has_scale, has_residual, activation = PARTS[parts]
+    return replace(problem, has_scale=has_scale, has_residual=has_residual, activation=activation)
+
+
+def arrays(case: Case, dtype: str, parts: str, integers: bool, seed: int = 0) -> list:
+    """Input, weight, bias, scale and residual; None for what there is not."""
+    rng = np.random.default_rng(seed + 100)
+    shape = case.problem(dtype).result_shape
+    if integers:
+        scale, residual = rng.integers(-2, 3, case.channels), rng.integers(-99, 100, shape)
+    else:
+        scale, residual = rng.standard_normal(case.channels), 3 * rng.standard_normal(shape)
+    has_scale, has_residual, _ = PARTS[parts]
+    plain = case.integers(dtype, seed) if integers else case.normals(dtype, seed)
+    return [*plain, scale.astype(dtype) if has_scale else None, residual.astype(dtype) if has_residual else None]
+
+
+def expected(case: Case, parts: str, x, w, b=None, s=None, r=None) -> np.ndarray:
+    """In float64."""
+    with np.errstate(invalid="ignore"):
+        y = case.reference(x, w)
+        across = (-1, *(1,) * case.ndim)
+        y = y if s is None else y * s.astype(float).reshape(across)
+        y = y if b is None else y + b.astype(float).reshape(across)
+        y = y if r is None else y + r.astype(float)
+        return np.where(y < 0, 0, y) if PARTS[parts][2] else y
+
+
+def allowed(case: Case, x, w, b, s, r, ref: np.ndarray, mode: str = "") -> np.ndarray:
+    """What an honest sum, scaled, and a few more roundings may be off by."""
+    across, dtype = (-1, *(1,) * case.ndim), x.dtype.name
+    plain = case.reference(x, w)
+    factor = 1.0 if s is None else np.abs(s.astype(float)).reshape(across)
+    most = np.abs(plain) * factor + (0 if b is None else np.abs(b.astype(float)).reshape(across)) + (0 if r is None else np.abs(r.astype(float)))
+    bound = implicit.bound(case, mode, x, w, None, plain) if mode else case.bound(x, w, None, plain)
+    if SUM_EPS[dtype] < EPS[dtype]:  # the sum itself was not rounded to 16 bits
+        bound = bound - EPS[dtype] * np.abs(plain)
+    return bound * factor + 4 * SUM_EPS[dtype] * most + EPS[dtype] * np.abs(ref) + TINY[dtype]
+
+
+def check(plan: Plan, case: Case, parts: str, launch) -> None:
+    """Small integers exactly, then numbers at random within the bound; `launch` runs the plan on arrays."""
+    dtype = plan.problem.dtype
+    mode = "tf32" if plan.problem.precision == "tf32" else ""
+    given = arrays(case, dtype, parts, integers=True)
+    assert_exact(launch(plan, *given), expected(case, parts, *given), plan)
+    given = arrays(case, dtype, parts, integers=False)
+    ref = expected(case, parts, *given)
+    assert_close(launch(plan, *given), ref, allowed(case, *given, ref, mode), plan)
+
+
+# ---- the direct engine's kernels
+
+RUNS = [
+    *((case, config, dtype, "all") for i, (case, config) in enumerate(MIXED) for dtype in (DTYPES if i % 3 == 0 else ("float32", "float16"))),
+    *((case, config, "float32", parts) for parts in PARTS if parts != "all" for case, config in (
+        (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
+        (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)))),
+    *((case, config, "float32", "all") for case, config in AWKWARD[::4]),
+    (replace(GENERAL, bias=False), Batched(), "float32", "all"), (replace(POINTWISE, bias=False), GEMM, "float16", "all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config", "dtype", "parts"), RUNS, ids=[f"{type(c).__name__}-{d}-{p}-{case}" for case, c, d, p in RUNS])
+def test_kernels(device, case, config, dtype, parts):
+    plan = Plan(finishing(case.problem(dtype), parts), device, config=config)
+    check(plan, case, parts, run)
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize("split", [1, 3])
+def test_channels_last(device, layout, split):
+    """Of the plain kernels the matrix product alone reads and writes them."""
+    problem = replace(finishing(GENERAL.problem(), "all"), layout=layout)
+    plan = Plan(problem, device, config=Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=split))
+    x, w, b, s, r = arrays(GENERAL, "float32", "all", integers=True)
+    ref = expected(GENERAL, "all", x, w, b, s, r)
+    tensors = [tensor(a) for a in (x, w, b, s, r)]
+    out = torch.full(problem.result_shape, float("nan"))
+    if layout == "NHWC":
+        tensors[0], out = channels_last(tensors[0]), channels_last(out)
+    if device != "opencl":
+        tensors, out = [t.cuda() for t in tensors], out.cuda()
+    for residual in (tensors[4], channels_last(tensors[4])):
+        out.fill_(float("nan"))
+        assert plan(*tensors[:3], scale=tensors[3], residual=residual, out=out) is out
+        assert_exact(out.cpu().numpy(), ref, plan)
+
+
+def test_64_bit_offsets(device, monkeypatch):
+    from pycuda_conv.engines import direct
+
+    monkeypatch.setattr(direct, "_index_64", lambda problem: True)
+    for case, config in ((DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 2)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (GENERAL, GEMM)):
+        check(Plan(finishing(case.problem(), "all"), device, config=config), case, "all", run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_nan_passes_through_relu_and_the_sum_is_rounded_once(device, dtype):
+    x = np.array([[[np.nan, -1, 1, -np.inf, np.inf]]], dtype)
+    one = np.ones((1, 1, 1), dtype)
+    got = pc.conv1d(x, one, device=device, activation="relu")
+    assert np.isnan(got[0, 0, 0]) and got[0, 0, 1:].tolist() == [0, 1, 0, np.inf]
+    for special in (np.nan, np.inf):
+        got = pc.conv1d(one, one, device=device, scale=np.array([special], dtype), residual=-one, activation="relu")
+        assert got == special or (np.isnan(special) and np.isnan(got))
+        assert np.isnan(pc.conv1d(one, one, device=device, residual=np.full_like(one, special) * dtype_one(dtype, np.nan), activation="relu"))
+    # 1 + eps/2 is 1 in the dtype, but not while it is summed
+    half = np.array([EPS[dtype] / 2], dtype)
+    if SUM_EPS[dtype] < EPS[dtype]:
+        got = pc.conv1d(one, one, half, device=device, residual=np.array([[[-1]]], dtype))
+        assert got == half
+
+
+def dtype_one(dtype: str, value: float):
+    return np.array(value).astype(dtype)
+
+
+# ---- the public functions
+
+FUNCTIONS = [(t, n) for t in (False, True) for n in (1, 2, 3)]
+
+
+def small(transposed: bool, ndim: int, **options) -> Case:
+    size, filter_size = (5, 7, 6)[-ndim:], (2, 3, 2)[-ndim:]
+    groups = options.get("groups", 1)
+    weight = (4, 6 // groups) if transposed else (6, 4 // groups)
+    return Case(transposed, (2, 4, *size), (*weight, *filter_size), options)
+
+
+def function(case: Case):
+    return getattr(pc, f"conv{'_transpose' if case.transposed else ''}{case.ndim}d")
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1, "groups": 2}], ids=["", "options"])
+@pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS)
+def test_functions(device, transposed, ndim, options, kind):
+    case = small(transposed, ndim, **options)
+    x, w, b, s, r = arrays(case, "float64", "all", integers=True)
+    ref = expected(case, "all", x, w, b, s, r)
+    wrap = tensor if kind == "torch" else lambda a: a
+    x, w, b, s, r = map(wrap, (x, w, b, s, r))
+    keywords = {"scale": s, "activation": "relu", **options, "device": device}
+    got = function(case)(x, w, b, residual=r, **keywords)
+    assert type(got) is type(x) and np.array_equal(np.asarray(got), ref)
+    unbatched = function(case)(x[0], w, b, residual=r[0], **keywords)
+    assert np.array_equal(np.asarray(unbatched), ref[0])
+    problem = finishing(case.problem("float64"), "all")
+    plan = Plan(problem, device)
+    assert np.array_equal(np.asarray(plan(x, w, b, scale=s, residual=r)), ref)
+    layer = plan.bind(w, b, s)
+    for _ in range(2):
+        assert np.array_equal(np.asarray(layer(x, residual=r)), ref)
+    given = r + 0
+    assert layer(x, residual=given, out=given) is given and np.array_equal(np.asarray(given), ref)
+    given = r + 0
+    assert function(case)(x, w, b, residual=given, out=given, **keywords) is given and np.array_equal(np.asarray(given), ref)
+
+
+@needs_torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_batch_norm_that_is_not_trained_is_a_scale_and_a_bias(device, dtype):
+    torch.manual_seed(0)
+    conv, norm = torch.nn.Conv2d(5, 7, 3, padding=1), torch.nn.BatchNorm2d(7).eval()
+    norm.running_mean.normal_(), norm.running_var.uniform_(0.5, 2)
+    with torch.no_grad():
+        norm.weight.normal_(), norm.bias.normal_()
+        x, skip = torch.randn(2, 5, 9, 8), torch.randn(2, 7, 9, 8)
+        ref = torch.relu(norm(conv(x)) + skip)
+        scale = norm.weight / torch.sqrt(norm.running_var + norm.eps)
+        bias = norm.bias + (conv.bias - norm.running_mean) * scale
+        given = [t.to(getattr(torch, dtype)) for t in (x, conv.weight, bias, scale, skip)]
+        got = pc.conv2d(*given[:3], padding=1, scale=given[3], residual=given[4], activation="relu", device=device)
+    tolerance = 1e-5 if dtype == "float32" else 0.1
+    torch.testing.assert_close(got.float(), ref, rtol=tolerance, atol=tolerance)
+
+
+@needs_torch
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_channels_last_tensors_in_host_memory(device, transposed, ndim):
+    case = small(transposed, ndim)
+    given = arrays(case, "float32", "all", integers=True)
+    ref = expected(case, "all", *given)
+    x, w, b, s, r = map(tensor, given)
+    for residual in (r, channels_last(r)):
+        got = function(case)(channels_last(x), w, b, scale=s, residual=residual, activation="relu", device=device)
+        assert is_channels_last(got) and np.array_equal(got.numpy(), ref)
+        out = channels_last(torch.full_like(r, float("nan")))
+        assert function(case)(channels_last(x), w, b, scale=s, residual=residual, activation="relu", out=out, device=device) is out
+        assert np.array_equal(out.numpy(), ref)
+    out = channels_last(r.clone())
+    assert function(case)(channels_last(x), w, b, scale=s, residual=out, activation="relu", out=out, device=device) is out
+    assert np.array_equal(out.numpy(), ref)
+
+
+VIEWS = {
+    "fortran": np.asfortranarray, "every second": lambda a: np.repeat(a, 2, -1)[..., ::2], "other byte order": lambda a: a.astype(a.dtype.newbyteorder()),
+    "broadcast": lambda a: np.broadcast_to(a[:1], a.shape), "read only": lambda a: (a.setflags(write=False), a)[1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_scales_and_residuals_of_every_layout(device, view):
+    case = small(False, 2)
+    x, w, b, s, r = arrays(case, "float32", "all", integers=True)
+    s, r = VIEWS[view](s), VIEWS[view](r)
+    got = pc.conv2d(x, w, b, scale=s, residual=r, activation="relu", device=device)
+    assert np.array_equal(got, expected(case, "all", x, w, b, s, r))
+
+
+def test_nothing_to_convolve(device):
+    x, w, b, s, r = arrays(small(False, 2), "float32", "all", integers=True)
+    got = pc.conv2d(x[:0], w, b, scale=s, residual=r[:0], activation="relu", device=device)
+    assert got.shape == (0, *r.shape[1:])
+    got = pc.conv2d(x[:, :0], w[:, :0], b, scale=s, residual=r, activation="relu", device=device)  # without input channels
+    assert np.array_equal(got, np.maximum(b.reshape(-1, 1, 1) + r, 0))
+
+
+def test_many(device):
+    case = small(False, 2)
+    x, w, b, s, _ = arrays(case, "float32", "scale and relu", integers=True)
+    got = list(pc.conv2d_many([x, x[:1]], w, b, scale=s, activation="relu", device=device))
+    ref = expected(case, "scale and relu", x, w, b, s)
+    assert np.array_equal(got[0], ref) and np.array_equal(got[1], ref[:1])
+
+
+# ---- wrong arguments
+
+X, W, S, R = np.zeros((2, 4, 8, 9), "f"), np.zeros((6, 4, 3, 3), "f"), np.zeros(6, "f"), np.zeros((2, 6, 6, 7), "f")
+
+WRONG = [
+    (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[4\] instead", {"scale": S[:4]}),
+    (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[6, 1\] instead", {"scale": S[:, None]}),
+    (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[\] instead", {"scale": np.array(1, "f")}),
+    (ConvArgumentError, r"residual must have the result's shape \[2, 6, 6, 7\], but got residual of size \[1, 6, 6, 7\]", {"residual": R[:1]}),
+    (ConvArgumentError, r"residual must have the result's shape \[2, 6, 6, 7\], but got residual of size \[6, 6, 7\]", {"residual": R[0]}),
+    (ConvArgumentError, "and scale type .* should be the same", {"scale": S.astype("d")}),
+    (ConvArgumentError, "and residual type .* should be the same", {"residual": R.astype("e")}),
+    (ConvArgumentError, r"activation must be one of \(None, 'relu'\), but got activation='gelu'", {"activation": "gelu"}),
+    (TypeError, r"activation must be one of \(None, 'relu'\), got True", {"activation": True}),
+    (TypeError, r"activation must be one of \(None, 'relu'\), got <", {"activation": np.maximum}),
+    (TypeError, "scale must be a numpy.ndarray, .*but got builtins.float", {"scale": 2.0}),
+    (TypeError, "residual must be a numpy.ndarray, .*but got builtins.list", {"residual": [1]}),
+    (ConvArgumentError, "scale has negative strides", {"scale": S[::-1]}),
+    (ConvArgumentError, "residual has negative strides", {"residual": R[..., ::-1]}),
+]
+
+
+@pytest.mark.parametrize(("error", "text", "options"), WRONG, ids=[f"{next(iter(o))}-{i}" for i, (_, _, o) in enumerate(WRONG)])
+def test_wrong_arguments_are_refused(refuses, error, text, options):  # noqa: F811
+    refuses(error, text, "conv2d", X, W, **options)
+
+
+def test_an_out_that_overlaps_is_refused_unless_it_is_the_residual(refuses):  # noqa: F811
+    whole = np.zeros(R.size + 1, "f")
+    out, shifted = whole[:-1].reshape(R.shape), whole[1:].reshape(R.shape)
+    refuses(ConvArgumentError, "out overlaps residual in memory", "conv2d", X, W, residual=shifted, out=out)
+    refuses(ConvArgumentError, "out overlaps residual in memory", "conv2d", X, W, residual=np.broadcast_to(out[:1], R.shape), out=out)
+    swapped = out.view(out.dtype.newbyteorder())
+    refuses(ConvArgumentError, "out overlaps residual in memory", "conv2d", X, W, residual=swapped, out=out)
+    refuses(ConvArgumentError, "out overlaps scale in memory", "conv2d", X, W, scale=whole[:6], out=out)
+    if torch is not None:
+        refuses(TypeError, "input is a numpy.ndarray but residual is a torch.Tensor", "conv2d", X, W, residual=torch.zeros(R.shape))
+
+
+def test_plans_refuse_what_they_are_not_for(device):
+    plan = Plan(ConvProblem.forward(2, X.shape, W.shape, scale_shape=S.shape, residual_shape=R.shape, activation="relu"), device)
+    with pytest.raises(ConvArgumentError, match=r"this plan takes scale of shape \(6,\), but got None"):
+        plan(X, W, residual=R)
+    with pytest.raises(ConvArgumentError, match=r"this plan takes residual of shape \(2, 6, 6, 7\), but got None"):
+        plan(X, W, scale=S)
+    with pytest.raises(ConvArgumentError, match=r"this plan takes scale of shape \(6,\), but got None"):
+        plan.bind(W)
+    with pytest.raises(ConvArgumentError, match=r"this plan takes residual of shape \(2, 6, 6, 7\), but got None"):
+        plan.bind(W, None, S)(X)
+    with pytest.raises(ConvArgumentError, match=r"this plan takes residual of shape None, but got \(2, 6, 6, 7\)"):
+        Plan(ConvProblem.forward(2, X.shape, W.shape), device)(X, W, residual=R)
+    with pytest.raises(TypeError, match="residual is for one call"):
+        pc.conv2d_many([X], W, residual=R)
+
+
+@needs_torch
+def test_gradients_that_would_be_lost_are_refused(device):
+    x, w, s, r = map(torch.from_numpy, (X, W, S, R))
+    for name, value in (("scale", s), ("residual", r)):
+        with pytest.raises(NotImplementedError, match="gradients"):
+            pc.conv2d(x, w, device=device, **{name: value.clone().requires_grad_()})
+
+
+# ---- problems
+
+
+def test_problems_show_their_epilogue_and_count_its_bytes():
+    plain = ConvProblem.forward(2, X.shape, W.shape)
+    full = ConvProblem.forward(2, X.shape, W.shape, scale_shape=[6], residual_shape=[2, 6, 6, 7], activation="relu", layout="NHWC")
+    assert str(full) == "conv2d 2x4x8x9 -> 6x6x7 k3x3 s1 p0 float32 channels last scale residual relu"
+    assert full.bytes == plain.bytes + 4 * (6 + R.size) and full.plain == replace(plain, layout="NHWC")
+    assert len({plain, finishing(plain, "scale"), finishing(plain, "residual"), finishing(plain, "relu"), finishing(plain, "all")}) == 5
+    back = ConvProblem.transposed(1, (2, 4, 5), (4, 3, 2), (6,), groups=2, scale_shape=(6,), residual_shape=(2, 6, 6))
+    assert back.scale_shape == back.bias_shape == (6,) and back.residual_shape == back.result_shape == (2, 6, 6)
+
+
+def test_a_choice_serves_the_problem_with_and_without_an_epilogue():
+    problem = BASE.problem()
+    assert tune.key(finishing(problem, "all")) == tune.key(problem)
+    for parts in PARTS:
+        full = finishing(problem, parts)
+        assert engines.packing_key(full, ImplicitGemm(64, 128, 3)) == engines.packing_key(problem, ImplicitGemm(64, 128, 3))
+        assert engines.legal(full, engines.choose(full, H200), H200) is None
+
+
+# ---- the tensor cores' planning, emulated
+
+LAST = fprop((2, 24, 9, 8), (32, 24, 3, 3), padding=1)  # rows of channels that TMA can write
+EMULATED = [
+    (BASE, "fp32", ImplicitGemm(64, 32, 2)), (BASE, "fp32 last", ImplicitGemm(128, 24, 2)), (LAST, "fp32 last", ImplicitGemm(128, 32, 3)),
+    (LAST, "fp16 last", ImplicitGemm(64, 64, 4)), (BASE, "tf32", ImplicitGemm(128, 8, 3, 3)), (LAST, "bf16 last", ImplicitGemm(128, 32, 3, 2)),
+    (BASE, "fp16", ImplicitGemm(64, 32, 2)), (fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), "fp32 last", ImplicitGemm(64, 64, 2)),
+    (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp32", ImplicitGemm(64, 32, 2)),
+    (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp16 last", ImplicitGemm(64, 32, 2)),
+    (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
+    *((fprop((3, 64, 5, 16), (70, 64, 1, 1)), mode, lying(64, 128)) for mode in ("fp32", "tf32", "fp16")),
+]  # fmt: skip
+EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
+
+
+def _ids(runs) -> list[str]:
+    return [f"{mode}-{'_'.join(str(v) for v in vars(config).values())}-{case}" for case, mode, config in runs]
+
+
+@pytest.mark.parametrize("parts", ["all", "scale", "residual"])
+@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=_ids(EMULATED))
+def test_planning(monkeypatch, case, mode, config, parts):
+    """Exact integers, and, of float32, an image and a filter that take the exact path."""
+    monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), parts))
+    given = arrays(case, dtype_of(mode), parts, integers=True)
+    assert_exact(emulated(case, mode, given, config), expected(case, parts, *given), f"{case} {mode}")
+    if dtype_of(mode) == "float32":
+        for image, channel in ((2.0**61, 1.0), (1.0, 2.0**61), (2.0**30, 1.0), (np.inf, 1.0)):
+            given[0][1] *= 1 if np.isinf(image) else np.float32(image)
+            given[0][1].flat[3] = image
+            given[1].flat[0] = channel
+            ref = expected(case, parts, *given)
+            got = emulated(case, mode, given, config, finite=False).astype(float)
+            bound = allowed(case, *given, ref, mode) if np.isfinite(image) else None
+            if bound is not None:
+                assert_close(got, ref, bound, f"{case} {mode} {image} {channel}")
+            else:
+                assert np.array_equal(got[0], ref[0].astype("f")) and np.array_equal(np.isfinite(got), np.isfinite(ref))
+            given = arrays(case, dtype_of(mode), parts, integers=True)
+
+
+def test_wide_tiles_leave_room_for_a_residual():
+    problem = asked(BASE, "fp32")
+    assert ig.legal(problem, ImplicitGemm(128, 136, 2)) is None
+    assert "up to 128" in ig.legal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2))
+    assert ig.legal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2, 2)) is None  # added where the parts are
+    assert ig.legal(finishing(problem, "scale and relu"), ImplicitGemm(128, 136, 2)) is None
+
+
+def test_programs_say_whether_they_write_twice():
+    def redoes(mode, config, case=POINT):
+        return engines.program(finishing(asked(case, mode), "all"), config, H200).redoes
+
+    assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", lying(64, 128)) and redoes("fp32 last", ImplicitGemm80())
+    assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp16", lying(64, 128)) and not redoes("fp32", GEMM)
+    assert not redoes("fp16 last", ImplicitGemm80())
+
+
+# ---- on a GPU
+
+GPU_RUNS = [  # (case, mode, config)
+    *((case, "fp32", config) for case in (implicit.WIDER, implicit.DENSE, fprop((5, 64, 7, 7), (128, 64, 3, 3), padding=1)) for config in (
+        ImplicitGemm(128, 128, 3), ImplicitGemm(64, 208, 3), ImplicitGemm(128, 72, 4, 8))),
+    *((case, "fp32 last", config) for case in (implicit.WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
+        ImplicitGemm(128, 128, 3), ImplicitGemm(64, 64, 3), ImplicitGemm(128, 40, 4), ImplicitGemm(64, 128, 3, 2))),
+    *((implicit.WIDER, mode, config) for mode in ("tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last") for config in (
+        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3))),
+    *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("fp32 last", ImplicitGemm(128, 128, 3))) for case in (
+        dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
+        fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),
+        fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3))),
+    *((POINT, mode, lying(rows, pixels)) for mode in ("fp32", "tf32", "fp16") for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
+    *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
+        implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
+]  # fmt: skip
+GPU_RUNS = [run for run in GPU_RUNS if run[1] in implicit.MODES]
+RANGES = [run for run in GPU_RUNS if dtype_of(run[1]) == "float32" and not run[0].transposed][::2]
+
+
+def test_what_runs_on_the_gpu_is_legal():
+    for case, mode, config in GPU_RUNS:
+        for parts in PARTS:
+            assert engines.legal(finishing(asked(case, mode), parts), config, H200) is None, f"{case} {mode} {config} {parts}"
+
+
+def launched(plan: Plan, *given) -> np.ndarray:
+    arrays = implicit.Arrays(torch, plan, *given)
+    found = arrays.launch()
+    assert found.tobytes() == arrays.launch(kept=True).tobytes()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", ["all", "residual", "scale and relu"])
+@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=_ids(GPU_RUNS))
+def test_tensor_core_kernels(hopper, case, mode, config, parts):  # noqa: F811
+    check(Plan(finishing(asked(case, mode), parts), "cuda", config=config), case, parts, launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode", "config"), RANGES, ids=_ids(RANGES))
+def test_images_and_filters_that_take_the_exact_path(hopper, case, mode, config):  # noqa: F811
+    """Within the bound; what is not finite where it belongs; the others keep their bits."""
+    plan = Plan(finishing(asked(case, mode), "all"), "cuda", config=config)
+    given = arrays(case, "float32", "all", integers=False)
+    clean = launched(plan, *given)
+    others = [n for n in range(clean.shape[0]) if n != 1]
+    for value in (np.nan, np.inf, 1e30, 1e-30, 2.0**-149):
+        x = given[0].copy()
+        x[1].flat[5] = value
+        got, ref = launched(plan, x, *given[1:]), expected(case, "all", x, *given[1:])
+        assert got[others].tobytes() == clean[others].tobytes(), f"{plan}: {value} in image 1 changed another"
+        assert np.array_equal(np.isnan(got), np.isnan(ref)) and np.array_equal(np.isinf(got), np.isinf(ref)), f"{plan}: {value}"
+        finite = np.isfinite(ref)
+        with np.errstate(invalid="ignore"):
+            bound = allowed(case, np.where(np.isfinite(x), x, 0), *given[1:], np.where(finite, ref, 0), mode)
+        assert_close(np.where(finite, got, 0), np.where(finite, ref, 0), bound, f"{plan}: {value}")
+    for scale in (2.0**-40, 2.0**40, 2.0**70):  # done again with a scale of its own, or on the exact path
+        x = given[0].copy()
+        x[1] *= np.float32(scale)
+        got, ref = launched(plan, x, *given[1:]), expected(case, "all", x, *given[1:])
+        assert_close(got, ref, allowed(case, x, *given[1:], ref, mode), f"{plan}: image 1 times {scale}")
+    w = given[1].copy()
+    w[5].flat[0] = 1e25
+    got, ref = launched(plan, given[0], w, *given[2:]), expected(case, "all", given[0], w, *given[2:])
+    assert_close(got, ref, allowed(case, given[0], w, *given[2:], ref, mode), f"{plan}: filter 5")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "tf32 last", "fp16", "fp16 last"])
+@pytest.mark.parametrize("case", [fprop((8, 64, 28, 28), (128, 64, 3, 3), padding=1), fprop((8, 256, 28, 28), (64, 256, 1, 1)), dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1)], ids=str)
+def test_the_functions_on_a_gpu(hopper, case, mode):  # noqa: F811
+    """Residuals of either layout, `out` as the residual, kept filters, a graph; an infinity that takes the exact path."""
+    dtype, precision, layout = implicit.MODES[mode]
+    order = channels_last if layout == "NHWC" else lambda t: t
+    host = arrays(case, dtype, "all", integers=False)
+    host[0][1].flat[7] = np.inf
+    ref = expected(case, "all", *host)
+    x, w, b, s, r = (tensor(a).cuda() for a in host)
+    x, r = order(x), order(r)
+    options = {**case.options, "scale": s, "activation": "relu", "precision": precision if dtype == "float32" else "fp32"}
+    y = function(case)(x, w, b, residual=r, **options)
+    got = y.cpu().numpy()
+    finite = np.isfinite(ref)
+    host[0][1].flat[7] = 0
+    bound = allowed(case, *host, np.where(finite, ref, 0), mode)
+    assert np.array_equal(np.isfinite(got), finite)
+    assert_close(np.where(finite, got, 0), np.where(finite, ref, 0), bound, f"{case} {mode}")
+
+    def same(found) -> bool:
+        return torch.equal(torch.nan_to_num(found), torch.nan_to_num(y))
+
+    other = r.contiguous() if layout == "NHWC" else channels_last(r)
+    assert same(function(case)(x, w, b, residual=other, **options)), "a residual of the other layout"
+    out = r.clone()
+    assert function(case)(x, w, b, residual=out, out=out, **options) is out and same(out), "out as the residual"
+    plan = Plan(finishing(asked(case, mode), "all"), "cuda")
+    layer = plan.bind(w, b, s)
+    assert same(layer(x, residual=r)) and same(plan(x, w, b, scale=s, residual=r))
+    out = r.clone()
+    layer(x, residual=out, out=out)
+    assert same(out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = layer(x, residual=r)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert same(captured), "a replayed graph gives other bits"
+    wide = torch.empty(2 * r.numel(), dtype=r.dtype, device="cuda")
+    shifted = wide[8 : 8 + r.numel()].view(r.shape)
+    with pytest.raises(ConvArgumentError, match="out overlaps residual"):
+        function(case)(x.contiguous(), w, b, residual=wide[: r.numel()].view(r.shape), out=shifted, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["GPUArray", "cuda array interface", "cupy", "numpy"])
+def test_other_arrays_on_a_gpu(kind):
+    from pycuda_conv.runtime import get_device
+    from pycuda_conv.tools.verify import array_kinds
+
+    kinds = {one.name: one for one in array_kinds(get_device("cuda"))}
+    if kind not in kinds:
+        pytest.skip(f"{kind} is not here")
+    case = small(False, 2, padding=1)
+    given = arrays(case, "float32", "all", integers=True)
+    ref = expected(case, "all", *given)
+    make, read, wait = kinds[kind].make, kinds[kind].read, kinds[kind].wait
+    x, w, b, s, r = (make(a, "float32") for a in given)
+    got = pc.conv2d(x, w, b, padding=1, scale=s, residual=r, activation="relu", device="cuda")
+    wait()
+    assert np.array_equal(np.asarray(got.get() if hasattr(got, "get") else got), ref)
+    assert pc.conv2d(x, w, b, padding=1, scale=s, residual=r, activation="relu", out=r, device="cuda") is r
+    wait()
+    assert np.array_equal(read(r), ref)
+
+
