@@ -615,6 +615,24 @@ def test_opcheck(place, last):
     check(operators.fused_inference.default, (*fixed, gamma, beta, *running, 1e-5, given))
 
 
+def test_operators_take_results_that_lie_otherwise(place):
+    """As a compiler of torch's may lay them out."""
+    fused, _ = LAYERS["channels last"].pair("float32", place)
+    x, how, operators = LAYERS["channels last"].input("float32", place).detach(), [1, 1, 0, 1, *(1, 1, 1, 1) * 2], torch.ops.pycuda_conv
+    fixed, parameters = (x, fused.conv.weight.detach()), (fused.bn.weight.detach(), fused.bn.bias.detach())
+    y, statistics = operators.fused_statistics(*fixed, None, None, None, None, 0.1, 1e-5, how)
+    odd = y.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    shifted = torch.zeros(y.numel() + 1, device=place)[1:].view_as(y.contiguous()).copy_(y)
+    for other in (odd, shifted):
+        found = operators.fused_conv_bn_relu(*fixed, None, *parameters, other, statistics, how)
+        near(found, operators.fused_conv_bn_relu(*fixed, None, *parameters, y, statistics, how), 1e-6)
+        for a, b in zip(
+            operators.fused_conv_bn_relu_backward(other, *fixed, *parameters, other, statistics, True, True, how),
+            operators.fused_conv_bn_relu_backward(y, *fixed, *parameters, y, statistics, True, True, how), strict=True,
+        ):  # fmt: skip
+            near(a, b, 1e-5)
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", ["cumulative", "channels last"])
 def test_compiled_as_one_graph(place, name, dynamic):

@@ -105,13 +105,14 @@ def _launch(
 
 
 def _as(y: Tensor, array: Tensor) -> Tensor:
-    """`array`, of the shape of `y`, in memory as `y` is."""
+    """`array`, of the shape of `y`, as kernels can read it, in the layout that `y` counts as."""
     order = channels_last(y.dim(), y.dim() - 2) if _is_last(y) else None
     return cast(Tensor, kind_of("array", array).ready(array, order))
 
 
 def _normalise(y: Tensor, statistics: Sequence[Tensor], gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
-    out = torch.empty_like(y)
+    y = _as(y, y)
+    out = _empty(y, y.shape)
     _launch(batch_norm.forward, y, y.shape, (y, *statistics, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
     return out
 
@@ -176,7 +177,7 @@ def _fused_conv_bn_relu(
 
 @_fused_conv_bn_relu.register_fake
 def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, how: Any) -> Tensor:
-    return torch.empty_like(y)
+    return _empty(y, y.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -217,7 +218,8 @@ def _fused_conv_bn_relu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of input and filter, without elements where not asked for, and of beta and gamma as one array (2, K)."""
     asked, parameters = _How.of(how), (_like_sums(gamma, y), _like_sums(beta, y))
-    dy, sums = torch.empty_like(y), _new_statistics(y)
+    y = _as(y, y)
+    dy, sums = _empty(y, y.shape), _new_statistics(y)
     # a copy of dout must be gone when the convolution's gradients take their memory
     _launch(batch_norm.backward, y, y.shape, (y, _as(y, dout), *statistics, *parameters), (dy, sums), asked.relu, asked.of_batch)
     dx, dweight = x.new_empty(0), weight.new_empty(0)
