@@ -93,7 +93,7 @@ def _convolve(
     if groups.__class__ is not int:
         groups = _key("groups", groups)
     _check_options(precision, tune)
-    if activation is not None and activation.__class__ is not str:
+    if not (activation is None or isinstance(activation, str)):
         raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     gpus: tuple[Any, ...] = ()
     if devices is not None:
@@ -148,9 +148,9 @@ def _gradient(
 
 
 def _check_options(precision: Any, tune: Any) -> None:
-    if precision.__class__ is not str:
+    if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
         raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
-    if tune.__class__ is not bool:
+    if not isinstance(tune, bool):
         raise TypeError(f"tune must be True or False, got {tune!r}")
 
 

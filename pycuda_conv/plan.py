@@ -66,6 +66,8 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = program.workspace_bytes + program.filter_bytes
         self.empty = 0 in problem.result_shape
+        if not self.empty:
+            self.device.compile_all([step for stage in program.whole for step in stage])
         self._prepare, self._launchers, self._whole = (
             [] if self.empty else [self.device.stage_launcher(stage) for stage in stages]
             for stages in (program.prepare, program.stages, program.whole)

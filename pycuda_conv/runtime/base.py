@@ -137,6 +137,9 @@ class Device(AbstractContextManager["Device"]):
     def launcher(self, step: Step) -> Launcher:
         """Compile `step`'s kernel, or find it compiled, and bind all but the buffers and the stream."""
 
+    def compile_all(self, steps: Sequence[Step]) -> None:
+        """Compile the kernels of `steps` before they are asked for one by one, where several at a time are faster."""
+
     def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
         """One launcher for steps that don't depend on each other."""
         launchers = [self.launcher(step) for step in steps]

@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import cycle
@@ -409,6 +410,12 @@ class CudaDevice(Device):
         self.pop()
 
     # ---- kernels
+
+    def compile_all(self, steps: Sequence[Step]) -> None:
+        missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
+        if len(missing) > 1:
+            with ThreadPoolExecutor(len(missing)) as pool:
+                list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: Step) -> Launcher:
         function, skip = self._function(step)
