@@ -33,8 +33,8 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
-//          that writes every out_h-th row and out_w-th column. A launch takes up to PHASES of them, by turns tile by tile: what one
-//          writes of a sector of y and what another does meet in the L2 cache, where the whole then waits to go to memory.
+//          that writes every out_h-th row and out_w-th column, or a part of a plane that direct_reduce.cu spreads out. A launch takes
+//          PHASES of them, by turns tile by tile.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128
@@ -417,7 +417,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       ADD_AND_ACTIVATE(v, to_float(added[i % BATCH].v[e]))
       out.v[e] = from_float<out_t>(v);
     }
-    if (down + i * STEP < last) *(Vector*)(y + place(i)) = out;
+    if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
   }
 }
 #else

@@ -23,6 +23,22 @@ template <> DEVICE float from_float<float>(float v) { return v; }
 template <> DEVICE __half from_float<__half>(float v) { return __float2half_rn(v); }
 template <> DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
 
+// ---- neighbours that are stored at once, as a word of their bytes. Left to itself nvcc takes some of such stores apart.
+
+template <int bytes> struct WordOf;
+template <> struct WordOf<2> { typedef uint16_t type; };
+template <> struct WordOf<4> { typedef uint32_t type; };
+template <> struct WordOf<8> { typedef uint2 type; };
+template <> struct WordOf<16> { typedef uint4 type; };
+template <class Neighbours> using word = typename WordOf<sizeof(Neighbours)>::type;
+
+DEVICE void store_word(void* to, uint16_t v) { *(uint16_t*)to = v; }
+DEVICE void store_word(void* to, uint32_t v) { asm volatile("st.global.b32 [%0], %1;" ::"l"(to), "r"(v) : "memory"); }
+DEVICE void store_word(void* to, uint2 v) { asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(v.x), "r"(v.y) : "memory"); }
+DEVICE void store_word(void* to, uint4 v) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // ---- limbs: see pack.cu
 
 constexpr int GUESS = 9;  // the exponent of the scale with which images are split before their extremes are known

@@ -9,6 +9,7 @@
 //   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
+//   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   EPILOGUE            what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
@@ -35,6 +36,11 @@
 #define LID_0 ((int)get_local_id(0))
 #define GID_0 get_group_id(0)
 #define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
+#if DTYPE == 64
+#define BITS_TO_ACC(bits) as_double(bits)
+#else
+#define BITS_TO_ACC(bits) as_float((int)(bits))
+#endif
 typedef long long_t;
 #else
 #if DTYPE == 16
@@ -52,6 +58,11 @@ typedef long long_t;
 #define LID_0 ((int)threadIdx.x)
 #define GID_0 blockIdx.x
 #define local_barrier() __syncthreads()
+#if DTYPE == 64
+#define BITS_TO_ACC(bits) __longlong_as_double(bits)
+#else
+#define BITS_TO_ACC(bits) __int_as_float((int)(bits))
+#endif
 typedef long long long_t;
 #endif
 

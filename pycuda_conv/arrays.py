@@ -29,6 +29,7 @@ from pycuda_conv import host
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES, channels_last
 from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
+from pycuda_conv.runtime.base import Launcher
 
 if TYPE_CHECKING:
     from pycuda_conv.plan import Plan
@@ -83,11 +84,28 @@ class ArrayKind:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
-        """A function of (input, residual, out, stream) that runs `plan` with this filter, which stays where the kernels read it."""
-        return lambda input, residual, out, stream: self.convolve(
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
+        """A function of (input, out, stream, residual) that runs `plan` with this filter, which stays where the kernels read it."""
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, scale=scale, residual=residual
         )
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
+        raise NotImplementedError
+
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does.
+
+        The device must be current.
+        """
+        raise NotImplementedError
+
+    def run(
+        self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
+    ) -> None:
+        """Call `launch` with buffers (inputs, outs, workspace). The arrays have no gaps; any but the first may be None."""
+        raise NotImplementedError
 
 
 def _check_out_shape(out_shape: Sequence[int], out_dtype: str, plan: Plan) -> None:
@@ -138,6 +156,17 @@ class HostKind(ArrayKind):
         """A copy of `array` whose axes lie in memory in that order, outermost first."""
         raise NotImplementedError
 
+    def run(
+        self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
+    ) -> None:
+        if stream is not None:
+            raise ConvArgumentError(f"stream is for arrays on a GPU, but these lie in host memory; got stream={stream!r}")
+
+        def as_they_lie(arrays: Sequence[Any]) -> list[np.ndarray | None]:
+            return [None if a is None else self.to_numpy(a).ravel(order="K") for a in arrays]
+
+        device.update_host_arrays(launch, as_they_lie(inputs), as_they_lie(outs), workspace)
+
     def device(self, signature: Signature, device: Any) -> Device:
         return get_device(device)
 
@@ -176,7 +205,7 @@ class HostKind(ArrayKind):
         made = self.from_numpy(result, input)
         return self.in_order(made, order) if turned and order else made
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         given = (weight, bias, scale)
         named = zip(OPERANDS[1:4], given, strict=True)
         copies = [None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named]
@@ -185,7 +214,7 @@ class HostKind(ArrayKind):
         if plan.device.backend == "cuda":
             filters.keep(plan)
         w, b, s = (None if copy is None else self.from_numpy(copy, a) for copy, a in zip(copies, given, strict=True))
-        return lambda input, residual, out, stream: self.convolve(
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, w, b, out, stream, kept=filters, scale=s, residual=residual
         )
 
@@ -214,6 +243,12 @@ class NumpyKind(HostKind):
 
     def from_numpy(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
         return array.view(like.dtype.newbyteorder("=")) if like.dtype.kind == "V" else array
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        return np.empty(shape, like.dtype.newbyteorder("="))
+
+    def ready(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+        return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
 
 
 # ---- device arrays
@@ -250,9 +285,29 @@ class DeviceKind(ArrayKind):
         """An aligned copy of the same kind with the axes in that order."""
         raise NotImplementedError
 
-    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
-        """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
-        raise NotImplementedError
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        if self.pointer(array) % ALIGNMENT == 0 and self.lies(array, order):
+            return array
+        return self._copied("the array", array, order)
+
+    def run(
+        self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
+    ) -> None:
+        with device:
+            home = self.current_stream(device)
+            for array in inputs if self.has_producers else ():
+                producer = None if array is None else self.producer(array)
+                if producer is not None:
+                    device.order(producer, home)
+            buffers = [0 if array is None else self.pointer(array) for array in (*inputs, *outs)]
+            scratch = self.workspace(workspace, inputs[0], device) if workspace else None
+            buffers.append(0 if scratch is None else self.pointer(scratch))
+            on = home if stream is None else stream_of(stream)
+            if stream is not None:  # memory of the current stream's is used on another
+                device.order(home, on)
+            device.launch_on(lambda own: launch(buffers, own), on)
+            if stream is not None:
+                device.order(on, home)
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
         """An array of at least `nbytes`, likewise."""
@@ -357,11 +412,11 @@ class DeviceKind(ArrayKind):
                 device.order(self.current_stream(device), stream_of(stream))
         return result
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         if not plan.filter_bytes:
             return ArrayKind.bind(self, plan, weight, bias, scale)
         weight, packed = self._pack(plan, weight)
-        return lambda input, residual, out, stream: self.convolve(
+        return lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, packed=packed, scale=scale, residual=residual
         )
 
@@ -649,7 +704,15 @@ class TorchKind(DeviceKind, HostKind):
         convolve = DeviceKind.convolve if input.is_cuda else HostKind.convolve
         return convolve(self, plan, input, weight, bias, out, stream, scale=scale, residual=residual, **options)
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[[Any, Any, Any, Any], Any]:
+    def run(
+        self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
+    ) -> None:
+        if self.torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in inputs):
+            raise NotImplementedError("this has no gradients of its own: call it inside torch.no_grad(), or pass detached tensors")
+        run = DeviceKind.run if inputs[0].is_cuda else HostKind.run
+        run(self, device, launch, inputs, outs, workspace, stream)
+
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias, scale)
 
     # host tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,9 +11,10 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
+from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, ConvProblem, integer
+from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
 from pycuda_conv.tune import caches
 
@@ -194,6 +196,27 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
                     future.cancel()
 
     return results()
+
+
+def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
+    name, kind = f"conv{ndim}d_bias", kind_of("grad_output", grad_output)
+    signature = kind.signature(grad_output)
+    shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
+    if len(shape) not in (ndim + 1, ndim + 2):
+        raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
+    if dtype not in DTYPE_BYTES:
+        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
+    if 0 in shape:
+        raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")
+    own, layout = kind.device(signature, None if device is None else get_device(device)), kind.layout(grad_output, ndim)
+    order = channels_last(len(shape), ndim) if layout == "NHWC" else None
+    images = shape[0] if len(shape) == ndim + 2 else 1
+    pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
+    launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
+    with own:
+        sums = kind.empty((pixels.K,), grad_output, own)
+        kind.run(own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
+    return sums
 
 
 def conv2d(
@@ -646,3 +669,42 @@ def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any
 def conv3d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
     """:func:`conv3d` of a stream of inputs: see :func:`conv2d_many`."""
     return _many(conv3d, inputs, ahead, weight, bias, *args, **options)
+
+
+def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
+    """The gradient of a bias: the sum of `grad_output` over all but its channels, always in the same order.
+
+    Parameters
+    ----------
+    grad_output : array of shape (N, K, P, Q) or (K, P, Q)
+        The gradient of the convolution's result, of any kind and dtype that :func:`conv2d` takes.
+    device, stream
+        As for :func:`conv2d`; `stream` for arrays on a GPU only.
+
+    Returns
+    -------
+    array of shape (K,)
+        Of the kind and dtype of `grad_output`; sums of float16 and bfloat16 are kept in float32 and rounded once.
+
+    Raises
+    ------
+    ConvArgumentError, TypeError, DeviceMemoryError
+        As for :func:`conv2d`; also for an array without elements.
+
+    Examples
+    --------
+    >>> import numpy as np, pycuda_conv as pc
+    >>> pc.conv2d_bias(np.ones((8, 3, 4, 5), np.float32))
+    array([160., 160., 160.], dtype=float32)
+    """
+    return _sum_channels(2, grad_output, device, stream)
+
+
+def conv1d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
+    """The gradient of a bias of :func:`conv1d`, from an array of shape (N, K, Q) or (K, Q): see :func:`conv2d_bias`."""
+    return _sum_channels(1, grad_output, device, stream)
+
+
+def conv3d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
+    """The gradient of a bias of :func:`conv3d`, from an array of shape (N, K, O, P, Q) or (K, O, P, Q): see :func:`conv2d_bias`."""
+    return _sum_channels(3, grad_output, device, stream)

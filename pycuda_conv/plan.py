@@ -184,7 +184,7 @@ class BoundPlan:
         if signatures != self._accepted:
             check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
             self._accepted = signatures
-        return self._run(input, residual, out, stream)
+        return self._run(input, out, stream, residual)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

@@ -245,7 +245,7 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
             from pycuda_conv.tools.measure import trials
 
             try:
-                found = trials(problem.plain, device)[0]  # type: ignore[arg-type]  # CUDA's
+                found = trials(problem, device)[0]  # type: ignore[arg-type]  # CUDA's
             except DeviceMemoryError as error:
                 warnings.warn(f"{problem} is not tuned: {error}", RuntimeWarning, stacklevel=2)
             else:

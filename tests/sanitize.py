@@ -9,6 +9,7 @@ a read or write past its end is seen; no pool, no torch.
 """
 
 import sys
+from itertools import product
 
 import numpy as np
 import test_epilogue as epilogue
@@ -17,6 +18,8 @@ from test_kernels import AWKWARD, RUNS
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
+from pycuda_conv.engines import batch_norm as engine
+from pycuda_conv.engines.batch_norm import Pixels
 from pycuda_conv.runtime import get_device
 
 
@@ -42,6 +45,30 @@ def copy_strided() -> bool:
         wide, w = gpuarray.to_gpu(np.ones((2, 3, 5, 14), "f")), gpuarray.to_gpu(np.ones((4, 3, 3, 3), "f"))
         out = pc.conv2d(wide[:, :, :, ::2], w).get()
     return bool((out == 27).all())
+
+
+def batch_norm(pixels: Pixels, relu: bool = True) -> bool:
+    """All that normalises such an array, forwards and backwards, and its sums: whether what comes out are numbers."""
+    device, each = get_device("cuda"), "float64" if pixels.dtype == "float64" else "float32"
+    array = np.random.default_rng(0).standard_normal((pixels.N, pixels.K, pixels.plane)).astype(pixels.dtype)
+    ones, count, sums = np.ones(pixels.K, each), np.array([3]), np.ones(2 * pixels.K, each)
+    some = np.ones(pixels.K, pixels.dtype)
+    good = True
+    for maker, options, inputs, outs in (
+        (engine.statistics, (1e-5, 0.1), (array, count), (ones, ones, ones, ones)), (engine.channel_sums, (), (array,), (some,)),
+        (engine.forward, (relu,), (array, ones, ones, ones, ones), (array,)), (engine.fold, (1e-5,), (ones,) * 4 + (some,), (some, some)),
+        (engine.backward, (relu, True), (array, array, ones, ones, ones, ones), (array, sums)),
+    ):  # fmt: skip
+        launch, workspace = engine.compiled(maker, pixels, device, *options)
+        drv = device._drv
+        with device:
+            buffers = [drv.to_device(a.view(np.uint8)) for a in (*inputs, *outs)]
+            launch([int(b) for b in (*buffers, drv.mem_alloc(workspace) if workspace else 0)], None)
+            for out, buffer in zip(outs, buffers[len(inputs) :], strict=True):
+                found = np.empty_like(out)
+                drv.memcpy_dtoh(found.view(np.uint8), buffer)
+                good &= bool(np.isfinite(found.astype(np.float64)).all())
+    return good
 
 
 def main(wanted: str = "") -> int:
@@ -72,6 +99,12 @@ def main(wanted: str = "") -> int:
         good = copy_strided()
         print("ok " if good else "BAD", "copy_strided", flush=True)
         bad += not good
+    for layout, k, plane, dtype in product(("NCHW", "NHWC"), (8, 65), (1, 15, 24), ("float16", "float32", "float64")):
+        line = f"batch_norm {layout} {k} {plane} {dtype}"
+        if wanted in line:
+            good = batch_norm(Pixels(dtype, layout, 30, k, plane))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
     return bad
 
 

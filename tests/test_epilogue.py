@@ -344,6 +344,44 @@ def test_gradients_that_would_be_lost_are_refused(device):
             Plan(ConvProblem.forward(2, X.shape, W.shape, **shapes), device)(x, w, **needing)
 
 
+# ---- what a GPU's kernels are given, seen on tensors in host memory
+
+
+@needs_torch
+@pytest.mark.parametrize("redoes", [False, True])
+def test_device_arrays_are_read_where_they_lie_or_copied(redoes):
+    """A residual that is `out` is copied for kernels that may write a part of the result again, and for no others."""
+    from test_functions import Recorder
+
+    from pycuda_conv.arrays import DeviceKind, TorchKind
+
+    case = small(False, 2)
+    given = arrays(case, "float32", "all", integers=True)
+    x, w, b, s, r = map(tensor, given)
+    plan, kind, seen = Recorder(case, given[:3]).plan, TorchKind(), {}
+    plan.problem, plan.redoes, plan.operand_bytes = finishing(plan.problem, "all"), redoes, [a.nbytes for a in given]
+    plan.launch = lambda buffers, stream, packed, scale, residual: seen.update(out=buffers[3], scale=scale, residual=residual)
+    kind._current_stream = lambda ordinal: 0
+
+    def convolve(scale, residual, out=None):
+        return DeviceKind.convolve(kind, plan, x, w, b, out, None, scale=scale, residual=residual)
+
+    y = convolve(s, r)
+    assert seen == {"out": y.data_ptr(), "scale": s.data_ptr(), "residual": r.data_ptr()}
+    convolve(s, r, torch.empty_like(r))
+    assert seen["residual"] == r.data_ptr()
+    assert convolve(s, r, r) is r and seen["out"] == r.data_ptr() and (seen["residual"] != r.data_ptr()) == redoes
+    convolve(torch.stack([s, s], 1)[:, 0], channels_last(r))
+    assert seen["scale"] != s.data_ptr() and seen["residual"] % 16 == 0
+    wide = torch.zeros(r.numel() + 4)
+    near, off = wide[:-4].view(r.shape), wide[4:].view(r.shape)
+    for name, arguments in (("residual", (s, off, near)), ("residual", (s, near, off)), ("scale", (wide[: len(s)], r, near))):
+        with pytest.raises(ConvArgumentError, match=f"out overlaps {name}"):
+            convolve(*arguments)
+    with pytest.raises(ConvArgumentError, match="out overlaps residual"):
+        convolve(s, torch.as_strided(wide, r.shape, channels_last(r).stride()), near)  # the same memory in another order
+
+
 # ---- problems
 
 
@@ -357,8 +395,15 @@ def test_problems_show_their_epilogue_and_count_its_bytes():
     assert back.scale_shape == back.bias_shape == (6,) and back.residual_shape == back.result_shape == (2, 6, 6)
 
 
-def test_a_choice_serves_the_problem_with_and_without_an_epilogue():
+def test_a_choice_serves_the_problem_with_and_without_an_epilogue(monkeypatch, tmp_path):
     problem = BASE.problem()
+    table = tune.Table(tmp_path / "tuned.json")
+    monkeypatch.setattr(tune, "user_table", lambda: table)
+    for config in (ImplicitGemm(128, 128, 3), ImplicitGemm(128, 136, 2)):
+        tune.store(problem, H200, tune.Choice(config, 1.0))
+        assert tune.lookup(finishing(problem, "scale and relu"), H200).config == config
+        found = tune.lookup(finishing(problem, "all"), H200)  # None if it can't run that
+        assert (found and found.config) == (config if config.PIXELS == 128 else None)
     assert tune.key(finishing(problem, "all")) == tune.key(problem)
     for parts in PARTS:
         full = finishing(problem, parts)
@@ -556,7 +601,8 @@ def test_other_arrays_on_a_gpu(kind):
     x, w, b, s, r = (make(a, "float32") for a in given)
     got = pc.conv2d(x, w, b, padding=1, scale=s, residual=r, activation="relu", device="cuda")
     wait()
-    assert np.array_equal(np.asarray(got.get() if hasattr(got, "get") else got), ref)
+    with get_device("cuda"):
+        assert np.array_equal(got.get() if hasattr(got, "get") else got, ref)
     assert pc.conv2d(x, w, b, padding=1, scale=s, residual=r, activation="relu", out=r, device="cuda") is r
     wait()
     assert np.array_equal(read(r), ref)

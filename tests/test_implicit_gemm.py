@@ -99,6 +99,9 @@ SHAPES = [
     dgrad((2, 16, 4, 5), (16, 8, 3, 3), stride=2, dilation=2, padding=1), dgrad((1, 16, 4, 5), (16, 8, 3, 4), stride=(2, 6), dilation=(3, 4), output_padding=(2, 1)),
     dgrad((2, 48, 5, 4), (48, 20, 3, 3), stride=2, padding=1, groups=2), dgrad((2, 3, 6, 5), (3, 9, 3, 3), stride=2, padding=1), dgrad((2, 16, 20), (16, 70, 5), stride=3, padding=2, output_padding=1),
     dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 3), stride=(1, 2, 2), padding=(1, 0, 1), output_padding=(0, 1, 0)), dgrad((2, 72, 4, 4), (72, 16, 1, 1), stride=2, output_padding=1),
+    # whose result's sizes are multiples of the stride
+    dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 4, 2, 3), stride=(2, 1, 3), padding=(1, 0, 0)),
+    dgrad((1, 48, 4, 4), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2), dgrad((2, 16, 20), (16, 70, 5), stride=4, padding=2, output_padding=3),
     dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 9), (16, 8, 4), stride=17),
     # without the axis N
     fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),

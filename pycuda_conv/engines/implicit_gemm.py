@@ -28,6 +28,7 @@ from pycuda_conv.engines.packed import (
     overhead,
     pack_operands,
     packed_form,
+    partial,
     products,
     row_blocks,
     sample_step,
@@ -136,7 +137,7 @@ def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
-    return 4 if config.SPLIT > 1 else problem.itemsize
+    return 4 if partial(problem, config.SPLIT) else problem.itemsize
 
 
 def _consumer_pixels(config: ImplicitGemm) -> int:
@@ -243,7 +244,7 @@ def _product(
     """The launch of some phases."""
     pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
     sampled = pointwise == 2 and images_of(problem, packed).sampled
-    defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
+    defines = arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
         "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),

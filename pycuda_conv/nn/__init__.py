@@ -6,8 +6,10 @@ Gradients need nothing from here: :func:`pycuda_conv.conv2d` and the other funct
 
 from pycuda_conv.nn import autograd as autograd  # which makes the operators
 from pycuda_conv.nn.convert import Conversion, Converted, convert
+from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted", "convert",
+    "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted", "FusedConvBnReLU1d",
+    "FusedConvBnReLU2d", "FusedConvBnReLU3d", "convert",
 ]

@@ -165,3 +165,12 @@ class Device(AbstractContextManager["Device"]):
         For devices that share the host's memory; for others :mod:`pycuda_conv.host` moves the arrays.
         """
         raise NotImplementedError
+
+    @abstractmethod
+    def update_host_arrays(
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], outs: Sequence[np.ndarray | None], workspace: int
+    ) -> None:
+        """Call `launch` with buffers (inputs, outs, workspace), all arrays being C-contiguous.
+
+        The kernels may read `outs` as well as write them; what they leave there has come when this returns.
+        """

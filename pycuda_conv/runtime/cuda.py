@@ -608,6 +608,26 @@ class CudaDevice(Device):
         copy.width_in_bytes = part.nbytes // copy.height
         return copy
 
+    def update_host_arrays(
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], outs: Sequence[np.ndarray | None], workspace: int
+    ) -> None:
+        with self:
+            _, own, _ = self.pipeline_streams()
+            arrays = (*inputs, *outs)
+            blocks = [self.allocate(a.nbytes) if a is not None and a.nbytes else 0 for a in arrays]
+            scratch = self.allocate(workspace) if workspace else 0
+            self.order(None, own)  # the pool's memory may still be in use by the default stream
+            try:
+                for array, block in zip(arrays, blocks, strict=True):
+                    if block:
+                        self._drv.memcpy_htod_async(block, array, own)
+                launch([*map(int, blocks), int(scratch)], own)
+                for array, block in zip(outs, blocks[len(inputs) :], strict=True):
+                    if block:
+                        self._drv.memcpy_dtoh_async(array, block, own)
+            finally:
+                own.synchronize()
+
     def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, Any]:
         """A page-locked and a device buffer of this thread's, made once, and a stream for them."""
         streams = self._streams()

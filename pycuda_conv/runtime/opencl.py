@@ -83,6 +83,7 @@ class OpenCLDevice(Device):
                 f"OpenCL device '{self.device.name}' can't compile ({reason}). A PoCL that knows this CPU may come with the system: "
                 "apt-get install pocl-opencl-icd"
             ) from error
+        self._programs: dict[str, Any] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
 
@@ -109,9 +110,12 @@ class OpenCLDevice(Device):
         with self._lock:
             kernel = self._kernels.get((step.kernel, source))
             if kernel is None:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", self._cl.CompilerWarning)
-                    program = self._cl.Program(self.context, source).build(options=["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)])
+                program = self._programs.get(source)
+                if program is None:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", self._cl.CompilerWarning)
+                        options = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
+                        program = self._programs[source] = self._cl.Program(self.context, source).build(options=options)
                 kernel = self._kernels[step.kernel, source] = self._cl.Kernel(program, step.kernel)
         return kernel
 
@@ -120,23 +124,33 @@ class OpenCLDevice(Device):
     ) -> None:
         if stream is not None:
             raise TypeError(f"stream is for GPUs, but this call runs on OpenCL; got stream={stream!r}")
+        self.update_host_arrays(launch, inputs, (out,), workspace)
+
+    def update_host_arrays(
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], outs: Sequence[np.ndarray | None], workspace: int
+    ) -> None:
         cl, flags = self._cl, self._cl.mem_flags
+
+        def buffer(array: np.ndarray | None, access: int) -> Any:
+            if array is None or not array.nbytes:
+                return None
+            return cl.Buffer(self.context, access | flags.USE_HOST_PTR, hostbuf=array)
+
+        sizes = [a.nbytes for a in (*inputs, *outs) if a is not None] + [workspace]
         try:
-            buffers = [
-                cl.Buffer(self.context, flags.READ_ONLY | flags.USE_HOST_PTR, hostbuf=a) if a is not None and a.nbytes else None
-                for a in inputs
-            ]
-            buffers.append(cl.Buffer(self.context, flags.WRITE_ONLY | flags.USE_HOST_PTR, hostbuf=out))
+            buffers = [buffer(a, flags.READ_ONLY) for a in inputs] + [buffer(a, flags.READ_WRITE) for a in outs]
+            written = buffers[len(inputs) :]
             buffers.append(cl.Buffer(self.context, flags.READ_WRITE, workspace) if workspace else None)
             with self._lock:
                 launch(buffers, None)
-                cl.enqueue_copy(self.queue, out, buffers[len(inputs)])  # blocks; no copy where memory is shared
+                for array, held in zip(outs, written, strict=True):
+                    if held is not None:
+                        cl.enqueue_copy(self.queue, array, held)  # blocks; no copy where memory is shared
         except (cl.MemoryError, cl.LogicError) as error:
-            asked = sum(a.nbytes for a in inputs if a is not None) + out.nbytes + workspace
             limit = self.device.max_mem_alloc_size
-            if max([out.nbytes, workspace] + [a.nbytes for a in inputs if a is not None]) <= limit and isinstance(error, cl.LogicError):
+            if max(sizes) <= limit and isinstance(error, cl.LogicError):
                 raise
             raise DeviceMemoryError(
-                f"OpenCL device '{self.device.name}' is out of memory: {asked:,} bytes were asked for; it has "
+                f"OpenCL device '{self.device.name}' is out of memory: {sum(sizes):,} bytes were asked for; it has "
                 f"{self.device.global_mem_size:,}, at most {limit:,} in one array"
             ) from error

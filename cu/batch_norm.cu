@@ -1,0 +1,350 @@
+// batch_norm.cu: batch normalisation and ReLU behind a convolution, forward and backward, and sums over channels.
+//
+//   over the M = N * PLANE values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
+//   out  = relu((y - mean) * a + beta),             a = gamma * invstd
+//   g    = dout where (y - mean) * a + beta > 0, else 0: the ReLU's mask is computed again, not stored
+//   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
+//   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
+//
+// Every array of pixels is read once a launch; all is bound by memory. Sums are taken in two launches, always in the same order:
+// a block sums one slice of its channels into part[slice][2][K], then a small launch adds the slices.
+//
+// Layout   y, dout, out, dy: NCHW [N][K][PLANE] or NHWC [N*PLANE][K]. What there is one of a channel is acc_t [K].
+// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4 where PLANE or K
+//          is a multiple of it: loads of 16 bytes (8 for 16-bit types); else 1. A channel, or a row of VEC channels, is
+//          `total` items, cut in slices of `per`.
+//          block -> one slice of ACROSS columns; GID_0 = slice * TILES + tile. A column is a channel in NCHW, where ACROSS = 1,
+//          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
+//          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
+// Memory   shared: what the threads of a column add up, at most 3 * VEC * THREADS acc_t. Registers: UNROLL * VEC values an array.
+// Method   the variance, of y less the channel's first value so that a large mean costs no digits: each UNROLL items in two
+//          passes over registers, then combined pair by pair: Chan, Golub, LeVeque, 'Updating formulae and a pairwise algorithm
+//          for computing sample variances' (1979). Batch normalisation: Ioffe and Szegedy (2015).
+#include "portable.cuh"
+
+#ifndef THREADS
+#define THREADS 128
+#endif
+#ifndef PLANE  // the launches that add slices take all shapes
+#define NHWC 0
+#define K 64
+#define PLANE 3136
+#define VEC 4
+#endif
+#ifndef ROUNDED
+#define ROUNDED 0
+#endif
+
+#define UNROLL (VEC == 4 ? 4 : 8)
+#define UNROLL_TWO (UNROLL / 2)  // where two arrays are read
+#if NHWC
+#define COLUMNS (K / VEC)
+#define TILES ((COLUMNS + 31) / 32)
+#define ACROSS ((COLUMNS + TILES - 1) / TILES)
+#define OWN VEC  // channels of a thread
+#define OF(e) ((e) % VEC)
+#define ITEM(i) ((i) * K + column * VEC)
+#define FIRST(j) (column * VEC + (j))
+#define VALUES(items) (items)  // of one channel
+#else
+#define COLUMNS K
+#define TILES K
+#define ACROSS 1
+#define OWN 1
+#define OF(e) 0
+#define ITEM(i) (((i) / (PLANE / VEC) * K + column) * (index_t)PLANE + (i) % (PLANE / VEC) * VEC)
+#define FIRST(j) ((index_t)column * PLANE)
+#define VALUES(items) ((items) * VEC)
+#endif
+#define DOWN (THREADS / ACROSS)
+#define CHANNEL(j) (column * OWN + (j))
+
+// the launches that add slices: 8 channels side by side, so that reads are whole sectors
+#define BESIDE 8
+#define LANES (THREADS / BESIDE)
+
+#if VEC == 4
+#define LOAD_ITEM(d, p, i) LOAD_VEC(d, p, i)
+#define STORE_ITEM(p, i, s) STORE_VEC(p, i, s)
+#else
+#define LOAD_ITEM(d, p, i) (d)[0] = LOAD(p, i)
+#define STORE_ITEM(p, i, s) STORE(p, i, (s)[0])
+#endif
+
+// Where a thread stands. Threads without a column have no items, but meet the others at barriers.
+#define STAND                                                                         \
+  const int column = (int)(GID_0 % TILES) * ACROSS + LID_0 % ACROSS, lane = LID_0 / ACROSS; \
+  const bool inside = lane < DOWN && column < COLUMNS;                                \
+  const index_t slice = (index_t)(GID_0 / TILES), start = slice * (index_t)per;       \
+  const index_t end = inside ? (start + per < total ? start + (index_t)per : (index_t)total) : start
+
+#define PARAMETER(p, otherwise) ((p) ? (p)[CHANNEL(j)] : (otherwise))
+
+// (n, mean, m2) of two sets together; n itself is added by the caller. An empty set changes nothing.
+#define COMBINE(n, mean, m2, n_, mean_, m2_)                                        \
+  {                                                                                 \
+    const acc_t part_ = (n) + (n_) > 0 ? (n_) / ((n) + (n_)) : 0, step_ = (mean_) - (mean); \
+    (mean) += step_ * part_;                                                        \
+    (m2) += (m2_) + step_ * step_ * (n) * part_;                                    \
+  }
+
+// Halve the lanes of each column until one is left: `to` takes what `from` has.
+#define FOLD(lanes, across, take)                                     \
+  for (int half_ = THREADS / 2; half_ > 0; half_ /= 2) {              \
+    local_barrier();                                                  \
+    if (half_ < (lanes) && lane < half_ && lane + half_ < (lanes)) {  \
+      const int to = LID_0, from = LID_0 + half_ * (across);          \
+      take                                                            \
+    }                                                                 \
+  }
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
+                                                      const long_t total, const long_t per) {
+  LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
+  STAND;
+  acc_t n = 0, mean[OWN], m2[OWN], shift[OWN];
+  for (int j = 0; j < OWN; ++j) {
+    mean[j] = m2[j] = 0;
+    shift[j] = inside ? LOAD(y, FIRST(j)) : 0;
+  }
+  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+    acc_t v[UNROLL * VEC], sum[OWN], square[OWN];
+    int found = 0;
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (i + u * DOWN < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+        found = u + 1;
+      }
+    const acc_t count = VALUES(found);
+    for (int j = 0; j < OWN; ++j) sum[j] = square[j] = 0;
+#pragma unroll
+    for (int e = 0; e < UNROLL * VEC; ++e) {
+      v[e] = e < found * VEC ? v[e] - shift[OF(e)] : 0;
+      sum[OF(e)] += v[e];
+    }
+    for (int j = 0; j < OWN; ++j) sum[j] /= count;
+#pragma unroll
+    for (int e = 0; e < UNROLL * VEC; ++e)
+      if (e < found * VEC) square[OF(e)] += (v[e] - sum[OF(e)]) * (v[e] - sum[OF(e)]);
+    for (int j = 0; j < OWN; ++j) COMBINE(n, mean[j], m2[j], count, sum[j], square[j]);
+    n += count;
+  }
+  counts[LID_0] = n;
+  for (int j = 0; j < OWN; ++j) {
+    means[j * THREADS + LID_0] = mean[j];
+    squares[j * THREADS + LID_0] = m2[j];
+  }
+  FOLD(DOWN, ACROSS, {
+    for (int j = 0; j < OWN * THREADS; j += THREADS)
+      COMBINE(counts[to], means[j + to], squares[j + to], counts[from], means[j + from], squares[j + from]);
+    counts[to] += counts[from];
+  })
+  if (inside && lane == 0)
+    for (int j = 0; j < OWN; ++j) {
+      part[slice * 2 * K + CHANNEL(j)] = means[j * THREADS + LID_0];
+      part[(slice * 2 + 1) * K + CHANNEL(j)] = squares[j * THREADS + LID_0];
+    }
+}
+
+// The slices of channel_moments together, of so many channels, whose first values are `apart`; an item has `values` of a channel.
+// Running statistics, where there are some, move towards this batch's by `momentum`, or with `tracked`, the number of batches so
+// far, by a share that makes them the mean over batches.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
+    GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
+    GLOBAL_MEM acc_t* RESTRICT running_var, const long_t total, const long_t per, const long_t channels, const long_t values,
+    const long_t apart, const long_t eps, const long_t momentum) {
+  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
+  const index_t channel = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
+  const int lane = LID_0 / BESIDE;
+  acc_t n = 0, sum = 0, m2 = 0;
+  if (channel < channels)
+    for (long_t slice = lane; slice * per < total; slice += LANES) {
+      const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
+      COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
+      n += count;
+    }
+  counts[LID_0] = n;
+  means[LID_0] = sum;
+  squares[LID_0] = m2;
+  FOLD(LANES, BESIDE, {
+    COMBINE(counts[to], means[to], squares[to], counts[from], means[from], squares[from]);
+    counts[to] += counts[from];
+  })
+  if (channel < channels && lane == 0) {
+    const acc_t m = values * total, centre = LOAD(y, channel * (index_t)apart) + means[LID_0];
+    mean[channel] = centre;
+    invstd[channel] = 1 / sqrt(squares[LID_0] / m + BITS_TO_ACC(eps));
+    if (running_mean) {
+      const acc_t share = tracked ? 1 / (acc_t)tracked[0] : BITS_TO_ACC(momentum);
+      running_mean[channel] = (1 - share) * running_mean[channel] + share * centre;
+      running_var[channel] = (1 - share) * running_var[channel] + share * (squares[LID_0] / (m - 1));
+    }
+  }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
+    const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, GLOBAL_MEM data_t* RESTRICT out,
+    const long_t total, const long_t per, const long_t relu) {
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN];
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+  }
+  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+    acc_t v[UNROLL * VEC];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (i + u * DOWN < end) LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (i + u * DOWN < end) {
+        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+          v[e] = (v[e] - centre[OF(e)]) * a[OF(e)] + b[OF(e)];
+          if (relu && v[e] <= 0) v[e] = 0;  // a NaN stays one
+        }
+        STORE_ITEM(out, ITEM(i + u * DOWN), v + u * VEC);
+      }
+  }
+}
+
+// The same where mean and variance are given, as a factor and a summand of a convolution without its bias. A thread is a channel.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
+    const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
+    const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
+    GLOBAL_MEM data_t* RESTRICT shift, const long_t channels, const long_t eps) {
+  const index_t channel = (index_t)GID_0 * THREADS + LID_0;
+  if (channel < channels) {
+    const acc_t a = (gamma ? gamma[channel] : 1) / sqrt(var[channel] + BITS_TO_ACC(eps));
+    acc_t b = -mean[channel];
+    if (bias) b += LOAD(bias, channel);
+    STORE(scale, channel, a);
+    STORE(shift, channel, b * a + (beta ? beta[channel] : 0));
+  }
+}
+
+// dbeta and dgamma of each slice.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    GLOBAL_MEM acc_t* RESTRICT part, const long_t total, const long_t per, const long_t relu) {
+  LOCAL_MEM acc_t sums[2 * OWN * THREADS];
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN], sum[2 * OWN];
+  for (int j = 0; j < 2 * OWN; ++j) sum[j] = 0;
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+  }
+  for (index_t i = start + lane; i < end; i += DOWN * UNROLL_TWO) {
+    acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
+#pragma unroll
+    for (int u = 0; u < UNROLL_TWO; ++u)
+      if (i + u * DOWN < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * DOWN));
+      }
+#pragma unroll
+    for (int u = 0; u < UNROLL_TWO; ++u)
+      if (i + u * DOWN < end)
+        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+          v[e] -= centre[OF(e)];
+          if (!relu || v[e] * a[OF(e)] + b[OF(e)] > 0) {
+            sum[OF(e)] += g[e];
+            sum[OWN + OF(e)] += g[e] * v[e];
+          }
+        }
+  }
+  for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
+  FOLD(DOWN, ACROSS, { for (int j = 0; j < 2 * OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
+  if (inside && lane == 0)
+    for (int j = 0; j < OWN; ++j) {
+      part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
+      part[(slice * 2 + 1) * K + CHANNEL(j)] = sums[(OWN + j) * THREADS + LID_0] * invstd[CHANNEL(j)];
+    }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const long_t total, const long_t per, const long_t relu,
+    const long_t of_batch) {
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], slope[OWN];  // dy = a * g - less - slope * (y - mean)
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+    const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
+    less[j] = share * sums[CHANNEL(j)];
+    slope[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
+  }
+  for (index_t i = start + lane; i < end; i += DOWN * UNROLL_TWO) {
+    acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
+#pragma unroll
+    for (int u = 0; u < UNROLL_TWO; ++u)
+      if (i + u * DOWN < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * DOWN));
+      }
+#pragma unroll
+    for (int u = 0; u < UNROLL_TWO; ++u)
+      if (i + u * DOWN < end) {
+        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+          v[e] -= centre[OF(e)];
+          if (relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) g[e] = 0;
+          g[e] = a[OF(e)] * g[e] - less[OF(e)] - slope[OF(e)] * v[e];
+        }
+        STORE_ITEM(dy, ITEM(i + u * DOWN), g + u * VEC);
+      }
+  }
+}
+
+// The sum over each channel of x, slice by slice: the gradient of a bias.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
+                                                   const long_t total, const long_t per) {
+  LOCAL_MEM acc_t sums[OWN * THREADS];
+  STAND;
+  acc_t sum[OWN];
+  for (int j = 0; j < OWN; ++j) sum[j] = 0;
+  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+    acc_t v[UNROLL * VEC];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      if (i + u * DOWN < end) LOAD_ITEM(v + u * VEC, x, ITEM(i + u * DOWN));
+#pragma unroll
+    for (int e = 0; e < UNROLL * VEC; ++e)
+      if (i + e / VEC * DOWN < end) sum[OF(e)] += v[e];
+  }
+  for (int j = 0; j < OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
+  FOLD(DOWN, ACROSS, { for (int j = 0; j < OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
+  if (inside && lane == 0)
+    for (int j = 0; j < OWN; ++j) part[slice * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
+}
+
+#if ROUNDED
+#define SUM_T data_t
+#define STORE_SUM STORE
+#else
+#define SUM_T acc_t
+#define STORE_SUM(p, i, v) ((p)[i] = (v))
+#endif
+
+// The slices together: the columns of part[slices][columns]; ROUNDED to the type of the arrays, or as they are.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM SUM_T* RESTRICT sums,
+                                                 const long_t columns, const long_t slices) {
+  LOCAL_MEM acc_t folded[THREADS];
+  const index_t column = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
+  const int lane = LID_0 / BESIDE;
+  acc_t sum = 0;
+  if (column < columns)
+    for (index_t slice = lane; slice < slices; slice += LANES) sum += part[slice * (index_t)columns + column];
+  folded[LID_0] = sum;
+  FOLD(LANES, BESIDE, { folded[to] += folded[from]; })
+  if (column < columns && lane == 0) STORE_SUM(sums, column, folded[LID_0]);
+}

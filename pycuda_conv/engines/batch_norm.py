@@ -1,0 +1,180 @@
+"""Batch normalisation with ReLU behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
+
+These are no convolutions and have no plans. Each function here makes the launches of one thing to do, for buffers in the order
+that it names; :func:`compiled` keeps them compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from struct import pack, unpack
+from typing import Any
+
+from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.runtime.base import Device, Launcher, Step
+from pycuda_conv.tune import caches
+
+THREADS = 128
+#: Columns of slices that a block adds.
+BESIDE = 8
+#: What a multiprocessor runs at once is 2048 threads, or fewer where they need many registers.
+BLOCKS = 16
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """An array of `N` images of `K` channels of `plane` pixels, without gaps in its layout.
+
+    Attributes
+    ----------
+    dtype : str
+    layout : {"NCHW", "NHWC"}
+    N, K, plane : int
+        None of them 0.
+    """
+
+    dtype: str
+    layout: str
+    N: int
+    K: int
+    plane: int
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether channels are neighbours."""
+        return self.layout == "NHWC" or self.plane == 1
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one sum, and of all else that there is one of a channel."""
+        return 8 if self.dtype == "float64" else 4
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the kernels walk an array: see ``cu/batch_norm.cu``."""
+
+    pixels: Pixels
+    vector: int
+    tiles: int
+    total: int
+    per: int
+
+    @classmethod
+    def of(cls, pixels: Pixels, multiprocessors: int) -> _Cut:
+        vector = 1 if (pixels.K if pixels.channels_last else pixels.plane) % 4 else 4
+        if pixels.channels_last:
+            columns = pixels.K // vector
+            tiles = -(-columns // 32)
+            down = THREADS // -(-columns // tiles)
+            total = pixels.N * pixels.plane
+        else:
+            tiles, down, total = pixels.K, THREADS, pixels.N * pixels.plane // vector
+        # enough blocks for the GPU, each with an item for every thread at the least
+        slices = min(-(-BLOCKS * multiprocessors // tiles), -(-total // down))
+        return cls(pixels, vector, tiles, total, -(-total // slices))
+
+    @property
+    def slices(self) -> int:
+        return -(-self.total // self.per)
+
+    @property
+    def values(self) -> int:
+        """Values of one channel in an item."""
+        return 1 if self.pixels.channels_last else self.vector
+
+    @property
+    def _common(self) -> dict[str, int]:
+        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": THREADS}
+
+    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> Step:
+        """A launch that reads the array."""
+        defines = {"NHWC": int(self.pixels.channels_last), "K": self.pixels.K, "PLANE": self.pixels.plane, "VEC": self.vector}
+        grid = self.tiles * self.slices
+        return Step(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
+
+    def step_of_channels(self, kernel: str, blocks: int, buffers: tuple[int, ...], *scalars: int, rounded: bool = False) -> Step:
+        """A launch that reads what there is one of a channel, or of a channel and a slice."""
+        return Step(kernel, self._common | {"ROUNDED": int(rounded)}, blocks, THREADS, buffers, scalars, "batch_norm")
+
+
+def _index_64(pixels: Pixels) -> bool:
+    # offsets are formed a little past the end of a slice before they are checked
+    return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
+
+
+def _bits(value: float, pixels: Pixels) -> int:
+    """`value` as the kernels take it among integers."""
+    return int(unpack("q", pack("d", value))[0] if pixels.sum_bytes == 8 else unpack("i", pack("f", value))[0])
+
+
+#: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.
+Maker = Callable[..., tuple[Sequence[Step], int]]
+
+
+def statistics(pixels: Pixels, multiprocessors: int, eps: float, momentum: float) -> tuple[Sequence[Step], int]:
+    """The mean and 1 / sqrt(variance + eps) of each channel.
+
+    Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None | workspace.
+    Running statistics move by `momentum` towards this batch's, or, where `num_batches_tracked` (int64, this batch counted) is
+    given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
+    """
+    cut = _Cut.of(pixels, multiprocessors)
+    apart = 1 if pixels.channels_last else pixels.plane
+    scalars = cut.total, cut.per, pixels.K, cut.values, apart, _bits(eps, pixels), _bits(momentum, pixels)
+    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 6, 1, 2, 3, 4, 5), *scalars)
+    return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
+
+
+def forward(pixels: Pixels, multiprocessors: int, relu: bool) -> tuple[Sequence[Step], int]:
+    """The normalised y, with ReLU if asked for. Buffers: y, mean, invstd, gamma or None, beta or None | out."""
+    return (_Cut.of(pixels, multiprocessors).step("batch_norm_forward", (0, 1, 2, 3, 4, 5), int(relu)),), 0
+
+
+def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Step], int]:
+    """A given mean and variance as what a convolution is multiplied by, and what is added then. Does not depend on the pixels.
+
+    Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
+    are of the arrays' dtype.
+    """
+    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // THREADS)
+    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, _bits(eps, pixels)),), 0
+
+
+def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[Step], int]:
+    """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself and were not given.
+
+    Buffers: y, dout, mean, invstd, gamma or None, beta or None | dy, sums | workspace. `sums` are 2 K: beta's gradient and gamma's.
+    """
+    cut = _Cut.of(pixels, multiprocessors)
+    steps = (
+        cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 8), int(relu)),
+        cut.step_of_channels("add_slices", -(-2 * pixels.K // BESIDE), (8, 7), 2 * pixels.K, cut.slices),
+        cut.step("batch_norm_backward", (0, 1, 2, 3, 4, 5, 7, 6), int(relu), int(of_batch)),
+    )
+    return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
+
+
+def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[Step], int]:
+    """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
+    cut = _Cut.of(pixels, multiprocessors)
+    add = cut.step_of_channels("add_slices", -(-pixels.K // BESIDE), (2, 1), pixels.K, cut.slices, rounded=True)
+    return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
+
+
+@lru_cache(maxsize=1024)
+def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tuple[Launcher, int]:
+    """The launches of `maker` as one, compiled for `device`, and the bytes of workspace they need."""
+    steps, workspace = maker(pixels, device.multiprocessors, *options)
+    launchers = [device.launcher(step) for step in steps]
+
+    def launch(buffers: Sequence[Any], stream: Any) -> None:
+        for one in launchers:
+            one(buffers, stream)
+
+    return launch, workspace
+
+
+caches.append(compiled)

@@ -1,0 +1,730 @@
+"""The fused layer against torch's three modules, in float64; the kernels under it alone; the gradient of a bias."""
+
+import copy
+import io
+import math
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from reference import DTYPES, EPS, SUM_EPS
+
+import pycuda_conv as pc
+from pycuda_conv.arrays import kind_of
+from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.batch_norm import Pixels, compiled
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.base import KERNEL_DIR
+
+torch = pytest.importorskip("torch", reason="the fused layer is a torch module")
+nn = torch.nn
+fused_modules = pytest.importorskip("pycuda_conv.nn")
+
+CLASSES = {n: getattr(fused_modules, f"FusedConvBnReLU{n}d") for n in (1, 2, 3)}
+CONVS, NORMS = ({n: getattr(nn, f"{name}{n}d") for n in (1, 2, 3)} for name in ("Conv", "BatchNorm"))
+TORCH_DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+#: Of the largest element: what the rounding of an honest computation may lead to.
+TOLERANCE = {"float64": 1e-12, "float32": 64 * EPS["float32"], "float16": 8 * EPS["float16"], "bfloat16": 8 * EPS["bfloat16"]}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request):
+    """Where torch's tensors lie."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return request.param
+
+
+# ---- the kernels
+
+# every combination of layout and width of loads; PoCL compiles four kernels for each, the layers below use the same ones
+SHAPES = {
+    "planes of 15": ("NCHW", 17, 15), "planes of 24": ("NCHW", 1, 24), "pixels of 8": ("NHWC", 8, 30), "pixels of 65": ("NHWC", 65, 11),
+}  # fmt: skip
+RUNS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype in ("float32", "float64") or shape in ("planes of 15", "pixels of 8")]
+
+
+@dataclass
+class Kernels:
+    """The kernels on arrays as they lie in memory, (N, K, plane) or (N, plane, K); results in float64 and that order."""
+
+    device: str
+    pixels: Pixels
+
+    @property
+    def axes(self) -> tuple:
+        return (0, 2) if self.pixels.layout == "NCHW" else (0, 1)
+
+    def normals(self, seed: int = 0, mean: float = 0.0, std: float = 1.0) -> np.ndarray:
+        p = self.pixels
+        shape = (p.N, p.K, p.plane) if p.layout == "NCHW" else (p.N, p.plane, p.K)
+        return (mean + std * np.random.default_rng(seed).standard_normal(shape)).astype(p.dtype)
+
+    def wide(self, values) -> np.ndarray:
+        """What there is one of a channel, beside pixels in float64."""
+        return np.asarray(values, np.float64)[:, None] if self.pixels.layout == "NCHW" else np.asarray(values, np.float64)
+
+    @property
+    def sums_dtype(self) -> str:
+        return "float64" if self.pixels.dtype == "float64" else "float32"
+
+    def of_channel(self, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).uniform(0.5, 2, self.pixels.K).astype(self.sums_dtype)
+
+    def poisoned(self, *shape: int) -> np.ndarray:
+        return np.full(shape, np.nan, self.sums_dtype)
+
+    def run(self, maker, inputs, outs, *options) -> None:
+        device, kind = get_device(self.device), kind_of("an array", inputs[0])
+        launch, workspace = compiled(maker, self.pixels, device, *options)
+        kind.run(device, launch, inputs, outs, workspace)
+
+
+@pytest.fixture(params=[16, 1], ids=["many slices", "few slices"])
+def slices(request, monkeypatch):
+    """Few slices make threads go around their loops several times."""
+    monkeypatch.setattr(batch_norm, "BLOCKS", request.param)
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+@pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
+def kernels(request, device, slices):
+    shape, dtype = request.param
+    layout, k, plane = SHAPES[shape]
+    return Kernels(device, Pixels(dtype, layout, 4100 // k // plane + 3, k, plane))
+
+
+def near(got, ref, tolerance: float, scale=None) -> None:
+    """Within `tolerance` of `scale`, or of the largest element of `ref`."""
+    got, ref = (np.asarray(a.detach().double().cpu() if isinstance(a, torch.Tensor) else a, np.float64) for a in (got, ref))
+    assert got.shape == ref.shape
+    scale = np.abs(ref).max(initial=0) if scale is None else scale
+    error = np.abs(got - ref)
+    assert (error <= tolerance * scale).all(), f"off by {np.nanmax(error):.3g} of {np.max(scale):.3g}, {np.max(error / scale):.3g} of it"
+
+
+@pytest.mark.parametrize("tracked", [None, 4], ids=["momentum", "cumulative"])
+def test_statistics(kernels, tracked):
+    y, eps, momentum = kernels.normals(mean=0.5), 1e-3, 0.3
+    mean, invstd, running_mean, running_var = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K), *map(kernels.of_channel, (1, 2))
+    share = 1 / tracked if tracked else momentum
+    wide = y.astype(np.float64)
+    expected_mean, var, unbiased = wide.mean(kernels.axes), wide.var(kernels.axes), wide.var(kernels.axes, ddof=1)
+    moved = [(1 - share) * old.astype(np.float64) + share * new for old, new in ((running_mean, expected_mean), (running_var, unbiased))]
+    count = None if tracked is None else np.array(tracked, np.int64)
+    kernels.run(batch_norm.statistics, (y, count), (mean, invstd, running_mean, running_var), eps, momentum)
+    tolerance = 16 * SUM_EPS[kernels.pixels.dtype]
+    near(mean, expected_mean, tolerance, scale=1)
+    near(invstd, 1 / np.sqrt(var + eps), tolerance)
+    near(running_mean, moved[0], tolerance)
+    near(running_var, moved[1], tolerance)
+
+
+def test_statistics_without_running_ones_leave_nothing_else(kernels):
+    y = kernels.normals()
+    mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    near(mean, y.astype(np.float64).mean(kernels.axes), 16 * SUM_EPS[kernels.pixels.dtype], scale=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dtype):
+    layout, k, plane = SHAPES[shape]
+    kernels = Kernels(device, Pixels(dtype, layout, 4100 // k // plane + 3, k, plane))
+    y = kernels.normals(mean=1e4)
+    mean, invstd, running_mean, running_var = (kernels.poisoned(k) for _ in range(4))
+    running_mean[:] = running_var[:] = 0
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, running_mean, running_var), 1e-30, 1.0)
+    wide = y.astype(np.float64)
+    tolerance = 32 * SUM_EPS[dtype]
+    near(invstd, 1 / wide.std(kernels.axes), tolerance)
+    near(running_var, wide.var(kernels.axes, ddof=1), tolerance)
+    near(mean, wide.mean(kernels.axes), 8 * SUM_EPS[dtype])
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("relu", [True, False])
+def test_forward(kernels, relu, affine):
+    y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
+    gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
+    out = np.full(y.shape, np.nan, y.dtype)
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta), (out,), relu)
+    expected = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
+    expected = expected * kernels.wide(gamma) + kernels.wide(beta) if affine else expected
+    near(out, np.maximum(expected, 0) if relu else expected, 2 * EPS[kernels.pixels.dtype])
+
+
+@pytest.mark.parametrize("of_batch", [True, False], ids=["of the batch", "given"])
+@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+def test_backward(kernels, relu, of_batch, affine):
+    y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
+    gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
+    xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
+    before = xhat * kernels.wide(gamma) + kernels.wide(beta) if affine else xhat
+    dout[np.abs(before) < 1e-4] = 0  # on which side of 0 these are may be a matter of rounding
+    g = dout.astype(np.float64) * (before > 0) if relu else dout.astype(np.float64)
+    dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
+    m = kernels.pixels.N * kernels.pixels.plane
+    less = (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m if of_batch else 0
+    expected = kernels.wide(invstd) * (kernels.wide(gamma) if affine else 1) * (g - less)
+    dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
+    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta), (dy, sums), relu, of_batch)
+    near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g).sum(kernels.axes))
+    near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g * xhat).sum(kernels.axes))
+    near(dy, expected, 4 * EPS[kernels.pixels.dtype])
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["all", "only statistics"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fold(device, dtype, given):
+    kernels = Kernels(device, Pixels(dtype, "NCHW", 1, 165, 1))
+    mean, var, gamma, beta = (kernels.of_channel(seed) for seed in range(4))
+    bias = -kernels.of_channel(4).astype(dtype)
+    scale, shift = np.full((2, 165), np.nan, dtype)
+    kernels.run(batch_norm.fold, (mean, var, *((gamma, beta, bias) if given else (None,) * 3)), (scale, shift), 1e-2)
+    mean, var, gamma, beta, bias = (a.astype(np.float64) for a in (mean, var, gamma, beta, bias))
+    a = (gamma if given else 1) / np.sqrt(var + 1e-2)
+    near(scale, a, EPS[dtype])
+    near(shift, (bias - mean) * a + beta if given else -mean * a, 2 * EPS[dtype])
+
+
+def test_nan_and_infinity_stay_what_they_are(device):
+    kernels = Kernels(device, Pixels("float32", *("NCHW", 3, 17, 15)))
+    y = kernels.normals()
+    y[0, 2, 3], y[1, 4, 5] = np.nan, np.inf
+    one, none = np.ones(17, "f"), np.zeros(17, "f")
+    out = np.empty_like(y)
+    kernels.run(batch_norm.forward, (y, none, one, None, None), (out,), True)
+    assert np.isnan(out[0, 2, 3]) and np.isposinf(out[1, 4, 5]) and np.isnan(out).sum() == 1 == np.isinf(out).sum()
+    mean, invstd = kernels.poisoned(17), kernels.poisoned(17)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
+
+
+def test_the_kernels_twice_give_the_same_bits(kernels):
+    y, dout, mean, invstd = kernels.normals(1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
+    found = []
+    for _ in range(2):
+        dy, sums, m, i = np.empty_like(y), kernels.poisoned(2, kernels.pixels.K), kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
+        kernels.run(batch_norm.statistics, (y, None), (m, i, None, None), 1e-5, 0.1)
+        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None), (dy, sums), True, True)
+        found.append([a.tobytes() for a in (dy, sums, m, i)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("shape", ["planes of 15", "pixels of 8"])
+def test_64_bit_offsets(device, shape, monkeypatch):
+    """What arrays of 2^31 elements get, on an array that fits a laptop."""
+    monkeypatch.setattr(batch_norm, "_index_64", lambda pixels: True)
+    compiled.cache_clear()
+    layout, k, plane = SHAPES[shape]
+    kernels = Kernels(device, Pixels("float32", layout, 40, k, plane))
+    assert batch_norm.forward(kernels.pixels, 2, True)[0][0].defines["INDEX_64"] == 1
+    y, mean, invstd = kernels.normals(mean=1), kernels.poisoned(k), kernels.poisoned(k)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
+    out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
+    kernels.run(batch_norm.forward, (y, mean, invstd, None, None), (out,), False)
+    near(out, (y - kernels.wide(mean)) * kernels.wide(invstd), 4 * EPS["float32"])
+    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None), (dy, sums), False, False)
+    near(dy, y * kernels.wide(invstd), 4 * EPS["float32"])
+    compiled.cache_clear()
+
+
+def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
+    for images, expected in ((2**8 - 1, 0), (2**8, 1)):
+        steps, _ = batch_norm.backward(Pixels("float16", "NCHW", images, 2**7, 2**16), 132, True, True)
+        assert [step.defines["INDEX_64"] for step in steps] == [expected] * 3
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(("n", "k", "plane"), [(64, 64, 56 * 56), (64, 2048, 49), (1, 3, 512 * 512), (64, 256, 14 * 14), (2, 65, 127)])
+def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
+    pixels = Pixels("float32", layout, n, k, plane)
+    (step,), _ = batch_norm.forward(pixels, 132, True)
+    few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
+    assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
+    total, per = step.scalars[:2]
+    assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_nothing_spills(shape, dtype, tmp_path):
+    layout, k, plane = SHAPES[shape]
+    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True)
+    file = tmp_path / "batch_norm.cu"
+    file.write_text(step.source())
+    command = ["nvcc", "-cubin", "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+    assert found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
+
+
+# ---- the gradient of a bias
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_conv_bias_of_numpy_arrays(device, dtype):
+    rng = np.random.default_rng(0)
+    for ndim, shape in ((1, (30, 17, 15)), (2, (30, 17, 3, 5)), (3, (30, 17, 1, 5, 3)), (2, (17, 5, 3))):
+        a = rng.standard_normal(shape).astype(dtype)
+        got = getattr(pc, f"conv{ndim}d_bias")(a, device=device)
+        assert type(got) is np.ndarray and got.dtype == a.dtype and got.shape == (17,)
+        wide, axes = a.astype(np.float64), tuple(i for i in range(a.ndim) if i != a.ndim - ndim - 1)
+        near(got, wide.sum(axes), 1, 16 * SUM_EPS[dtype] * np.abs(wide).sum(axes) + EPS[dtype] * np.abs(wide.sum(axes)))
+
+
+def test_conv_bias_of_numpy_arrays_that_lie_otherwise(device):
+    a = np.random.default_rng(0).standard_normal((4, 17, 3, 5)).astype("f")
+    expected = pc.conv2d_bias(a, device=device)
+    for same in (a.astype(">f4"), np.asfortranarray(a), np.repeat(a, 2, axis=3)[..., ::2], np.ascontiguousarray(a[:, :, ::-1])[:, :, ::-1]):
+        assert np.array_equal(pc.conv2d_bias(same, device=device), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_conv_bias_of_torch_tensors(place, dtype):
+    a = torch.randn(7, 8, 6, 5, generator=torch.Generator().manual_seed(0)).to(place, TORCH_DTYPES[dtype])
+    for one in (a, a.to(memory_format=torch.channels_last), a.expand(2, 7, 8, 6, 5)[1], a.repeat_interleave(2, 3)[..., ::2]):
+        got = pc.conv2d_bias(one)
+        assert (got.dtype, got.device, got.shape) == (a.dtype, a.device, (8,))
+        near(got, a.double().sum((0, 2, 3)), 4 * EPS[dtype], scale=8)
+    with pytest.raises(NotImplementedError, match="no gradients"):
+        pc.conv2d_bias(a.requires_grad_())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "pycuda.gpuarray"])
+def test_conv_bias_of_gpu_arrays(library):
+    pytest.importorskip("pycuda.autoprimaryctx")
+    module = pytest.importorskip(library)
+    a = np.random.default_rng(0).standard_normal((4, 17, 3, 5)).astype("f")
+    there = module.asarray(a) if library == "cupy" else module.to_gpu(a)
+    got = pc.conv2d_bias(there)
+    assert type(got) is type(there)
+    near(got.get(), a.astype("d").sum((0, 2, 3)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("array", "exception", "text"),
+    [
+        (np.zeros((2, 3), "f"), pc.ConvArgumentError, "Expected 3D"), (np.zeros((2, 3, 4, 5), "i"), TypeError, "int32"),
+        (np.zeros((2, 0, 4, 5), "f"), pc.ConvArgumentError, "must have elements"), ([1.0], TypeError, "grad_output must be a numpy"),
+    ],
+    ids=["axes", "dtype", "empty", "list"],
+)  # fmt: skip
+def test_conv_bias_refuses(array, exception, text):
+    with pytest.raises(exception, match=text):
+        pc.conv2d_bias(array)
+
+
+# ---- the layer
+
+
+@dataclass
+class Layer:
+    """A fused layer by its arguments, and the shape of an input without the batch."""
+
+    ndim: int
+    args: tuple
+    size: tuple
+    options: dict = field(default_factory=dict)
+    last: bool = False
+    relu: bool = True
+
+    def pair(self, dtype: str, place: str = "cpu") -> tuple:
+        """The layer, and torch's modules in float64, of the same parameters and buffers."""
+        torch.manual_seed(0)
+        fused = CLASSES[self.ndim](*self.args, **self.options, relu=self.relu)
+        with torch.no_grad():
+            for parameter in fused.bn.parameters():
+                parameter.uniform_(-1.5, 1.5)
+        fused = fused.to(place, TORCH_DTYPES[dtype])
+        conv, bn = copy.deepcopy(fused.to_modules())
+        return fused, nn.Sequential(conv.double(), bn.double(), *([nn.ReLU()] if self.relu else []))
+
+    def input(self, dtype: str, place: str = "cpu", seed: int = 0, n: int = 6) -> "torch.Tensor":
+        x = torch.randn(n, *self.size, generator=torch.Generator().manual_seed(seed)).to(place, TORCH_DTYPES[dtype])
+        if self.last:
+            x = x.movedim(1, -1).contiguous().movedim(-1, 1)
+        return x.requires_grad_()
+
+
+GENERAL = (5, 17, 3, 2, 1), (5, 9, 6)
+LAYERS = {
+    "general": Layer(2, *GENERAL, {"bias": True}),
+    "without affine": Layer(2, *GENERAL, {"bias": True, "affine": False}),
+    "without tracking": Layer(2, *GENERAL, {"bias": True, "track_running_stats": False}),
+    "cumulative": Layer(2, *GENERAL, {"bias": True, "momentum": None, "eps": 1e-2}),
+    "without ReLU": Layer(2, *GENERAL, {"bias": True}, relu=False),
+    "channels last": Layer(2, (4, 8, 3, 1, 1), (4, 6, 5), last=True),
+    "one channel": Layer(2, (3, 1, 1), (3, 4, 6)),
+    "1-d, groups, channels last": Layer(1, (10, 65, 3, 1, 2, 2, 5), (10, 11), {"bias": True, "momentum": 0.3}, last=True),
+    "3-d": Layer(3, (2, 3, (1, 3, 2), (1, 2, 1), (0, 1, 1)), (2, 3, 4, 5)),
+    "same, uneven": Layer(2, (5, 17, (2, 4), 1, "same"), (5, 5, 3), {"bias": True}),
+    "circular": Layer(2, (5, 17, 3, 1, 1), (5, 5, 3), {"bias": True, "padding_mode": "circular"}),
+}
+TRAINED = [(name, "float64") for name in LAYERS]
+TRAINED += [("general", "float32"), ("without ReLU", "float32"), *(("channels last", dtype) for dtype in TORCH_DTYPES if dtype != "float64")]
+
+
+def check_step(fused, reference, x, dtype: str, tolerance: float) -> None:
+    """One step forwards and backwards of both, from `x`."""
+    wide = x.detach().double().requires_grad_()
+    bn = nn.Sequential(*list(reference)[:2])
+    before = copy.deepcopy(bn).requires_grad_(False)(wide.detach())
+    out, expected = fused(x), reference(wide)
+    near(out, expected, tolerance)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    dout[before.abs() < 16 * EPS[dtype]] = 0  # on which side of 0 these are may be a matter of rounding
+    fused.zero_grad(), reference.zero_grad()
+    out.backward(dout)
+    expected.backward(dout.double())
+    near(x.grad, wide.grad, tolerance)
+    for (name, got), ref in zip(fused.named_parameters(), reference.parameters(), strict=True):
+        assert got.grad.dtype == got.dtype
+        if name == "conv.bias" and (fused.bn.training or fused.bn.running_mean is None):  # the batch's mean takes it away
+            assert not got.grad.any() and ref.grad.abs().max() < 1e-10
+        else:
+            near(got.grad, ref.grad, tolerance)
+    for got, ref in zip(fused.buffers(), reference.buffers(), strict=True):
+        near(got, ref, tolerance)
+
+
+@pytest.mark.parametrize(("name", "dtype"), TRAINED, ids=["-".join(run) for run in TRAINED])
+def test_training_and_evaluation_are_those_of_torch(place, name, dtype):
+    layer = LAYERS[name]
+    fused, reference = layer.pair(dtype, place)
+    for step in range(3):
+        x = layer.input(dtype, place, step)
+        check_step(fused, reference, x, dtype, TOLERANCE[dtype])
+        assert x.grad.stride() == x.stride()
+    fused.eval(), reference.eval()
+    x = layer.input(dtype, place, 7)
+    check_step(fused, reference, x, dtype, TOLERANCE[dtype])
+    with torch.no_grad():
+        out = fused(x)
+    near(out, reference(x.double()), TOLERANCE[dtype])
+    assert out.dtype == x.dtype and (out.is_contiguous() or (layer.last and out.movedim(1, -1).is_contiguous()))
+
+
+def test_evaluation_after_training_is_the_same_with_gradients_and_without(place):
+    fused, _ = LAYERS["general"].pair("float32", place)
+    fused(LAYERS["general"].input("float32", place))
+    fused.eval()
+    x = LAYERS["general"].input("float32", place, 1)
+    with torch.no_grad():
+        without = fused(x)
+    near(fused(x), without, TOLERANCE["float32"])
+    assert int(fused.bn.num_batches_tracked) == 1
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics(place):
+    fused, reference = LAYERS["general"].pair("float64", place)
+    fused.bn.eval(), reference[1].eval()
+    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64", TOLERANCE["float64"])
+
+
+def test_gradients_by_differences(place):
+    layer = LAYERS["general"]
+    for training in (True, False):
+        fused, _ = layer.pair("float64", place)
+        fused.train(training)
+        names, values = zip(*fused.named_parameters(), strict=True)
+
+        def call(x, *parameters, fused=fused, names=names):
+            return torch.func.functional_call(fused, dict(zip(names, parameters, strict=True)), (x,))
+
+        assert torch.autograd.gradcheck(call, (layer.input("float64", place, n=2), *values), fast_mode=True)
+
+
+def test_a_batch_norm_without_beta(place):
+    conv, bn = nn.Conv2d(5, 17, 3, 2, 1).double(), nn.BatchNorm2d(17).double()
+    bn.bias = None
+    fused, reference = CLASSES[2].from_modules(conv, bn).to(place), nn.Sequential(*copy.deepcopy((conv, bn)), nn.ReLU()).to(place)
+    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64", TOLERANCE["float64"])
+    fused.eval(), reference.eval()
+    check_step(fused, reference, LAYERS["general"].input("float64", place), "float64", TOLERANCE["float64"])
+
+
+def test_only_the_gradients_that_are_asked_for(place):
+    layer = LAYERS["general"]
+    expected, _ = layer.pair("float32", place)
+    x = layer.input("float32", place)
+    expected(x).sum().backward()
+    for name, parameter in expected.named_parameters():
+        fused, _ = layer.pair("float32", place)
+        fused.requires_grad_(False)
+        asked = fused.get_parameter(name).requires_grad_()
+        fused(x.detach()).sum().backward()
+        assert torch.equal(asked.grad, parameter.grad) and sum(p.grad is not None for p in fused.parameters()) == 1
+
+
+def test_twice_gives_the_same_bits(place):
+    for name in ("general", "channels last"):
+        layer, found = LAYERS[name], []
+        for _ in range(2):
+            fused, _ = layer.pair("float32", place)
+            x = layer.input("float32", place)
+            out = fused(x)
+            out.square().sum().backward()
+            found.append([out, x.grad, *(p.grad for p in fused.parameters()), *fused.buffers()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(place):
+    fused = CLASSES[2](5, 17, 3).to(place)
+    with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"):
+        fused(torch.zeros(1, 5, 3, 3, device=place))
+    assert int(fused.bn.num_batches_tracked) == 0
+    with torch.no_grad():
+        assert fused.eval()(torch.zeros(1, 5, 3, 3, device=place)).shape == (1, 17, 1, 1)
+
+
+def test_arrays_without_a_batch_are_refused(place):
+    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
+        CLASSES[2](5, 17, 3).to(place)(torch.zeros(5, 9, 6, device=place))
+
+
+def test_an_empty_batch(place):
+    fused, reference = LAYERS["general"].pair("float64", place)
+    for training in (True, False):
+        fused.train(training), reference.train(training)
+        x = LAYERS["general"].input("float64", place, n=0)
+        out, expected = fused(x), reference(x.detach().double())
+        assert out.shape == expected.shape
+        out.sum().backward()
+        assert x.grad.shape == x.shape and not any(p.grad.any() for p in fused.parameters())
+        for got, ref in zip(fused.buffers(), reference.buffers(), strict=True):
+            assert torch.equal(got, ref)
+
+
+def test_second_derivatives_are_refused(place):
+    x = LAYERS["general"].input("float32", place)
+    fused, _ = LAYERS["general"].pair("float32", place)
+    (gradient,) = torch.autograd.grad(fused(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        gradient.sum().backward()
+
+
+def test_what_is_kept_for_the_backward_pass(place):
+    """Input, filter, the convolution's result and what there is one of a channel."""
+    layer = LAYERS["general"]
+    fused, _ = layer.pair("float32", place)
+    x, kept = layer.input("float32", place, n=40), {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = fused(x)
+    assert out.untyped_storage().data_ptr() not in kept
+    assert sum(kept.values()) == x.numel() + out.numel() + fused.conv.weight.numel() + 4 * 17
+
+
+# ---- the two forms of the layer
+
+
+@pytest.mark.parametrize("name", ["general", "without affine", "1-d, groups, channels last"])
+def test_from_modules_and_back(name):
+    layer = LAYERS[name]
+    made, _ = layer.pair("float32")
+    conv, bn = made.to_modules()
+    assert type(conv) is CONVS[layer.ndim] and type(bn) is NORMS[layer.ndim]
+    fused = CLASSES[layer.ndim].from_modules(conv, bn.eval())
+    assert fused.to_modules() == (conv, bn) and not fused.training and fused.relu and fused.precision == "fp32"
+    parts = nn.Sequential(conv, bn, nn.ReLU())
+    x = layer.input("float32").detach()
+    near(fused(x), parts(x), TOLERANCE["float32"])
+    # state dicts: of the parts by their names, and of another layer
+    assert set(fused.state_dict()) == {f"{part}.{key}" for part, module in (("conv", conv), ("bn", bn)) for key in module.state_dict()}
+    other = CLASSES[layer.ndim](*layer.args, **layer.options)
+    stream = io.BytesIO()
+    torch.save(fused.state_dict(), stream)
+    stream.seek(0)
+    other.load_state_dict(torch.load(stream))
+    assert torch.equal(other.eval()(x), fused(x))
+    fresh = CONVS[layer.ndim](*layer.args, bias=conv.bias is not None), copy.deepcopy(bn)
+    for module, prefix in zip(fresh, ("conv.", "bn."), strict=True):
+        module.load_state_dict({key.removeprefix(prefix): v for key, v in other.state_dict().items() if key.startswith(prefix)})
+
+
+@pytest.mark.parametrize(
+    ("conv", "bn", "exception", "text"),
+    [
+        (nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4), TypeError, "SyncBatchNorm takes its statistics over all processes"),
+        (nn.Conv1d(3, 4, 1), nn.BatchNorm2d(4), TypeError, "conv must be a torch.nn.Conv2d, but got Conv1d"),
+        (nn.ConvTranspose2d(3, 4, 1), nn.BatchNorm2d(4), TypeError, "conv must be a torch.nn.Conv2d, but got ConvTranspose2d"),
+        (nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), TypeError, "bn must be a torch.nn.BatchNorm2d, but got InstanceNorm2d"),
+        (nn.Conv2d(3, 4, 1), nn.BatchNorm2d(5), ValueError, "bn has 5 features, but conv has 4 output channels"),
+    ],
+    ids=["sync", "rank", "transposed", "norm", "channels"],
+)
+def test_from_modules_refuses(conv, bn, exception, text):
+    with pytest.raises(exception, match=text):
+        CLASSES[2].from_modules(conv, bn)
+
+
+def test_sync_batch_norm_is_refused_wherever_it_comes_from():
+    with pytest.raises(TypeError, match="SyncBatchNorm"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(CLASSES[2](3, 4, 1)))
+    fused = CLASSES[2](3, 4, 1)
+    fused.bn = nn.SyncBatchNorm(4)
+    with pytest.raises(TypeError, match="SyncBatchNorm"):
+        fused(torch.zeros(2, 3, 4, 4))
+
+
+def test_a_precision_that_is_none_is_refused():
+    with pytest.raises(ValueError, match="precision must be one of"):
+        CLASSES[2](3, 4, 1, precision="fp8")
+    assert "relu=True, precision='tf32'" in repr(CLASSES[2](3, 4, 1, precision="tf32"))
+
+
+# ---- torch's machinery
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["NCHW", "NHWC"])
+def test_opcheck(place, last):
+    layer = LAYERS["channels last"]
+    fused, _ = layer.pair("float32", place)
+    x = layer.input("float32", place).detach()
+    x = x if last else x.contiguous()
+    fixed = x, fused.conv.weight.detach(), None
+    gamma, beta = fused.bn.weight.detach(), fused.bn.bias.detach()
+    running, tracked, operators = (fused.bn.running_mean, fused.bn.running_var), torch.tensor(3, device=place), torch.ops.pycuda_conv
+    check = torch.library.opcheck
+    batch, given = ([1, of_batch, 0, 1, *(1, 1, 1, 1) * 2] for of_batch in (1, 0))  # relu, of_batch, fp32, groups; stride 1, padding 1
+    for moved in ((*running, tracked), (*running, None), (None, None, None)):
+        check(operators.fused_statistics.default, (*fixed, *moved, 0.1, 1e-5, batch))
+    check(operators.fused_statistics.default, (*fixed, *running, None, 0.1, 1e-5, given))
+    found = operators.fused_statistics(*fixed, None, None, None, 0.1, 1e-5, batch)
+    for how in (batch, given):
+        wanted = [a.clone().requires_grad_() for a in (x, fixed[1], torch.zeros_like(gamma), gamma, beta)]
+        check(operators.fused_conv_bn_relu.default, (*wanted, *found, how))
+    check(operators.fused_conv_bn_relu.default, (*wanted[:2], None, None, None, *found, batch))
+    for asked in ((True, True), (False, True)):
+        check(operators.fused_conv_bn_relu_backward.default, (found[0], *fixed[:2], gamma, beta, *found, *asked, batch))
+    check(operators.fused_inference.default, (*fixed, gamma, beta, *running, 1e-5, given))
+
+
+def test_operators_take_results_that_lie_otherwise(place):
+    """As a compiler of torch's may lay them out."""
+    fused, _ = LAYERS["channels last"].pair("float32", place)
+    x, how, operators = LAYERS["channels last"].input("float32", place).detach(), [1, 1, 0, 1, *(1, 1, 1, 1) * 2], torch.ops.pycuda_conv
+    fixed, parameters = (x, fused.conv.weight.detach()), (fused.bn.weight.detach(), fused.bn.bias.detach())
+    y, statistics = operators.fused_statistics(*fixed, None, None, None, None, 0.1, 1e-5, how)
+    odd = y.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
+    shifted = torch.zeros(y.numel() + 1, device=place)[1:].view_as(y.contiguous()).copy_(y)
+    for other in (odd, shifted):
+        found = operators.fused_conv_bn_relu(*fixed, None, *parameters, other, statistics, how)
+        near(found, operators.fused_conv_bn_relu(*fixed, None, *parameters, y, statistics, how), 1e-6)
+        for a, b in zip(
+            operators.fused_conv_bn_relu_backward(other, *fixed, *parameters, other, statistics, True, True, how),
+            operators.fused_conv_bn_relu_backward(y, *fixed, *parameters, y, statistics, True, True, how), strict=True,
+        ):  # fmt: skip
+            near(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["cumulative", "channels last"])
+def test_compiled_as_one_graph(place, name, dynamic):
+    torch._dynamo.reset()
+    layer = LAYERS[name]
+    fused, _ = layer.pair("float32", place)
+    other = copy.deepcopy(fused)
+    graph = torch.compile(other, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for training in (True, True, False):
+        fused.train(training), other.train(training)
+        for n in (6, 7):
+            x, y = layer.input("float32", place, n=n), layer.input("float32", place, n=n)
+            a, b = fused(x), graph(y)
+            a.sum().backward(), b.sum().backward()
+            assert torch.equal(a, b) and a.stride() == b.stride() and torch.equal(x.grad, y.grad)
+            for one, two in zip((*fused.parameters(), *fused.buffers()), (*other.parameters(), *other.buffers()), strict=True):
+                assert torch.equal(one, two) and (one.grad is None or torch.equal(one.grad, two.grad))
+    with torch.no_grad():
+        assert torch.equal(fused(x), graph(x))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autocast(place, dtype):
+    layer = LAYERS["channels last"]
+    fused, reference = layer.pair("float32", place)
+    x = layer.input("float32", place)
+    with torch.autocast(place, TORCH_DTYPES[dtype]):
+        out = fused(x)
+    assert out.dtype is TORCH_DTYPES[dtype]
+    expected = reference(x.detach().double())
+    near(out, expected, TOLERANCE[dtype])
+    out.float().sum().backward()
+    assert x.grad.dtype is torch.float32 and all(p.grad.dtype is torch.float32 for p in fused.parameters())
+    for got, ref in zip(fused.buffers(), reference.buffers(), strict=True):
+        near(got, ref, TOLERANCE[dtype])
+    fused.eval()
+    with torch.no_grad(), torch.autocast(place, TORCH_DTYPES[dtype]):
+        assert fused(x).dtype is out.dtype
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph():
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    layer = LAYERS["cumulative"]
+    fused, _ = layer.pair("float32", "cuda")
+    other = copy.deepcopy(fused)
+    held = layer.input("float32", "cuda").detach().requires_grad_()
+
+    def step(module, x):
+        out = module(x)
+        return out, *torch.autograd.grad(out.sum(), (x, *module.parameters()))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compiled before, and on a stream of its own
+        step(fused, held), step(other, held)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(fused, held)
+    for seed in range(3):
+        x = layer.input("float32", "cuda", seed)
+        with torch.no_grad():
+            held.copy_(x)
+        graph.replay()
+        for got, expected in zip(captured, step(other, x), strict=True):
+            assert torch.equal(got, expected)
+        for got, expected in zip(fused.buffers(), other.buffers(), strict=True):
+            assert torch.equal(got, expected)
+
+
+@pytest.mark.gpu
+def test_less_memory_than_the_modules_take():
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    conv, bn = nn.Conv2d(32, 32, 3, padding=1, bias=False).cuda(), nn.BatchNorm2d(32).cuda()
+    found = []
+    for module in (CLASSES[2].from_modules(conv, bn), nn.Sequential(conv, bn, nn.ReLU())):
+        x = torch.randn(64, 32, 64, 64, device="cuda", requires_grad=True)
+        module(x).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        out = module(x)
+        found.append((torch.cuda.max_memory_allocated() - start, torch.cuda.memory_allocated() - start))
+        del out, x
+    (peak, kept), (peak_of_modules, kept_by_modules) = found
+    assert peak < peak_of_modules and kept <= kept_by_modules + 2**20
+
+
+def test_docstring_examples():
+    import doctest
+
+    assert doctest.testmod(fused_modules.fused).failed == 0
