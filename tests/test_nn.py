@@ -616,6 +616,9 @@ def test_what_is_not_converted_or_fused():
     assert not pn.convert(model, fuse=False, precision="tf32").converted[0].fused and "forward" not in model.__dict__
     assert model[0].precision == "tf32"
     assert pn.convert(model).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
+    layer = pn.FusedConvBnReLU2d(1, 1, 1)
+    done = pn.convert(torch.nn.Sequential(layer), precision="tf32")
+    assert not done.converted and not done.notes and layer.precision == "tf32" and type(layer.conv) is torch.nn.Conv2d
     layer = torch.nn.Conv2d(1, 1, 1)
     pn.convert(layer)  # a model may be one convolution
     assert type(layer) is pn.Conv2d

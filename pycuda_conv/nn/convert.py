@@ -21,6 +21,7 @@ import torch.fx
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
+from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
 
 _OURS: dict[type, type] = {
@@ -91,7 +92,12 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
     checked_precision(precision)
     found: dict[torch.nn.Module, Converted] = {}
     done = Conversion()
-    for name, module in model.named_modules():
+    ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # which compute all by themselves
+    for layer in ours:
+        layer.precision = precision
+    owned = {part for layer in ours for part in layer.modules()}
+    rest = [(name, module) for name, module in model.named_modules() if module not in owned]
+    for name, module in rest:
         was = type(module)
         if was in _OURS or was in _OURS.values():
             module.__class__ = _OURS.get(was, was)
@@ -100,7 +106,7 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
         elif isinstance(module, tuple(_OURS)):
             done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
     if fuse:
-        for name, module in model.named_modules():
+        for name, module in rest:
             _fuse(name, module, found, done.notes)
     done.converted.extend(found.values())
     return done
