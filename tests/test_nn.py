@@ -531,6 +531,7 @@ def test_what_is_changed_after_the_conversion_counts(where):
     change(lambda model: model[1].bn1.running_mean.add_(1))
     change(lambda model: model[1].conv1.weight.mul_(2))
     change(lambda model: model.load_state_dict({name: t * 1.5 if t.is_floating_point() else t for name, t in model.state_dict().items()}))
+    change(lambda model: (model[1].bn1.running_mean.data.add_(1), pn.convert(model) if model is ours else None))
     change(lambda model: model[1].bn1.register_forward_hook(double))
     change(lambda model: model[1].register_forward_hook(double))
     assert len(seen) == 6  # two of the first change, four of the second

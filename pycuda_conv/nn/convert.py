@@ -98,6 +98,7 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
     owned = {part for layer in ours for part in layer.modules()}
     rest = [(name, module) for name, module in model.named_modules() if module not in owned]
     for name, module in rest:
+        module.__dict__.pop("_scale_and_shift", None)  # see there
         was = type(module)
         if was in _OURS or was in _OURS.values():
             module.__class__ = _OURS.get(was, was)
@@ -118,7 +119,8 @@ def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Conve
     if not (kinds & _CONVOLUTIONS and kinds & _NORMS) or isinstance(module, torch.nn.ModuleList):
         return
     try:
-        if not isinstance(module.__dict__.get("forward", FusedForward), (type, FusedForward)):
+        forward = module.__dict__.get("forward")
+        if not (forward is None or isinstance(forward, FusedForward)):
             raise TypeError("its forward was replaced")
         _, chains = _traced(module)
     except Exception as error:  # whatever a forward does when it is called with a stand-in for its argument
