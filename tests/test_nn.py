@@ -600,6 +600,31 @@ def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
             close(ours(x, other), theirs(x, other), torch.float32)
 
 
+class Misleading(torch.nn.Module):
+    """Modules with the names of functions, and what is written over while a convolution could wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.relu = torch.nn.Conv2d(2, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.LeakyReLU(0.3, inplace=True)
+
+    def forward(self, x):
+        x = x * 1
+        y = self.bn(self.conv(x))
+        y = y + self.relu(x)
+        z = self.bn(self.conv(x))
+        y = y + (z + z)
+        return self.relu(self.bn(self.conv(y)))
+
+
+def test_chains_are_what_they_seem():
+    theirs = Misleading().eval()
+    ours = copy.deepcopy(theirs)
+    assert pn.convert(ours).converted[0].fused == ("bn",)
+    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+
+
 def test_what_is_not_converted_or_fused():
     class Shared(torch.nn.Module):
         def __init__(self):

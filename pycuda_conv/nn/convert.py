@@ -189,6 +189,20 @@ def _calls(module: torch.nn.Module, node: torch.fx.Node, classes: Collection[typ
     )
 
 
+def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
+    """Whether the node calls one of these functions or methods."""
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def _may_wait(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node, until: torch.fx.Node) -> bool:
+    """Whether nothing before that node may write over the convolution's input."""
+    nodes = list(graph.nodes)
+    between = nodes[nodes.index(convolution) + 1 : nodes.index(until)]
+    return all(
+        convolution.args[0] not in node.all_input_nodes or _calls(module, node, _CONVOLUTIONS | _NORMS) for node in between
+    )
+
+
 def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node) -> tuple[str, ...]:
     """Make one call of a convolution and what follows it, if that can be fused; the names of all."""
 
@@ -200,17 +214,18 @@ def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: tor
         return ()
     last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
     following = follower(last)
-    if following is not None and following.target in _SUMS and len(following.args) == 2 and not following.kwargs:
+    if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
         first, second = following.args
         other = second if first is last else first
-        if isinstance(other, torch.fx.Node) and (first is last or following.target not in _IN_PLACE):
+        kept = first is last or following.target not in _IN_PLACE  # the sum is not written over the other operand
+        if isinstance(other, torch.fx.Node) and other is not last and kept and _may_wait(module, graph, convolution, following):
             last, residual = following, other
             names.append("sum")
             following = follower(last)
-    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or following.target in _RELUS):
+    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or _is_one_of(following, _RELUS)):
         last, relu = following, True
         names.append(str(last.target) if last.op == "call_module" else "relu")
-    with graph.inserting_before(last):
+    with graph.inserting_before(convolution if residual is None else last):
         arrays = (convolution.args[0], residual)
         one = graph.call_function(fused, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
     last.replace_all_uses_with(one)
