@@ -627,6 +627,7 @@ class TorchKind(DeviceKind, HostKind):
             torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
         }
         self._plain = {torch.Tensor, torch.nn.Parameter}
+        self._forward_ad = torch.autograd.forward_ad
         self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
         # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -660,10 +661,12 @@ class TorchKind(DeviceKind, HostKind):
     # (a loop over the tensors would take a microsecond)
 
     def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
-        """Whether torch is to give gradients of what is made of these."""
-        return self.torch.is_grad_enabled() and (
-            first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
-            or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
+        """Whether torch is to give gradients of what is made of these, or may be asked to carry them forward, which it refuses."""
+        return self._forward_ad._current_level >= 0 or (
+            self.torch.is_grad_enabled() and (
+                first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
+                or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
+            )
         )
 
     def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:

