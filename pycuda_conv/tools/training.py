@@ -270,7 +270,8 @@ def measure_network(torch: Any, device: Device, seed: int) -> list[Row]:
     apart = abs(loss / torch_loss - 1)
     rates = ", ".join(f"{name} {IMAGES / us * 1e6:.0f} images/s" for name, (us, _) in found.items())
     verdict = "ok" if apart < LOSS_LIMIT else "WRONG"
-    return [Row("resnet50, a batch trained", f"{IMAGES} images 224x224", "fp32", ours_us, torch_us, error=apart, config=rates, verdict=verdict)]
+    text = f"{IMAGES} images 224x224"
+    return [Row("resnet50, a batch trained", text, "fp32", ours_us, torch_us, error=apart, config=rates, verdict=verdict)]
 
 
 # ---- the command
