@@ -218,7 +218,7 @@ def convolutions(torch: Any, model: Any, images: Any) -> list[ConvProblem]:
     def note(module: Any, given: tuple[Any, ...], result: Any) -> None:
         (x,), w = given, module.weight
         asked = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
-        found[ConvProblem.forward(2, x.shape, w.shape, module.bias and module.bias.shape, **asked)] = None
+        found[ConvProblem.forward(2, x.shape, w.shape, None if module.bias is None else module.bias.shape, **asked)] = None
         for of in ("input", "weight")[x is images :]:
             found[ConvProblem.gradient(of, 2, x.shape, w.shape, result.shape, **asked)] = None
 
