@@ -24,7 +24,7 @@ from pycuda_conv.engines.direct import Batched
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
-from pycuda_conv.tools import bench, report, suite, timing, verify
+from pycuda_conv.tools import bench, report, suite, timing, training, verify
 from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import bound, compare, torch_for
 from pycuda_conv.tools.report import BEGIN, END, Row, geometric_mean, quantile
@@ -702,6 +702,27 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
     status, out, err = command(*arguments)
     assert (status, out) == (UNUSABLE, "")
     assert err.count("\n") == 1 and err.endswith("\n") and words in err and err.startswith("pycuda-conv")
+
+
+def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
+    status, out, err = command("bench", "--training", "--list")
+    assert (status, err, out.count("\n")) == (OK, "", 14) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
+    assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
+    for arguments, words in ((("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"), (("--device", "opencl"), "GPU")):
+        status, out, err = command("bench", "--training", *(("--list",) if "--only" in arguments else ()), *arguments)
+        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
+
+
+def test_the_means_of_gradients():
+    rows = [training.Row("gradient by input", "p", "fp32", 1.0, 2.0), training.Row("gradient by weight", "p", "fp32", 1.0, 8.0), training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("a layer", "p", "fp32", 1.0, 100.0)]
+    assert training.means(rows) == {"fp32, gradients": pytest.approx(4), "fp32, gradients by input": pytest.approx(2), "fp32, gradients by weight": pytest.approx(8)}
+
+
+def test_what_a_network_computes_in_training(torch):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=2), torch.nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), torch.nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False))
+    found = training.convolutions(torch, model, torch.randn(2, 3, 9, 9))
+    assert [problem.direction for problem in found] == ["fprop", "wgrad", "fprop", "dgrad", "wgrad"]  # images have no gradient; the last two are one
+    assert found[0].has_bias and found[0].stride == (1, 2, 2) and found[3].groups == 2
 
 
 @pytest.mark.parametrize("missing, arguments", [("torch", ["verify", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pycuda_conv
 from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm
@@ -49,6 +49,8 @@ from pycuda_conv.tools.report import (
 from pycuda_conv.tools.suite import MODES, in_mode, mode_words, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 from pycuda_conv.tools.timing import Effort, gpu_times, host_times, operand_sets, wall_times
+
+T = TypeVar("T")
 
 LARGE_FLOPS = 20e9  # problems above it are compared with the reference in some channels of the result only
 CHECKED_CHANNELS = 64  # so many
@@ -101,18 +103,22 @@ def label(problem: ConvProblem) -> str:
     return str(dataclasses.replace(problem, dtype="float32", precision="fp32", layout="NCHW")).removesuffix(" float32")
 
 
+def matching(only: str | None, items: Sequence[T], text: Callable[[T], str]) -> list[T]:
+    """Those of `items` whose text matches --only."""
+    try:
+        pattern = re.compile(only or "")
+    except re.error as error:
+        raise ToolError(f"--only {only!r} is no regular expression: {error}") from error
+    found = [item for item in items if pattern.search(text(item))]
+    if not found:
+        raise ToolError(f"--only {only!r} matches no problem (--list shows them all)")
+    return found
+
+
 def problems(settings: Settings, backend: str) -> list[ConvProblem]:
     """The problems to measure, as they are in fp32."""
-    try:
-        pattern = re.compile(settings.only or "")
-    except re.error as error:
-        raise ToolError(f"--only {settings.only!r} is no regular expression: {error}") from error
-    chosen = [p for p in suite() if pattern.search(label(p))]
-    if backend == "opencl" and settings.only is None:
-        chosen = [p for p in chosen if p.flops <= PORTABLE_FLOPS]
-    if not chosen:
-        raise ToolError(f"--only {settings.only!r} matches no problem (--list shows them all)")
-    return chosen
+    chosen = matching(settings.only, list(suite()), label)
+    return [p for p in chosen if p.flops <= PORTABLE_FLOPS] if backend == "opencl" and settings.only is None else chosen
 
 
 def list_problems(settings: Settings) -> int:

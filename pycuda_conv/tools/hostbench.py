@@ -6,7 +6,6 @@ same arrays, are warm, and are measured in turn, by the wall clock, until the re
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -258,14 +257,7 @@ def measure_scaling(
 
 def cases(settings: bench.Settings) -> list[HostCase]:
     """The cases whose text matches --only."""
-    try:
-        pattern = re.compile(settings.only or "")
-    except re.error as error:
-        raise ToolError(f"--only {settings.only!r} is no regular expression: {error}") from error
-    found = [case for case in CASES if pattern.search(str(case))]
-    if not found:
-        raise ToolError(f"--only {settings.only!r} matches no problem (--list shows them all)")
-    return found
+    return bench.matching(settings.only, CASES, str)
 
 
 def list_problems(settings: bench.Settings) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-import re
 import secrets
 import sys
 import time
@@ -65,7 +64,7 @@ def gradients(only: str | None) -> list[ConvProblem]:
         for x, w, stride, padding in CONVOLUTIONS:
             y = ConvProblem.forward(len(w) - 2, x, w, stride=stride, padding=padding).result_shape
             found.append(ConvProblem.gradient(of, len(w) - 2, x, w, y, stride=stride, padding=padding))
-    return [problem for problem in found if re.search(only or "", _label(problem))]
+    return bench.matching(only, found, _label)
 
 
 def _label(problem: ConvProblem) -> str:
@@ -306,8 +305,6 @@ def run(settings: bench.Settings) -> int:
     out = console()
     rows: list[Row] = []
     problems = [replace(problem, precision=mode) for mode in MODES for problem in gradients(settings.only)]
-    if not problems and settings.only:
-        raise ToolError(f"--only {settings.only!r} matches no problem (--list shows them all)")
     with bench.cudnn_benchmark(torch, True):
         machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
         machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
