@@ -546,6 +546,8 @@ def gemm_time(problem: ConvProblem, config: Gemm, multiprocessors: int) -> float
     the bytes where a phase writes every other pixel.
     """
     rate = _gemm_rates(problem)[replace(config, SPLIT_K=1)] / multiprocessors * 1e6  # FLOP/us of one multiprocessor
+    if problem.layout == "CNHW":  # whose neighbouring columns lie a plane apart
+        rate /= 3
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)

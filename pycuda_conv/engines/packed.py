@@ -133,7 +133,9 @@ def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
     forward = problem.direction == "fprop"
     # with few channels the innermost taps are folded, or most of each product would be zeros
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
-    for level in range(first, 4 if forward else 1):
+    # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
+    levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
+    for level in range(first, levels):
         folded = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
         size = size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
         count = channels * math.prod(folded)
