@@ -739,6 +739,9 @@ class Simulated(cuda.CudaDevice):
             if not locked:
                 stream.synchronize()
 
+    def compile_all(self, steps):
+        pass
+
     def stage_launcher(self, steps):
         cl = opencl_device()
         launchers = [cl.launcher(step) for step in steps]
