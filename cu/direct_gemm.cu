@@ -23,8 +23,11 @@
 // Layout   X_* and Y_* are the elements from one image, group, channel of a group and pixel to the next: NCHW, channels last, or
 //          with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
 //          images, its images the channels, dy the filter, and y is dw (ConvProblem.launched).
-// Guarded  GUARDED = 1 computes nothing but the images and channels that pack.cu flagged, for the tensor-core kernels: a few
-//          blocks that look at every tile in turn, and leave at once in the usual case that nothing is flagged (CUDA only).
+// Guarded  GUARDED = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
+//          at once in the usual case that pack.cu flagged no image or channel. A tile is computed again if one that belongs to it is
+//          flagged with 2, or with 1 and a result is so small that what its operands' limbs lost can be seen in it. Limbs are off by
+//          at most 2^-36 where the largest is below 2^15, so that a sum of GEMM_K products, scaled back by scale_n * scale_k, is off by
+//          GEMM_K * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(GEMM_K) of a result of 2 sqrt(GEMM_K) * scale_n * scale_k.
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
 //          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
 #include "portable.cuh"
@@ -107,6 +110,8 @@
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
 
+#define KNOWN (!HAS_SCALE && !HAS_RESIDUAL && !RELU)  // the sums can be told from the results
+
 #if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE < 32
 #error "parts of a split sum are floats: OUT_VEC must be 1 for 16-bit arrays"
 #endif
@@ -164,7 +169,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y,
 #if GUARDED
-    const int* image_flags, const int* filter_flags, const long_t n_pixels, const long_t n_blocks) {
+    const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales, const long_t n_pixels,
+    const long_t n_blocks) {
   // the usual case first: nothing is flagged
   int any = 0;
   for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
@@ -185,9 +191,23 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const long_t pixel0 = block / (M_TILES * SPLIT_K * GROUPS) * BLOCK_N;
 #if GUARDED
   any = 0;
-  const long_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
-  for (long_t n = pixel0 / (O * P * Q) + LID_0; n <= (end - 1) / (O * P * Q); n += THREADS) any |= image_flags[n];
-  for (int m = m0 + LID_0; m < m0 + BLOCK_M && m < M; m += THREADS) any |= filter_flags[g * M + m];
+#pragma unroll 8
+  for (int i = LID_0; i < BLOCK_M * BLOCK_N; i += THREADS) {
+    const int m = m0 + i / BLOCK_N;
+    const long_t pixel = pixel0 + i % BLOCK_N;
+    if (m < M && pixel < n_pixels) {
+      const long_t n = pixel / (O * P * Q);
+      const int out = (int)(pixel % (O * P * Q)), flag = image_flags[n] | filter_flags[g * M + m];
+      acc_t sum = 0;
+      if (KNOWN && flag == 1) {
+        sum = LOAD(y, n * Y_IMAGE + (long_t)g * Y_GROUP + (long_t)m * Y_CHANNEL +
+                          ((long_t)OUT_BASE + (long_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL);
+        if (HAS_BIAS) sum -= LOAD(bias, g * M + m);
+      }
+      const float least = 2 * sqrtf((float)GEMM_K) * (image_scales[n] * filter_scales[g * M + m]);
+      any |= flag > 1 || (flag && !(KNOWN && fabsf(sum) >= least));
+    }
+  }
   if (!__syncthreads_or(any)) continue;
 #endif
 

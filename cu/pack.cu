@@ -6,8 +6,9 @@
 // the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
-// Values 2^(28 + SLACK) below the largest, or more, would lose too many bits even so; such an image or channel, and one that
-// holds Inf or NaN or lies outside 2^-60 .. 2^60, is flagged, and direct_gemm.cu computes what depends on it in plain fp32.
+// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
+// direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. One that holds Inf or NaN or whose
+// largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
@@ -84,14 +85,13 @@ struct Extremes {
   }
   __device__ int exponent() const { return (int)(largest >> 23) - 127; }
   __device__ int least() const { return (int)((smallest + 1) >> 23) - 127; }
-  __device__ bool covered() const {
-    return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST && least() >= exponent() - COVERED);
-  }
+  __device__ bool usable() const { return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST); }
+  __device__ int flag() const { return !usable() ? 2 : largest && least() < exponent() - COVERED ? 1 : 0; }
   // whether 2^guess will do; the largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so
   __device__ bool fits(int guess) const {
     return largest == 0 || (exponent() < 15 - guess && exponent() >= -2 - guess && least() >= -14 - guess - SLACK);
   }
-  __device__ float scale() const { return largest && covered() ? power_of_two(14 - exponent()) : 1; }
+  __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };
 
 // The extremes of the whole block, to every thread.
@@ -248,7 +248,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     scale = found.scale();
     if (threadIdx.x == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
-      flags[g * shape.rows_group + row] = !found.covered();
+      flags[g * shape.rows_group + row] = found.flag();
     }
   }
 #endif
@@ -373,9 +373,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
     scales[image] = 1 / scale;
-    flags[image] = !guessed && !found.covered();
+    flags[image] = guessed ? 0 : found.flag();
   }
-  if (guessed || !found.covered()) return;
+  if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
     pack_tile(x, packed, shape, image, (int)tile, scale);
@@ -392,8 +392,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extrem
     const int guess = guess_of(guesses, image);
     const bool guessed = found.fits(guess);
     scales[image] = 1 / (guessed ? power_of_two(guess) : found.scale());
-    again[image] = !guessed && found.covered();
-    flags[image] = !guessed && !found.covered();
+    again[image] = !guessed && found.usable();
+    flags[image] = guessed ? 0 : found.flag();
   }
 }
 #endif

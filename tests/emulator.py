@@ -113,15 +113,19 @@ class Extremes:
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
         return cls(int(bits.max(initial=0)), int(bits[bits > 0].min()) if bits.any() else 2**32, slack)
 
-    def covered(self) -> bool:
-        finite = self.largest < 0x7F800000 and abs(self.exponent) <= 60
-        return self.largest == 0 or (finite and self.least >= self.exponent - 28 - self.slack)
+    def usable(self) -> bool:
+        return self.largest == 0 or (self.largest < 0x7F800000 and abs(self.exponent) <= 60)
+
+    def flag(self) -> int:
+        if not self.usable():
+            return 2
+        return int(self.largest > 0 and self.least < self.exponent - 28 - self.slack)
 
     def fits(self, guess: int) -> bool:
         return self.largest == 0 or (-2 - guess <= self.exponent < 15 - guess and self.least >= -14 - guess - self.slack)
 
     def scale(self) -> float:
-        return 2.0 ** (14 - self.exponent) if self.largest and self.covered() else 1.0
+        return 2.0 ** (14 - self.exponent) if self.largest and self.usable() else 1.0
 
 
 def split(values: np.ndarray, scale: float, limbs: int, dtype: str) -> list[np.ndarray]:
@@ -154,7 +158,7 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
         found = Extremes.of(inside(w, first + c * s.w_c + tap), define["SLACK"])
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
-        store(memory.view(flags, "int32"), group * s.rows_group + row, not found.covered())
+        store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
     tap, j = np.divmod(np.arange(s.taps * s.channel_blocks * kc), s.channel_blocks * kc)
     fold, c = np.divmod(j, channels)
     ok = (fold < folds) & real
@@ -259,8 +263,8 @@ def settle_images(step, memory: Memory) -> None:
         scale = 2.0**guess if guessed else found.scale()
         if piece == 0:
             store(memory.view(scales, "float32"), image, 1 / scale)
-            store(memory.view(flags, "int32"), image, not guessed and not found.covered())
-        if not guessed and found.covered():
+            store(memory.view(flags, "int32"), image, 0 if guessed else found.flag())
+        if not guessed and found.usable():
             for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
                 image_tile(step, s, memory, source, packed, image, tile, scale)
 
@@ -274,8 +278,8 @@ def settle_scales(step, memory: Memory) -> None:
         guess = guess_of(step, memory, guesses, image)
         guessed = found.fits(guess)
         store(memory.view(scales, "float32"), image, 1 / (2.0**guess if guessed else found.scale()))
-        store(memory.view(again, "int32"), image, not guessed and found.covered())
-        store(memory.view(flags, "int32"), image, not guessed and not found.covered())
+        store(memory.view(again, "int32"), image, not guessed and found.usable())
+        store(memory.view(flags, "int32"), image, 0 if guessed else found.flag())
 
 
 # ---- tensor maps
@@ -565,10 +569,10 @@ def direct_reduce(step, memory: Memory) -> None:
 
 
 def direct_gemm(step, memory: Memory) -> None:
-    """The guarded kernel: flagged images and channels alone, by the formula at its head."""
+    """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
     assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, image_flags, filter_flags = step.buffers
+    source, filters, bias, scale, residual, y, image_flags, filter_flags, image_scales, filter_scales = step.buffers
     kind = ELEMENT[d.DTYPE]
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     pixel = np.arange(n_pixels)
@@ -576,7 +580,7 @@ def direct_gemm(step, memory: Memory) -> None:
     o, p, q = inner // (d.P * d.Q), inner // d.Q % d.P, inner % d.Q
     images = inside(memory.view(image_flags, "int32"), np.arange(n_pixels // (d.O * d.P * d.Q)))
     channels = inside(memory.view(filter_flags, "int32"), np.arange(d.GROUPS * d.M))
-    assert np.isin(images, (0, 1)).all() and np.isin(channels, (0, 1)).all(), "flags that nobody has written"
+    assert np.isin(images, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
     if not images.any() and not channels.any():
         return
     c, m = np.arange(d.CRED), np.arange(d.M)
@@ -592,7 +596,14 @@ def direct_gemm(step, memory: Memory) -> None:
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
             at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
             total = finished(step.defines, memory, kind, total, scale, bias, residual, g * d.M + m[:, None], at)
-            wanted = (images[image] | channels[g * d.M + m][:, None]) > 0
+            flags, written = images[image] | channels[g * d.M + m][:, None], inside(out, at).astype(float)
+            if d.HAS_BIAS:
+                written = written - inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
+            scales = inside(memory.view(image_scales, "float32"), image) * inside(memory.view(filter_scales, "float32"), g * d.M + m)[:, None]
+            seen = np.abs(written) >= 2 * math.sqrt(0 if d.EMPTY else d.CRED * d.T * d.R * d.S) * scales
+            if d.HAS_SCALE or d.HAS_RESIDUAL or d.RELU:
+                seen = np.zeros_like(seen)
+            wanted = (flags > 1) | ((flags > 0) & ~seen)
             store(out, at[wanted], total[wanted].astype(kind))
 
 

@@ -8,7 +8,7 @@ turns it into launches.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
@@ -416,15 +416,16 @@ def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int], 
     return Step("direct_reduce", defines, ceil(size, 256 * each), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
 
 
-def guarded(
-    problem: ConvProblem, image_flags: int | tuple[int, int], filter_flags: int | tuple[int, int], multiprocessors: int
-) -> list[Step]:
-    """Launches that compute the flagged images and channels of `problem`, and nothing else: see ``direct_gemm.cu``."""
+def guarded(problem: ConvProblem, found: Sequence[int | tuple[int, int]], multiprocessors: int) -> list[Step]:
+    """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
+
+    `found`: where the flags of images and filters lie, and their scales.
+    """
     launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1))
     return [
         replace(
             step, defines={**step.defines, "GUARDED": 1}, grid=min(step.grid, 2 * multiprocessors),
-            buffers=(*step.buffers, image_flags, filter_flags), scalars=(*step.scalars, step.grid),
+            buffers=(*step.buffers, *found), scalars=(*step.scalars, step.grid),
         )
         for step in launches[0]
     ]

@@ -194,7 +194,8 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     stages = [[multiply(guesses, 0)], [settle], [multiply(scales, 1)]]
     if images.sampled:
         stages.insert(0, [sample_step(images, INPUT, guesses)])
-    stages += [[step] for step in direct.guarded(problem, flags, filters.w_flags, multiprocessors)]
+    found = flags, filters.w_flags, scales, filters.w_scales
+    stages += [[step] for step in direct.guarded(problem, found, multiprocessors)]
     return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, redoes=True)
 
 

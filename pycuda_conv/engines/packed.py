@@ -394,7 +394,8 @@ def assemble(
         after.append([direct.reduce_step(problem, split, target, problem.stride if apart(problem) else (1, 1, 1))])
     wide = problem.dtype == "float32"
     if wide:
-        after += [[step] for step in direct.guarded(problem, operands.x_flags, operands.w_flags, multiprocessors)]
+        found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
+        after += [[step] for step in direct.guarded(problem, found, multiprocessors)]
     return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes, wide)
 
 
