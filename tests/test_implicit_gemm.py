@@ -937,6 +937,23 @@ def test_what_is_not_finite_reaches_its_own_results_only_on_the_gpu(torch, run):
     check_not_finite(case, mode, lambda *arrays: Arrays(torch, plan, *arrays).launch())
 
 
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+@pytest.mark.parametrize("case", [WIDE, BACK], ids=str)
+def test_a_few_small_values_do_not_make_an_image_be_computed_again(case, mode):
+    """Gradients have them in nearly every image; what they lose can't be seen in the results beside larger ones."""
+    x, w, _ = case.normals("float32", seed=8)
+    x[:, 0, 2, 3], x[:, 3, 1, 1] = 1e-20, -1e-15
+    mended: list = []
+    got = emulated(case, mode, (x, w, None), ImplicitGemm(64, 32, 2), keep=False, mended=mended)
+    assert mended[0] < 0.01 * got.size
+    check_range(case, mode, x, w, got, "a few small values")
+    mended.clear()
+    x[1] *= 2.0**-45
+    x[1, 0, 0, 0] = 1  # beside it nothing but small values: most results are
+    emulated(case, mode, (x, w, None), ImplicitGemm(64, 32, 2), keep=False, mended=mended)
+    assert mended[0] > 0.5 * got[1].size
+
+
 # ---- through the public functions
 
 PUBLIC = [
