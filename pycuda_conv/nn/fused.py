@@ -5,10 +5,9 @@ input, the filter and the convolution's result y, but neither the normalised y n
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
 They are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
-``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, which cost ten times as
-much of the host's time. A forward pass with gradients takes two of these: the statistics, which change the running ones and have no
-gradient of their own, and the layer as a function of input, filter and parameters, which has all of it. What is computed is
-written once, for both.
+``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, whose dispatch takes the
+host longer than all the rest. A forward pass with gradients takes two of these: the statistics, which change the running ones and
+have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it.
 
 S. Ioffe and C. Szegedy, 'Batch normalization: accelerating deep network training by reducing internal covariate shift' (2015).
 """
@@ -169,11 +168,9 @@ def _backward(
     order = channels_last(y.dim(), y.dim() - 2) if last else None
     y = _kind.ready(y, order)  # saved tensors may come back otherwise than they were saved
     dy, sums = _empty(y.shape, y, last), _new_statistics(y)
-    _launch(
-        # a copy of dout must be gone when the convolution's gradients take their memory
-        batch_norm.backward, _kind.signature(y), layout,
-        (y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y)), (dy, sums), how.relu, how.of_batch,
-    )
+    given = (y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
+    _launch(batch_norm.backward, _kind.signature(y), layout, given, (dy, sums), how.relu, how.of_batch)
+    del given  # a copy of dout must be gone when the convolution's gradients take their memory
     dx = dweight = None
     if of_x:
         dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
@@ -222,16 +219,16 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(*given, how.in_integers())
     else:
         dx, dweight, sums = _backward(*given, how)
-    of_beta_, of_gamma_ = sums.unbind()
+    dbeta, dgamma = sums.unbind()
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
-            dbias = torch.zeros_like(of_beta_, dtype=ctx.bias_dtype)
+            dbias = torch.zeros_like(dbeta, dtype=ctx.bias_dtype)
         else:
-            dbias = (of_beta_ * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
+            dbias = (dbeta * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
     return (
-        dx if of_x else None, dweight if of_weight else None, dbias, of_gamma_.to(gamma.dtype) if of_gamma else None,
-        of_beta_.to(beta.dtype) if of_beta else None,
+        dx if of_x else None, dweight if of_weight else None, dbias, dgamma.to(gamma.dtype) if of_gamma else None,
+        dbeta.to(beta.dtype) if of_beta else None,
     )
 
 
@@ -295,8 +292,8 @@ def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, st
 
 
 def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *arrays, how = inputs
-    _save(ctx, *arrays, _How.of(how))
+    x, weight, bias, gamma, beta, y, statistics, how = inputs
+    _save(ctx, x, weight, bias, gamma, beta, y, statistics, _How.of(how))
 
 
 def _operator_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
