@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from pycuda_conv import ops
 from pycuda_conv.arrays import Signature
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _cast, _differentiated, _kind, _layout, _traced
+from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _cast, _differentiated, _empty_like, _kind, _layout, _traced
 from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
@@ -68,18 +68,14 @@ class _How(NamedTuple):
 # ---- what is computed
 
 
-def _is_last(x: Tensor) -> bool:
-    """Whether `x` counts as channels last, as :mod:`pycuda_conv.arrays` says."""
-    return _layout(x, x.dim() - 2) == "NHWC"
+#: The axes of an array as they lie in memory, outermost first; None for C order.
+_Order = tuple[int, ...] | None
 
 
-def _turned(x: Tensor) -> Tensor:
-    """`x`, copied where need be, so that its channels lie last."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
-
-
-def _empty(shape: Sequence[int], like: Tensor, last: bool) -> Tensor:
-    return like.new_empty((shape[0], *shape[2:], shape[1])).movedim(-1, 1) if last else like.new_empty(shape)
+def _order(x: Tensor) -> _Order:
+    """That in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+    ndim = x.dim() - 2
+    return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
 
 def _sums_dtype(y: Tensor) -> torch.dtype:
@@ -95,13 +91,13 @@ def _like_sums(parameter: Tensor | None, y: Tensor) -> Tensor | None:
 
 
 @lru_cache(maxsize=1024)
-def _compiled(maker: batch_norm.Maker, like: Signature, layout: str, *options: Any) -> tuple[Device, Launcher, int] | None:
+def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options: Any) -> tuple[Device, Launcher, int] | None:
     """Where what `maker` makes for arrays (N, K, *size) of that signature runs, and that compiled; None for arrays without elements."""
     shape, dtype, _ = like
     if not math.prod(shape):
         return None
     device = _kind.device(like, None)
-    pixels = batch_norm.Pixels(_kind.dtype_name(dtype), layout, shape[0], shape[1], math.prod(shape[2:]))
+    pixels = batch_norm.Pixels(_kind.dtype_name(dtype), "NHWC" if order else "NCHW", shape[0], shape[1], math.prod(shape[2:]))
     return device, *batch_norm.compiled(maker, pixels, device, *options)
 
 
@@ -109,9 +105,9 @@ caches.append(_compiled)
 
 
 def _launch(
-    maker: batch_norm.Maker, like: Signature, layout: str, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any
+    maker: batch_norm.Maker, like: Signature, order: _Order, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any
 ) -> None:
-    found = _compiled(maker, like, layout, *options)
+    found = _compiled(maker, like, order, *options)
     if found is not None:
         device, launch, workspace = found
         _kind.run(device, launch, inputs, outs, workspace)
@@ -140,8 +136,7 @@ def _statistics(
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
         return y, statistics
     new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
-    signature, layout = _kind.signature(y), _layout(y, y.dim() - 2)
-    _launch(batch_norm.statistics, signature, layout, (y, tracked), (mean, invstd, new_mean, new_var), eps, momentum)
+    _launch(batch_norm.statistics, _kind.signature(y), _order(y), (y, tracked), (mean, invstd, new_mean, new_var), eps, momentum)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
     if running_var is not None and new_var is not None and new_var is not running_var:
@@ -151,10 +146,10 @@ def _statistics(
 
 def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
     """The layer's result, given what :func:`_statistics` found."""
-    layout = _layout(y, y.dim() - 2)
-    out = _empty(y.shape, y, layout == "NHWC")
+    order = _order(y)
+    out: Tensor = _kind.empty(y.shape, y, None, order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
-    _launch(batch_norm.forward, _kind.signature(y), layout, given, (out,), relu)
+    _launch(batch_norm.forward, _kind.signature(y), order, given, (out,), relu)
     return out
 
 
@@ -163,19 +158,17 @@ def _backward(
     of_weight: bool, how: _How,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The gradients of input and filter, where asked for, and of beta and gamma as one array (2, K)."""
-    layout = _layout(y, y.dim() - 2)
-    last = layout == "NHWC"
-    order = channels_last(y.dim(), y.dim() - 2) if last else None
+    order = _order(y)
     y = _kind.ready(y, order)  # saved tensors may come back otherwise than they were saved
-    dy, sums = _empty(y.shape, y, last), _new_statistics(y)
+    dy, sums = _kind.empty(y.shape, y, None, order), _new_statistics(y)
     given = (y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
-    _launch(batch_norm.backward, _kind.signature(y), layout, given, (dy, sums), how.relu, how.of_batch)
+    _launch(batch_norm.backward, _kind.signature(y), order, given, (dy, sums), how.relu, how.of_batch)
     del given  # a copy of dout must be gone when the convolution's gradients take their memory
     dx = dweight = None
     if of_x:
         dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
-        if _is_last(x) != last:
-            dx = dx.contiguous() if last else _turned(dx)
+        if (wanted := _order(x)) != order:
+            dx = _kind.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight:
         dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
     return dx, dweight, sums
@@ -187,9 +180,9 @@ def _inference(
 ) -> Tensor:
     """The layer with the running statistics, without gradients."""
     channels = weight.shape[0]
-    scale, shift = x.new_empty((2, channels)).unbind()
+    scale, shift = x.new_empty(channels), x.new_empty(channels)
     given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
-    _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), "NCHW", given, (scale, shift), eps)
+    _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
     ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
     return ops._convolve(
         False, ndim, x, weight, shift, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, scale, None,
@@ -268,7 +261,8 @@ def _fused_statistics(
 def _(
     x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float, how: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    y = _empty(CONV.shape(_How.of(how).settings, x.shape, weight.shape, ()), x, _is_last(x))
+    settings = _How.of(how).settings
+    y = _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim)
     return y, _new_statistics(y)
 
 
@@ -282,13 +276,13 @@ def _fused_conv_bn_relu(
     how: Sequence[int],
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    y = _kind.ready(y, channels_last(y.dim(), y.dim() - 2) if _is_last(y) else None)  # as a compiler of torch's may have laid it out
+    y = _kind.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
     return _normalised(y, statistics, gamma, beta, _How.of(how).relu)
 
 
 @_fused_conv_bn_relu.register_fake
 def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, how: Any) -> Tensor:
-    return _empty(y.shape, y, _is_last(y))
+    return cast(Tensor, _empty_like(y, y.shape, y.dim() - 2))
 
 
 def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -322,7 +316,7 @@ def _fused_conv_bn_relu_backward(
 def _(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = _empty(x.shape, x, _is_last(x)) if of_x else x.new_empty(0)
+    dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
     return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
 
 
@@ -352,7 +346,8 @@ def _fused_inference(
 def _(
     x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, how: Sequence[int]
 ) -> Tensor:
-    return _empty(CONV.shape(_How.of(how).settings, x.shape, weight.shape, ()), x, _is_last(x))
+    settings = _How.of(how).settings
+    return cast(Tensor, _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim))
 
 
 # ---- the modules
