@@ -680,6 +680,18 @@ def test_compiled_as_one_graph(place, name, dynamic):
         assert torch.equal(fused(x), graph(x))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+def test_traced_by_jit(place, grad):
+    """What is recorded are operators, which compute something of another input too."""
+    layer = LAYERS["channels last"]
+    fused, _ = layer.pair("float32", place)
+    x, other = (layer.input("float32", place, seed).detach() for seed in (0, 1))
+    with torch.set_grad_enabled(grad):
+        for module in (fused.eval(), fused_modules.Conv2d(4, 8, 3).to(place)):
+            assert torch.equal(torch.jit.trace(module, x, check_trace=False)(other), module(other))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_autocast(place, dtype):
     layer = LAYERS["channels last"]

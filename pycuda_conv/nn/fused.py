@@ -4,7 +4,7 @@ In training each forward pass is the convolution, its statistics and one pass ov
 input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
-They are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
+Layers are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
 ``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, whose dispatch takes the
 host longer than all the rest. A forward pass with gradients takes two of these: the statistics, which change the running ones and
 have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it.
@@ -66,7 +66,6 @@ class _How(NamedTuple):
 
 
 # ---- what is computed
-
 
 #: The axes of an array as they lie in memory, outermost first; None for C order.
 _Order = tuple[int, ...] | None
@@ -212,17 +211,15 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(*given, how.in_integers())
     else:
         dx, dweight, sums = _backward(*given, how)
-    dbeta, dgamma = sums.unbind()
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
-            dbias = torch.zeros_like(dbeta, dtype=ctx.bias_dtype)
+            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
         else:
-            dbias = (dbeta * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
-    return (
-        dx if of_x else None, dweight if of_weight else None, dbias, dgamma.to(gamma.dtype) if of_gamma else None,
-        dbeta.to(beta.dtype) if of_beta else None,
-    )
+            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
+    dgamma = sums[1].to(gamma.dtype) if of_gamma else None
+    dbeta = sums[0].to(beta.dtype) if of_beta else None
+    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta
 
 
 class _Function(torch.autograd.Function):
