@@ -670,10 +670,11 @@ class TorchKind(DeviceKind, HostKind):
         )
 
     def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
-        """Whether the call is compiled, transformed or seen by a mode, or the tensors are not plain ones with numbers."""
+        """Whether the call is compiled, traced, transformed or seen by a mode, or the tensors are not plain ones with numbers."""
         c, plain = self.torch._C, self._plain
         return (
             self.torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
+            or c._get_tracing_state() is not None  # torch.jit.trace
             or type(first) not in plain or type(second) not in plain or (bias is not None and type(bias) not in plain)
             or (scale is not None and type(scale) not in plain) or (residual is not None and type(residual) not in plain) or first.is_meta
         )

@@ -71,7 +71,10 @@ caches += _plan, _gradient_plan
 def _key(name: str, value: Any) -> Any:
     """An argument made of integers in the one hashable form of its value: an int, a word, or a tuple of those."""
     if isinstance(value, (list, tuple)):
-        return tuple(_key(name, v) for v in value)
+        for v in value:  # mostly ints, which take no time in such a loop
+            if v.__class__ is not int:
+                return tuple([_key(name, v) for v in value])
+        return tuple(value)
     return value if isinstance(value, str) else integer(name, value)
 
 
@@ -136,7 +139,15 @@ def _gradient(
     if device is not None:
         device = get_device(device)
     size = _key(f"{of}_size", size)
-    rest = (_key("stride", stride), _key("padding", padding), _key("dilation", dilation), _key("groups", groups), precision)
+    if stride.__class__ is not int:
+        stride = _key("stride", stride)
+    if padding.__class__ is not int:
+        padding = _key("padding", padding)
+    if dilation.__class__ is not int:
+        dilation = _key("dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _key("groups", groups)
+    rest = stride, padding, dilation, groups, precision
     if not recorded:
         recorder = kind.recorder(first, second, None, None, None, out is None and stream is None)
         if recorder is not None:

@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 from pycuda_conv.errors import ConvArgumentError
@@ -90,6 +91,7 @@ def padding_in_numbers(
     return tuple((total // 2, total - total // 2) for total in totals)
 
 
+@lru_cache
 def channels_last(axes: int, ndim: int) -> tuple[int, ...] | None:
     """The axes of an array, which has so many, of them `ndim` spatial, with its channels last; None if there can't be channels."""
     channels = axes - ndim - 1

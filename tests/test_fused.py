@@ -479,6 +479,32 @@ def test_twice_gives_the_same_bits(place):
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("name", ["general", "without affine", "without tracking", "cumulative", "channels last", "1-d, groups, channels last"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
+    """As the calls without them, which are the rule."""
+    layer, module, found = LAYERS[name], fused_modules.fused, []
+    for traced in (False, True):
+        with monkeypatch.context() as patch:
+            if traced:
+                patch.setattr(module, "_traced", lambda *tensors: True)
+            else:
+                patch.setattr(module._How, "in_integers", lambda self: pytest.fail("an operator is called"))
+            fused, _ = layer.pair(dtype, place)
+            results = []
+            for seed, training in enumerate((True, True, False)):
+                x = layer.input(dtype, place, seed)
+                versions = [b._version for b in fused.buffers()]
+                out = fused.train(training)(x)
+                assert not training or all(b._version > old for b, old in zip(fused.buffers(), versions, strict=True))
+                out.square().sum().backward()
+                results += out, x.grad
+            with torch.no_grad():
+                results += fused(x), fused.train()(x)
+            found.append([*results, *(p.grad for p in fused.parameters()), *fused.buffers()])
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(*found, strict=True))
+
+
 def test_a_batch_of_one_value_a_channel_is_refused_as_by_torch(place):
     fused = CLASSES[2](5, 17, 3).to(place)
     with pytest.raises(ValueError, match=r"Expected more than 1 value per channel when training, got input size torch.Size\(\[1, 17, 1, 1\]\)"):
@@ -652,6 +678,18 @@ def test_compiled_as_one_graph(place, name, dynamic):
                 assert torch.equal(one, two) and (one.grad is None or torch.equal(one.grad, two.grad))
     with torch.no_grad():
         assert torch.equal(fused(x), graph(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("grad", [True, False])
+def test_traced_by_jit(place, grad):
+    """What is recorded are operators, which compute something of another input too."""
+    layer = LAYERS["channels last"]
+    fused, _ = layer.pair("float32", place)
+    x, other = (layer.input("float32", place, seed).detach() for seed in (0, 1))
+    with torch.set_grad_enabled(grad):
+        for module in (fused.eval(), fused_modules.Conv2d(4, 8, 3).to(place)):
+            assert torch.equal(torch.jit.trace(module, x, check_trace=False)(other), module(other))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -327,9 +327,14 @@ def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *fl
     settings = _from_flat(*flat)
     _check(operator, settings, first, second, bias, None, None, size, None)
     shape = operator.shape(settings, first.shape, second.shape, size)
-    if operator is CONV_WEIGHT or _layout(first, settings.ndim) == "NCHW":
+    return first.new_empty(shape) if operator is CONV_WEIGHT else _empty_like(first, shape, settings.ndim)
+
+
+def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
+    """A tensor of that shape, whose sizes may be symbols, in the layout that `first` counts as."""
+    if _layout(first, ndim) == "NCHW":
         return first.new_empty(shape)
-    order = channels_last(len(shape), settings.ndim)
+    order = channels_last(len(shape), ndim)
     assert order is not None
     return first.new_empty([shape[axis] for axis in order]).permute([order.index(axis) for axis in range(len(order))])
 

@@ -4,9 +4,10 @@ In training each forward pass is the convolution, its statistics and one pass ov
 input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
-Under the modules are operators of torch's, ``torch.ops.pycuda_conv.fused_*``, so that autograd, ``torch.compile`` and graph
-captures see what they need. A forward pass with gradients takes two: the statistics, which change the running ones and have no
-gradient of their own, and the layer as a function of input, filter and parameters, which has all of it.
+Layers are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
+``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, whose dispatch takes the
+host longer than all the rest. A forward pass with gradients takes two of these: the statistics, which change the running ones and
+have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it.
 
 S. Ioffe and C. Szegedy, 'Batch normalization: accelerating deep network training by reducing internal covariate shift' (2015).
 """
@@ -15,69 +16,65 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
 from pycuda_conv import ops
-from pycuda_conv.arrays import kind_of
+from pycuda_conv.arrays import Signature
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _cast, _differentiated, _empty_like, _kind, _layout, _traced
 from pycuda_conv.problem import PRECISIONS, channels_last
+from pycuda_conv.runtime import Device
+from pycuda_conv.runtime.base import Launcher
+from pycuda_conv.tune import caches
 
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 
-# ---- what the operators do
-
 
 class _How(NamedTuple):
-    """What a layer is besides its arrays. Operators take it as integers: their arguments cost the host time, the more the more."""
+    """What a layer is besides its arrays."""
 
     relu: bool
     #: whether the statistics are the batch's
     of_batch: bool
-    precision: str
-    groups: int
-    stride: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
+    #: of the convolution, in numbers
+    settings: Settings
+
+    def in_integers(self) -> list[int]:
+        """As operators take it, whose arguments cost the host time, the more the more.
+
+        They are relu, of_batch, number of the precision, groups, then axis by axis stride, padding before and after, dilation.
+        """
+        _, strides, paddings, dilations, groups, precision, *_ = self.settings
+        how = [int(self.relu), int(self.of_batch), PRECISIONS.index(precision), groups]
+        for stride, padding, dilation in zip(strides, paddings, dilations, strict=True):
+            how += stride, *padding, dilation
+        return how
 
     @classmethod
     def of(cls, how: Sequence[int]) -> _How:
-        """From relu, of_batch, number of the precision, groups, then axis by axis stride, padding before and after, dilation."""
+        """The way back."""
         relu, of_batch, precision, groups, *axes = how
-        padding = tuple(zip(axes[1::4], axes[2::4], strict=True))
-        return cls(bool(relu), bool(of_batch), PRECISIONS[precision], groups, tuple(axes[::4]), padding, tuple(axes[3::4]))
-
-    def convolution(self, of: str = "") -> Any:
-        """The convolution as a function of arrays; its gradients `of` ``"_input"`` and ``"_weight"``."""
-        options = {
-            "stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups, "precision": self.precision,
-        }
-        return partial(getattr(ops, f"conv{len(self.stride)}d{of}"), **options)
+        stride, padding, dilation = tuple(axes[::4]), tuple(zip(axes[1::4], axes[2::4], strict=True)), tuple(axes[3::4])
+        settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
+        return cls(bool(relu), bool(of_batch), settings)
 
 
-def _result_shape(x: Tensor, weight: Tensor, how: Sequence[int]) -> tuple[int, ...]:
-    _, _, _, _, stride, padding, dilation = _How.of(how)
-    size = (
-        (n + before + after - d * (f - 1) - 1) // s + 1
-        for n, f, s, (before, after), d in zip(x.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
-    )
-    return (x.shape[0], weight.shape[0], *size)
+# ---- what is computed
+
+#: The axes of an array as they lie in memory, outermost first; None for C order.
+_Order = tuple[int, ...] | None
 
 
-def _is_last(x: Tensor) -> bool:
-    """Whether `x` counts as channels last, as :mod:`pycuda_conv.arrays` says."""
-    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
-
-
-def _empty(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Of the type and in the layout of `x`."""
-    if not _is_last(x):
-        return x.new_empty(shape)
-    return x.new_empty((shape[0], *shape[2:], shape[1])).movedim(-1, 1)
+def _order(x: Tensor) -> _Order:
+    """That in which `x` counts as lying, as :mod:`pycuda_conv.arrays` says: C order or channels last."""
+    ndim = x.dim() - 2
+    return None if _layout(x, ndim) == "NCHW" else channels_last(ndim + 2, ndim)
 
 
 def _sums_dtype(y: Tensor) -> torch.dtype:
@@ -86,40 +83,162 @@ def _sums_dtype(y: Tensor) -> torch.dtype:
 
 
 def _like_sums(parameter: Tensor | None, y: Tensor) -> Tensor | None:
-    return None if parameter is None else parameter.to(_sums_dtype(y)).contiguous()
+    dtype = _sums_dtype(y)
+    if parameter is None or (parameter.dtype is dtype and parameter.is_contiguous()):
+        return parameter
+    return parameter.to(dtype).contiguous()
+
+
+@lru_cache(maxsize=1024)
+def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options: Any) -> tuple[Device, Launcher, int] | None:
+    """Where what `maker` makes for arrays (N, K, *size) of that signature runs, and that compiled; None for arrays without elements."""
+    shape, dtype, _ = like
+    if not math.prod(shape):
+        return None
+    device = _kind.device(like, None)
+    pixels = batch_norm.Pixels(_kind.dtype_name(dtype), "NHWC" if order else "NCHW", shape[0], shape[1], math.prod(shape[2:]))
+    return device, *batch_norm.compiled(maker, pixels, device, *options)
+
+
+caches.append(_compiled)
 
 
 def _launch(
-    maker: batch_norm.Maker, like: Tensor, shape: Sequence[int], inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None],
-    *options: Any,
+    maker: batch_norm.Maker, like: Signature, order: _Order, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any
 ) -> None:
-    """Run what `maker` makes for arrays (N, K, *size) of that shape, of the dtype and layout of `like`."""
-    if not math.prod(shape):
-        return
-    kind = kind_of("an array", like)
-    device = kind.device(kind.signature(like), None)
-    layout = "NHWC" if _is_last(like) else "NCHW"
-    pixels = batch_norm.Pixels(kind.dtype_name(like.dtype), layout, shape[0], shape[1], math.prod(shape[2:]))
-    launch, workspace = batch_norm.compiled(maker, pixels, device, *options)
-    kind.run(device, launch, inputs, outs, workspace)
-
-
-def _as(y: Tensor, array: Tensor) -> Tensor:
-    """`array`, of the shape of `y`, as kernels can read it, in the layout that `y` counts as."""
-    order = channels_last(y.dim(), y.dim() - 2) if _is_last(y) else None
-    return cast(Tensor, kind_of("array", array).ready(array, order))
-
-
-def _normalise(y: Tensor, statistics: Sequence[Tensor], gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
-    y = _as(y, y)
-    out = _empty(y, y.shape)
-    _launch(batch_norm.forward, y, y.shape, (y, *statistics, _like_sums(gamma, y), _like_sums(beta, y)), (out,), relu)
-    return out
+    found = _compiled(maker, like, order, *options)
+    if found is not None:
+        device, launch, workspace = found
+        _kind.run(device, launch, inputs, outs, workspace)
 
 
 def _new_statistics(y: Tensor) -> Tensor:
-    make = torch.empty if y.numel() else torch.zeros
-    return make((2, y.shape[1]), dtype=_sums_dtype(y), device=y.device)
+    make = y.new_empty if y.numel() else y.new_zeros
+    return make((2, y.shape[1]), dtype=_sums_dtype(y))
+
+
+def _statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
+    momentum: float, eps: float, how: _How,
+) -> tuple[Tensor, Tensor]:
+    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
+
+    Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
+    the mean over batches.
+    """
+    y = CONV.compute(how.settings, x, weight, bias, ())
+    statistics = _new_statistics(y)
+    mean, invstd = statistics.unbind()
+    if not how.of_batch:
+        assert running_mean is not None and running_var is not None
+        mean.copy_(running_mean)
+        torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
+        return y, statistics
+    new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
+    _launch(batch_norm.statistics, _kind.signature(y), _order(y), (y, tracked), (mean, invstd, new_mean, new_var), eps, momentum)
+    if running_mean is not None and new_mean is not None and new_mean is not running_mean:
+        running_mean.copy_(new_mean)
+    if running_var is not None and new_var is not None and new_var is not running_var:
+        running_var.copy_(new_var)
+    return y, statistics
+
+
+def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
+    """The layer's result, given what :func:`_statistics` found."""
+    order = _order(y)
+    out: Tensor = _kind.empty(y.shape, y, None, order)
+    given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
+    _launch(batch_norm.forward, _kind.signature(y), order, given, (out,), relu)
+    return out
+
+
+def _backward(
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
+    of_weight: bool, how: _How,
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """The gradients of input and filter, where asked for, and of beta and gamma as one array (2, K)."""
+    order = _order(y)
+    y = _kind.ready(y, order)  # saved tensors may come back otherwise than they were saved
+    dy, sums = _kind.empty(y.shape, y, None, order), _new_statistics(y)
+    given = (y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
+    _launch(batch_norm.backward, _kind.signature(y), order, given, (dy, sums), how.relu, how.of_batch)
+    del given  # a copy of dout must be gone when the convolution's gradients take their memory
+    dx = dweight = None
+    if of_x:
+        dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
+        if (wanted := _order(x)) != order:
+            dx = _kind.empty(x.shape, x, None, wanted).copy_(dx)
+    if of_weight:
+        dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
+    return dx, dweight, sums
+
+
+def _inference(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
+    eps: float, how: _How,
+) -> Tensor:
+    """The layer with the running statistics, without gradients."""
+    channels = weight.shape[0]
+    scale, shift = x.new_empty(channels), x.new_empty(channels)
+    given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
+    _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
+    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
+    return ops._convolve(
+        False, ndim, x, weight, shift, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, scale, None,
+        "relu" if how.relu else None, True,
+    )
+
+
+# ---- the two ways
+
+
+def _save(
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
+    how: _How,
+) -> None:
+    ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+    ctx.save_for_backward(x, weight, gamma, beta, y, statistics)
+
+
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    """By x, weight, bias, gamma and beta."""
+    x, weight, gamma, beta, y, statistics = ctx.saved_tensors
+    of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
+    how, given = ctx.how, (dout, x, weight, gamma, beta, y, statistics, of_x, of_weight)
+    dx: Tensor | None
+    dweight: Tensor | None
+    if torch.is_grad_enabled() or _traced(x, weight, gamma, beta, dout):  # the operator refuses the gradients of gradients
+        dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(*given, how.in_integers())
+    else:
+        dx, dweight, sums = _backward(*given, how)
+    dbias = None
+    if of_bias:
+        if how.of_batch:  # whose mean takes a bias away again
+            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
+        else:
+            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
+    dgamma = sums[1].to(gamma.dtype) if of_gamma else None
+    dbeta = sums[0].to(beta.dtype) if of_beta else None
+    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta
+
+
+class _Function(torch.autograd.Function):
+    """The layer with gradients where torch need not see operators. `running` are the arguments of :func:`_statistics` of that name."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, running: tuple[Any, Any, Any], momentum: float, eps: float,
+        how: _How,
+    ) -> Any:
+        y, statistics = _statistics(x, weight, bias, *running, momentum, eps, how)
+        if how.of_batch:  # torch doesn't see what kernels write
+            increment_version([a for a in running[:2] if a is not None])
+        _save(ctx, x, weight, bias, gamma, beta, y, statistics, how)
+        return _normalised(y, statistics, gamma, beta, how.relu)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Any) -> Any:
+        return *_gradients(ctx, dout), None, None, None, None
 
 
 @torch.library.custom_op(
@@ -132,33 +251,15 @@ def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
     momentum: float, eps: float, how: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
-
-    Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
-    the mean over batches.
-    """
-    asked = _How.of(how)
-    y = asked.convolution()(x, weight, bias)
-    statistics = _new_statistics(y)
-    if not asked.of_batch:
-        assert running_mean is not None and running_var is not None
-        statistics[0] = running_mean
-        torch.rsqrt(running_var.to(statistics.dtype) + eps, out=statistics[1])
-        return y, statistics
-    running = running_mean, running_var
-    moved = [_like_sums(one, y) for one in running]
-    _launch(batch_norm.statistics, y, y.shape, (y, tracked), (*statistics, *moved), eps, momentum)
-    for one, new in zip(running, moved, strict=True):
-        if one is not None and new is not one:
-            one.copy_(new)
-    return y, statistics
+    return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _How.of(how))
 
 
 @_fused_statistics.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float, how: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    y = _empty(x, _result_shape(x, weight, how))
+    settings = _How.of(how).settings
+    y = _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim)
     return y, _new_statistics(y)
 
 
@@ -172,38 +273,25 @@ def _fused_conv_bn_relu(
     how: Sequence[int],
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    return _normalise(y, statistics.unbind(), gamma, beta, _How.of(how).relu)
+    y = _kind.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
+    return _normalised(y, statistics, gamma, beta, _How.of(how).relu)
 
 
 @_fused_conv_bn_relu.register_fake
 def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, how: Any) -> Tensor:
-    return _empty(y, y.shape)
+    return cast(Tensor, _empty_like(y, y.shape, y.dim() - 2))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, gamma, beta, y, statistics, ctx.how = inputs
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, gamma, beta, y, statistics)
+def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, gamma, beta, y, statistics, how = inputs
+    _save(ctx, x, weight, bias, gamma, beta, y, statistics, _How.of(how))
 
 
-def _backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    x, weight, gamma, beta, y, statistics = ctx.saved_tensors
-    of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
-        dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, ctx.how
-    )
-    dbias = None
-    if of_bias:
-        if _How.of(ctx.how).of_batch:  # whose mean takes a bias away again
-            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
-        else:
-            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
-    dgamma = sums[1].to(gamma.dtype) if of_gamma else None
-    dbeta = sums[0].to(beta.dtype) if of_beta else None
-    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, None, None, None
+def _operator_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
+    return *_gradients(ctx, dout), None, None, None
 
 
-_fused_conv_bn_relu.register_autograd(_backward, setup_context=_setup_context)
+_fused_conv_bn_relu.register_autograd(_operator_backward, setup_context=_operator_context)
 
 
 @torch.library.custom_op(
@@ -216,26 +304,16 @@ def _fused_conv_bn_relu_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
     of_weight: bool, how: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input and filter, without elements where not asked for, and of beta and gamma as one array (2, K)."""
-    asked, parameters = _How.of(how), (_like_sums(gamma, y), _like_sums(beta, y))
-    y = _as(y, y)
-    dy, sums = _empty(y, y.shape), _new_statistics(y)
-    # a copy of dout must be gone when the convolution's gradients take their memory
-    _launch(batch_norm.backward, y, y.shape, (y, _as(y, dout), *statistics, *parameters), (dy, sums), asked.relu, asked.of_batch)
-    dx, dweight = x.new_empty(0), weight.new_empty(0)
-    if of_x:
-        dx = asked.convolution("_input")(x.shape, weight, dy)
-        dx = dx.movedim(1, -1).contiguous().movedim(-1, 1) if _is_last(x) else dx.contiguous()
-    if of_weight:
-        dweight = asked.convolution("_weight")(x, weight.shape, dy)
-    return dx, dweight, sums
+    """As :func:`_backward`; gradients that are not asked for are without elements."""
+    dx, dweight, sums = _backward(dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, _How.of(how))
+    return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
 
 
 @_fused_conv_bn_relu_backward.register_fake
 def _(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dx = _empty(x, x.shape) if of_x else x.new_empty(0)
+    dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
     return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
 
 
@@ -258,20 +336,15 @@ def _fused_inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
     eps: float, how: Sequence[int],
 ) -> Tensor:
-    """The layer with the running statistics, without gradients."""
-    channels = weight.shape[0]
-    given = (_like_sums(one, x) for one in (running_mean, running_var, gamma, beta))
-    scale, shift = (x.new_empty(channels) for _ in range(2))
-    _launch(batch_norm.fold, x, (1, channels), (*given, bias), (scale, shift), eps)
-    asked = _How.of(how)
-    return asked.convolution()(x, weight, shift, scale=scale, activation="relu" if asked.relu else None)
+    return _inference(x, weight, bias, gamma, beta, running_mean, running_var, eps, _How.of(how))
 
 
 @_fused_inference.register_fake
 def _(
     x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, how: Sequence[int]
 ) -> Tensor:
-    return _empty(x, _result_shape(x, weight, how))
+    settings = _How.of(how).settings
+    return cast(Tensor, _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim))
 
 
 # ---- the modules
@@ -348,47 +421,43 @@ class _FusedConvBnReLU(nn.Module):
         _refuse_sync(bn)
         if input.dim() != self._ndim + 2:
             raise ValueError(f"expected {self._ndim + 2}D input (got {input.dim()}D input)")
-        x, weight, bias = self._in_autocast(input, conv.weight, conv.bias)
-        x, padding = self._padded(x)
-        of_batch = bn.training or (bn.running_mean is None and bn.running_var is None)
-        how = [int(self.relu), int(of_batch), PRECISIONS.index(self.precision), conv.groups]
-        for stride, pair, dilation in zip(conv.stride, padding, conv.dilation, strict=True):
-            how += stride, *pair, dilation
-        named = (x, weight, bias, bn.weight, bn.bias)
-        if not of_batch and not (torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in named)):
-            return torch.ops.pycuda_conv.fused_inference(*named, bn.running_mean, bn.running_var, bn.eps, how)
-        running_mean, running_var, tracked = bn.running_mean, bn.running_var, None
+        # each attribute once: they cost the host time
+        gamma, beta, running_mean, running_var = bn.weight, bn.bias, bn.running_mean, bn.running_var
+        x, weight, bias = _cast(input, conv.weight, conv.bias)
+        x, padding = self._padded(conv, x)
+        of_batch = bn.training or (running_mean is None and running_var is None)
+        settings = Settings(self._ndim, conv.stride, padding, conv.dilation, conv.groups, self.precision, None, False)
+        how, named = _How(self.relu, of_batch, settings), (x, weight, bias, gamma, beta)
+        traced = _traced(*named)
+        if not of_batch and not _differentiated(*named):
+            if not traced:
+                return _inference(*named, running_mean, running_var, bn.eps, how)
+            return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, bn.eps, how.in_integers())
+        tracked, momentum = None, bn.momentum
         if of_batch:
-            shape = _result_shape(x, weight, how)
-            if shape[0] * math.prod(shape[2:]) == 1:
-                raise ValueError(f"Expected more than 1 value per channel when training, got input size {torch.Size(shape)}")
+            if x.shape[0] == 1:
+                shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
+                if math.prod(shape[2:]) == 1:
+                    raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
             if not bn.track_running_stats:
                 running_mean = running_var = None
-            elif bn.num_batches_tracked is not None:
-                bn.num_batches_tracked.add_(1)
-                tracked = bn.num_batches_tracked if bn.momentum is None else None
+            elif (batches := bn.num_batches_tracked) is not None:
+                batches.add_(1)
+                tracked = batches if momentum is None else None
+        running, momentum = (running_mean, running_var, tracked), momentum or 0.0
+        if not traced:
+            return _Function.apply(*named, running, momentum, bn.eps, how)
+        flat = how.in_integers()
         with torch.no_grad():
-            y, statistics = torch.ops.pycuda_conv.fused_statistics(
-                x, weight, bias, running_mean, running_var, tracked, bn.momentum or 0.0, bn.eps, how
-            )
-        return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, how)
+            y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, bn.eps, flat)
+        return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
 
-    @staticmethod
-    def _in_autocast(*arrays: Tensor | None) -> list[Any]:
-        """What autocast makes of the arrays of a convolution; the batch norm's parameters it leaves as they are."""
-        place = cast(Tensor, arrays[0]).device.type
-        if not torch.is_autocast_enabled(place):
-            return list(arrays)
-        dtype = torch.get_autocast_dtype(place)
-        return [a.to(dtype) if a is not None and a.dtype is not torch.float64 else a for a in arrays]
-
-    def _padded(self, x: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    def _padded(self, conv: Any, x: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
         """`x`, with what the convolution's mode puts around it, and the zeros still to be added, before and after, axis by axis."""
-        conv = self.conv
         last_axis_first = conv._reversed_padding_repeated_twice
         if conv.padding_mode != "zeros":
-            return F.pad(x, last_axis_first, mode=conv.padding_mode), [(0, 0)] * self._ndim
-        return x, list(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
+            return F.pad(x, last_axis_first, mode=conv.padding_mode), ((0, 0),) * self._ndim
+        return x, tuple(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
 
 
 def _refuse_sync(bn: nn.Module | None) -> None:
