@@ -20,7 +20,7 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
-//          (tap_base, tap_*) that writes every out_h-th row and out_w-th column, or a part of a plane (direct_reduce.cu).
+//          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
 #include "packed.cuh"
 

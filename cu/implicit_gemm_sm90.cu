@@ -33,8 +33,7 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
-//          that writes every out_h-th row and out_w-th column, or a part of a plane that direct_reduce.cu spreads out. A launch takes
-//          PHASES of them, by turns tile by tile.
+//          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128

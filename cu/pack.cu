@@ -41,6 +41,7 @@
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define SAMPLED 0    // the guesses are made by sample_images
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
+#define BATCHED 1    // images lie one after the other in x
 #define FOLDED 0     // taps are folded: so many along t, r and s
 #define FOLD_T 1
 #define FOLD_R 1
@@ -153,7 +154,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
   const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
   const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
-  x += image * shape.x_image;
+  // said in sizes where it can be: given as a stride, ptxas no longer keeps all loads under way where taps are folded
+  x += image * (BATCHED ? shape.d * shape.h * shape.w * shape.groups * CHANNELS : shape.x_image);
 #if FILTER
   // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
   constexpr int PIECES = KC / 8;

@@ -556,15 +556,9 @@ def direct_reduce(step, memory: Memory) -> None:
     define, (size,) = step.defines, step.scalars
     parts, bias, scale, residual, y = step.buffers
     kind = ELEMENT[define["DTYPE"]]
-    assert step.grid == ceil(size, define["THREADS"] * define["EACH"])
+    assert step.grid == ceil(size, define["THREADS"])
     i = np.arange(size)
-    at, steps = i, (define["STEP_D"], define["STEP_H"], define["STEP_W"])
-    if steps != (1, 1, 1):  # a plane of parts holds one phase after the other
-        plane, (h, w) = define["OUT_SIZE"], (define["H"], define["W"])
-        d, h, w = (n // step for n, step in zip((plane // (h * w), h, w), steps, strict=True))
-        phases = np.arange(plane).reshape(*steps, d, h, w).transpose(3, 0, 4, 1, 5, 2).reshape(-1)
-        at = i - i % plane + phases[i % plane]
-    total = sum(inside(memory.view(parts, "float32"), split * size + at).astype(float) for split in range(define["SPLIT_K"]))
+    total = sum(inside(memory.view(parts, "float32"), split * size + i).astype(float) for split in range(define["SPLIT_K"]))
     total = finished(define, memory, kind, total, scale, bias, residual, i // define["OUT_SIZE"] % define["CHANNELS"], i)
     store(memory.view(y, kind), i, total.astype(kind))
 

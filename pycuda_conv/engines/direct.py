@@ -402,18 +402,14 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
     return [launches, [reduce_step(problem, split, WORKSPACE)]], split * size * acc
 
 
-def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int], step: tuple[int, int, int] = (1, 1, 1)) -> Step:
-    """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``.
-
-    In a plane of parts the phases of that `step` follow one another.
-    """
-    size, (_, h, w), each = math.prod(problem.result_shape), problem.result_size, 1 if step == (1, 1, 1) else 4
+def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) -> Step:
+    """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
+    size = math.prod(problem.result_shape)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
         "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
-        "EACH": each, "H": h, "W": w, **dict(zip(("STEP_D", "STEP_H", "STEP_W"), step, strict=True)),
     } | epilogue(problem)
-    return Step("direct_reduce", defines, ceil(size, 256 * each), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
+    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
 
 
 def guarded(problem: ConvProblem, found: Sequence[int | tuple[int, int]], multiprocessors: int) -> list[Step]:

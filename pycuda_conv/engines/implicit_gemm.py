@@ -28,7 +28,6 @@ from pycuda_conv.engines.packed import (
     overhead,
     pack_operands,
     packed_form,
-    partial,
     products,
     row_blocks,
     sample_step,
@@ -137,7 +136,7 @@ def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of an element that the product writes: of the result, or of a part of a split sum."""
-    return 4 if partial(problem, config.SPLIT) else problem.itemsize
+    return 4 if config.SPLIT > 1 else problem.itemsize
 
 
 def _consumer_pixels(config: ImplicitGemm) -> int:
@@ -245,7 +244,7 @@ def _product(
     """The launch of some phases."""
     pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
     sampled = pointwise == 2 and images_of(problem, packed).sampled
-    defines = arithmetic(problem, walks[0].phase, config.SPLIT) | {
+    defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
         "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
@@ -295,7 +294,7 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
-CONVERT_CYCLES = 8.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
+CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch

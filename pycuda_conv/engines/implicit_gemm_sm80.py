@@ -153,7 +153,7 @@ def _product(
         *tap_numbers(problem, packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
         phase.size[1] * row, row, *written_places(problem, phase),
     )
-    defines = arithmetic(problem, phase, config.SPLIT) | {
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load,
     }
     grid = _blocks(problem, config, walk)

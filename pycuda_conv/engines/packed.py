@@ -293,7 +293,8 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"),
         "CHUNKS": min(8, 1 << (chunks - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
         "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "BATCHED": int(problem.layout != "CNHW"),
+        "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
     }
     pixels = math.prod(packed_size) + (as_filter and packed.load < 64)
@@ -331,7 +332,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         if not wide:
             return []
         # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
-        slices = max(1, min(images.tiles, 8 * multiprocessors // images.images))
+        slices = max(1, min(images.tiles, 4 * multiprocessors // images.images))
         buffers = (array, limbs, parts, guesses, scales, flags)
         scalars = (images.tiles, *images.shape(0, slices))
         return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
@@ -387,11 +388,11 @@ def assemble(
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
     target: int | tuple[int, int] = RESULT
-    if partial(problem, split):
+    if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     after = [products(packed, walks, operands, target)]
-    if partial(problem, split):
-        after.append([direct.reduce_step(problem, split, target, problem.stride if apart(problem) else (1, 1, 1))])
+    if split > 1:
+        after.append([direct.reduce_step(problem, split, target)])
     wide = problem.dtype == "float32"
     if wide:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
@@ -407,40 +408,24 @@ def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int,
     return sum(a * b for a, b in zip(walk.base, strides, strict=True)), step_t, step_r, step_s
 
 
-def apart(problem: ConvProblem) -> bool:
-    """Whether phases are written one after the other, for ``direct_reduce.cu`` to put their columns in their places."""
-    whole = all(n % step == 0 for n, step in zip(problem.result_size, problem.stride, strict=True))
-    return problem.direction == "dgrad" and problem.layout == "NCHW" and problem.stride[2] > 1 and whole
-
-
-def partial(problem: ConvProblem, split: int) -> bool:
-    """Whether the products leave unfinished sums in a workspace."""
-    return split > 1 or apart(problem)
-
-
-def arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
+def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
     """The defines that say what is multiplied and how it is written, the same for every kernel on packed operands."""
-    unfinished = partial(problem, split)
     nhwc, dense = problem.layout == "NHWC", phase.step == (1, 1, 1)
     if nhwc:
         neighbours = problem.result_channels // problem.groups
     else:
-        neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense or apart(problem) else 1
+        neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
-        "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if unfinished else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), **direct.epilogue(problem, unfinished), "NHWC": int(nhwc),
+        "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
+        "SCALED": int(problem.dtype == "float32"), **direct.epilogue(problem, split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
     }
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
     """Where a phase's pixels, and images and channels, lie in the result."""
-    strides, places = direct.written_strides(problem), direct.places(problem, phase)
-    if apart(problem):
-        (d, h, w), (_, step_h, step_w), plane = phase.origin, problem.stride, math.prod(phase.size)
-        number = (d * step_h + h) * step_w + w
-        places = math.prod(problem.result_size), number * plane, phase.size[1] * phase.size[2], phase.size[2], 1
-    return (*places, strides.image, strides.channel)
+    strides = direct.written_strides(problem)
+    return (*direct.places(problem, phase), strides.image, strides.channel)
 
 
 def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
@@ -450,8 +435,8 @@ def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
-    if partial(problem, split):
+    if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
     gradient = problem.direction == "dgrad" or problem.layout == "CNHW"
     launches = 2 + (2 + gradient if problem.dtype == "float32" else 0) + (not packed.as_is)
-    return (2 if partial(problem, split) else 0) + moved / 3.5e6 + 1.5 * launches
+    return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches
