@@ -29,8 +29,8 @@ SHARPEN = ((0, -1, 0), (-1, 5, -1), (0, -1, 0))
 class Case:
     """One call of a public function: shapes, options, dtype.
 
-    `function` is the name that the function has here and in ``torch.nn.functional``. `filter` fixes the filter's values;
-    all else is drawn at random.
+    `function` is the name that the function has here and in ``torch.nn.functional`` or, a gradient's, in ``torch.nn.grad``; shapes and
+    options are those of the convolution. `filter` fixes the filter's values; all else is drawn at random.
     """
 
     name: str
@@ -45,14 +45,33 @@ class Case:
     @property
     def problem(self) -> ConvProblem:
         """The case as the package sees it."""
+        if self.gradient:
+            ndim = int(self.function[4])
+            forward = ConvProblem.forward(ndim, self.input, self.weight, **self.options)
+            shapes = self.input, self.weight, forward.result_shape
+            return ConvProblem.gradient(self.gradient, ndim, *shapes, dtype=self.dtype, **self.options)
         transposed = self.function.startswith("conv_transpose")
         make = ConvProblem.transposed if transposed else ConvProblem.forward
         channels = self.weight[1] * self.options.get("groups", 1) if transposed else self.weight[0]
         bias = (channels,) if self.bias else None
         return make(int(self.function[-2]), self.input, self.weight, bias, dtype=self.dtype, **self.options)
 
+    @property
+    def gradient(self) -> str:
+        """By what the function is a gradient: ``"input"`` or ``"weight"``; else nothing."""
+        return self.function.partition("_")[2] if self.function.endswith(("_input", "_weight")) else ""
+
+    def arguments(self, first: Any, second: Any, bias: Any) -> tuple[Any, ...]:
+        """The function's arguments, from the arrays of :meth:`data`."""
+        if self.gradient == "input":
+            return self.input, second, first
+        return (first, self.weight, second) if self.gradient else (first, second, bias)
+
     def data(self, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Input, weight and bias: float32 with values of bfloat16 for that. The same for a seed whichever other cases run."""
+        """The two arrays that are multiplied, and the bias: float32 with values of bfloat16 for that.
+
+        The same for a seed whichever other cases run.
+        """
         rng = np.random.default_rng([seed, *self.name.encode()])
         problem = self.problem
 
@@ -63,7 +82,7 @@ class Case:
             upper = np.uint32(0xFFFF0000)  # of a float32: what bfloat16 holds
             return (values.astype(np.float32).view(np.uint32) & upper).view(np.float32)
 
-        x, w = draw(self.input), draw(self.weight)
+        x, w = draw(problem.input_shape), draw(problem.weight_shape)
         if self.filter is not None:
             w[...] = np.array(self.filter)
         return x, w, None if problem.bias_shape is None else draw(problem.bias_shape)
@@ -101,6 +120,9 @@ def _cases() -> list[Case]:
         ),
         Case("transposed-1d", "conv_transpose1d", (2, 12, 37), (12, 5, 4), {"stride": 3, "dilation": 2, "groups": 2}),
         Case("transposed-3d", "conv_transpose3d", (1, 6, 5, 6, 7), (6, 4, 3, 2, 3), {"stride": (2, 1, 2), "padding": (1, 0, 1)}),
+        Case("gradient-by-input", "conv2d_input", (2, 10, 25, 22), (12, 10, 3, 4), {"stride": 2, "padding": 1}),
+        Case("gradient-by-filter", "conv2d_weight", (8, 10, 25, 22), (12, 10, 3, 4), {"stride": 2, "padding": 1}),
+        Case("gradient-by-depthwise", "conv2d_weight", (4, 24, 28, 28), (24, 1, 3, 3), {"groups": 24, "padding": 1}),
         Case("float64", "conv2d", (2, 6, 21, 20), (9, 6, 3, 3), {"padding": 1}, dtype="float64"),
         Case("float16", "conv2d", (4, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}, dtype="float16"),
         Case("bfloat16", "conv2d", (4, 16, 32, 32), (32, 16, 3, 3), {"padding": 1}, dtype="bfloat16"),
@@ -235,11 +257,15 @@ class Expected:
 def expected(case: Case, x: np.ndarray, w: np.ndarray, b: np.ndarray | None, device: Device) -> Expected:
     """torch's results; its own in the case's dtype is computed on `device` if that is a GPU."""
     torch = require("torch")
-    function = torch_function(case.function, **case.options)
+    function: Callable[..., Any]
+    if case.gradient:
+        function = partial(getattr(require("torch.nn.grad"), case.function), **case.options)
+    else:
+        function = torch_function(case.function, **case.options)
     arrays = [None if a is None else torch.from_numpy(a) for a in (x, w, b)]
 
     def call(change: Callable[[Any], Any]) -> np.ndarray:
-        result: np.ndarray = function(*[None if a is None else change(a) for a in arrays]).double().cpu().numpy()
+        result: np.ndarray = function(*case.arguments(*[None if a is None else change(a) for a in arrays])).double().cpu().numpy()
         return result
 
     own = {"device": device.name if device.backend == "cuda" and torch.cuda.is_available() else "cpu", "dtype": getattr(torch, case.dtype)}
@@ -254,7 +280,7 @@ def check(case: Case, kind: Kind, device: Device, data: tuple[np.ndarray, np.nda
     function = getattr(pycuda_conv, case.function)
     x, w, b = (None if a is None else kind.make(a, case.dtype) for a in data)
     out = kind.make(np.full(problem.result_shape, np.nan, data[0].dtype), case.dtype)
-    call = partial(function, x, w, b, out=out, device=device.name, **case.options)
+    call = partial(function, *case.arguments(x, w, b), out=out, device=device.name, **case.options)
     returned = call()
     kind.wait()
     result = kind.read(out).astype(np.float64)
