@@ -530,6 +530,17 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
     return table("A Python loop of single-channel convolutions against one call", columns, cells, left=("problem", "verdict"))
 
 
+def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
+    """Raise for what only the suite takes; `flag` asks for another benchmark, which measures in these modes."""
+    given = {
+        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
+        "--readme": settings.readme,
+    }
+    for name, value in given.items():
+        if value:
+            raise ToolError(f"{name} is not for {flag}, which measures {modes} and writes --json only")
+
+
 def check_paths(settings: Settings) -> None:
     """Refuse what can't be written before anything is measured for it."""
     for path in (settings.json, settings.csv):

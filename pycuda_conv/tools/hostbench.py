@@ -268,13 +268,7 @@ def list_problems(settings: bench.Settings) -> int:
 
 
 def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
-    given = {
-        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
-        "--readme": settings.readme,
-    }
-    for name, value in given.items():
-        if value:
-            raise ToolError(f"{name} is not for --host, which measures fp32 and writes --json only")
+    bench.refuse_suite_options(settings, "--host", "fp32")
     missing = cuda.why_not()
     if missing:
         raise ToolError(f"no GPU to measure: {missing}; --host measures the bus between host and GPU")

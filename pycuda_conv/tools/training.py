@@ -279,13 +279,7 @@ def measure_network(torch: Any, device: Device, seed: int) -> list[Row]:
 
 
 def _device(settings: bench.Settings) -> Device:
-    given = {
-        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
-        "--readme": settings.readme,
-    }
-    for name, value in given.items():
-        if value:
-            raise ToolError(f"{name} is not for --training, which measures fp32 and tf32 and writes --json only")
+    bench.refuse_suite_options(settings, "--training", "fp32 and tf32")
     missing = cuda.why_not()
     if missing:
         raise ToolError(f"no GPU to measure: {missing}")
