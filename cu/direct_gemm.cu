@@ -28,6 +28,9 @@
 //          flagged with 2, or with 1 and a result is so small that what its operands' limbs lost can be seen in it. Limbs are off by
 //          at most 2^-36 where the largest is below 2^15, so that a sum of GEMM_K products, scaled back by scale_n * scale_k, is off by
 //          GEMM_K * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(GEMM_K) of a result of 2 sqrt(GEMM_K) * scale_n * scale_k.
+//          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 GEMM_K or more,
+//          what was lost is 2^-22 of that, as much as any sum in fp32 loses. A few suspects of a tile are looked at so; of many, most
+//          are in earnest.
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
 //          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
 #include "portable.cuh"
@@ -110,6 +113,8 @@
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
 
+#define LOOKS (THREADS / BLOCK_N)
+#define SUSPECTS 64
 #define KNOWN (!HAS_SCALE && !HAS_RESIDUAL && !RELU)  // the sums can be told from the results
 
 #if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE < 32
@@ -172,16 +177,20 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales, const long_t n_pixels,
     const long_t n_blocks) {
   // the usual case first: nothing is flagged
-  int any = 0;
+  int any = 0, of_filters = 0;
   for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
-  for (int m = LID_0; m < GROUPS * M; m += THREADS) any |= filter_flags[m];
-  if (!__syncthreads_or(any)) return;
+  for (int m = LID_0; m < GROUPS * M; m += THREADS) of_filters |= filter_flags[m];
+  of_filters = __syncthreads_or(of_filters);
+  if (!__syncthreads_or(any | of_filters)) return;
 #else
     const long_t n_pixels) {
 #endif
   LOCAL_MEM acc_t ALIGNED a_tile[2][BLOCK_K * A_PITCH];
   LOCAL_MEM acc_t ALIGNED b_tile[2][BLOCK_K * BLOCK_N];
 #if GUARDED
+  __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
+  __shared__ int row_flags[BLOCK_M];
+  __shared__ float row_least[BLOCK_M];  // of a result whose image's scale is 1
   for (long_t block = GID_0; block < n_blocks; block += gridDim.x) {
 #else
   const long_t block = GID_0;
@@ -191,24 +200,65 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const long_t pixel0 = block / (M_TILES * SPLIT_K * GROUPS) * BLOCK_N;
 #if GUARDED
   any = 0;
-#pragma unroll 8
-  for (int i = LID_0; i < BLOCK_M * BLOCK_N; i += THREADS) {
-    const int m = m0 + i / BLOCK_N;
-    const long_t pixel = pixel0 + i % BLOCK_N;
-    if (m < M && pixel < n_pixels) {
-      const long_t n = pixel / (O * P * Q);
-      const int out = (int)(pixel % (O * P * Q)), flag = image_flags[n] | filter_flags[g * M + m];
-      acc_t sum = 0;
-      if (KNOWN && flag == 1) {
-        sum = LOAD(y, n * Y_IMAGE + (long_t)g * Y_GROUP + (long_t)m * Y_CHANNEL +
-                          ((long_t)OUT_BASE + (long_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL);
-        if (HAS_BIAS) sum -= LOAD(bias, g * M + m);
+  if (LID_0 == 0) suspects = 0;
+  for (int m = LID_0; m < BLOCK_M && m0 + m < M; m += THREADS) {
+    row_flags[m] = filter_flags[g * M + m0 + m];
+    row_least[m] = 2 * sqrtf((float)GEMM_K) * filter_scales[g * M + m0 + m];
+  }
+  __syncthreads();
+  {
+    // a thread looks at one pixel and every LOOKS-th channel, 32 results on their way at once
+    const long_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? pixel / (O * P * Q) : 0;
+    const int out = (int)(pixel % (O * P * Q)), image_flag = image_flags[n];
+    const int last = pixel < n_pixels && (image_flag || of_filters) ? min(M - m0, BLOCK_M) : 0;
+    const float image_scale = image_scales[n];
+    const GLOBAL_MEM out_t* const column = y + n * Y_IMAGE + (long_t)g * Y_GROUP + (long_t)m0 * Y_CHANNEL +
+        ((long_t)OUT_BASE + (long_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
+    constexpr int BATCH = 32;
+    for (int first = LID_0 / BLOCK_N; first < last; first += BATCH * LOOKS) {
+      float found[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int m = first + i * LOOKS;
+        found[i] = KNOWN && m < last && (image_flag | row_flags[m]) == 1 ? LOAD(column, (long_t)m * Y_CHANNEL) : 0;
       }
-      const float least = 2 * sqrtf((float)GEMM_K) * (image_scales[n] * filter_scales[g * M + m]);
-      any |= flag > 1 || (flag && !(KNOWN && fabsf(sum) >= least));
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const int m = first + i * LOOKS, flag = m < last ? image_flag | row_flags[m] : 0;
+        any |= flag > 1 || (flag && !KNOWN);
+        if (KNOWN && flag == 1 && !(fabsf(HAS_BIAS ? found[i] - LOAD(bias, g * M + m0 + m) : found[i]) >= image_scale * row_least[m])) {
+          const int number = atomicAdd(&suspects, 1);
+          if (number < SUSPECTS) suspect[number] = m * BLOCK_N + LID_0 % BLOCK_N;
+        }
+      }
     }
   }
-  if (!__syncthreads_or(any)) continue;
+  if (!__syncthreads_or(any) && suspects <= SUSPECTS) {
+    // a warp looks at one suspect: at the size of its summands, as the limbs hold them
+    for (int i = LID_0 / 32; i < suspects; i += THREADS / 32) {
+      const int m = m0 + suspect[i] / BLOCK_N;
+      const long_t pixel = pixel0 + suspect[i] % BLOCK_N, n = pixel / (O * P * Q);
+      const int out = (int)(pixel % (O * P * Q));
+      const int at_d = out / (P * Q) * STRIDE_D - (PAD_D), at_h = out / Q % P * STRIDE_H - (PAD_H), at_w = out % Q * STRIDE_W - (PAD_W);
+      const float to_x = 1 / image_scales[n], to_w = 1 / filter_scales[g * M + m];
+      float size = 0;
+      int some = 0;
+#pragma unroll 4
+      for (int k = LID_0 % 32; k < GEMM_K; k += 32) {
+        const int c = k / TAPS, t = k / (R * S) % T, r = k / S % R, s = k % S;
+        const int d = at_d + t * DIL_D, h = at_h + r * DIL_H, v = at_w + s * DIL_W;
+        if ((unsigned)d < D && (unsigned)h < H && (unsigned)v < W) {
+          const float a = LOAD(w, W_BASE + (index_t)g * W_G + (index_t)m * W_M + (index_t)c * W_C + t * W_T + r * W_R + s * W_S);
+          const float b = LOAD(x, (index_t)n * X_IMAGE + (index_t)g * X_GROUP + (index_t)c * X_CHANNEL + (((index_t)d * H + h) * W + v) * X_PIXEL);
+          size += fabsf(a * to_w * (b * to_x));
+          some |= a != 0 && b != 0;
+        }
+      }
+      for (int half = 16; half > 0; half /= 2) size += __shfl_xor_sync(~0u, size, half);
+      any |= some && !(size >= 4.f * GEMM_K);
+    }
+    if (!__syncthreads_or(any)) continue;
+  }
 #endif
 
   // loading: this thread's place in the tiles of A and of B; its pixel never changes

@@ -146,8 +146,8 @@ struct alignas(16) Corner {
 };
 
 // One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w0 is the first chunk of the tile's rows of w,
-// x0 that of the group's channels of a pixel.
-DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, const uint4* x, unsigned x0, const Corner* corners,
+// w_next further on are the next 64 rows; x0 is the first of the group's channels of a pixel.
+DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, unsigned w_next, const uint4* x, unsigned x0, const Corner* corners,
                  const Shape& shape) {
   const int row = threadIdx.x / 4;
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
@@ -159,7 +159,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
   const bool real = k.chunk < end;
 #pragma unroll
   for (int i = 0; i < ROWS / 64; ++i) {
-    const unsigned from = real ? w_chunk + i * (unsigned)shape.w_block : 0;
+    const unsigned from = real ? w_chunk + i * w_next : 0;
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + limb * 64 * PIECES, real);
   }
@@ -282,6 +282,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   tile /= (int)shape.splits;
   const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
   const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
+  // where there are none the first 64 once more: sums of rows that there are not are not stored
+  const unsigned w_next = m0 / 64 + 1 < (int)shape.blocks_group ? (unsigned)shape.w_block : 0;
   y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
@@ -292,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
   Cursor next(shape, first);
   auto load_next = [&](int slot) {
-    load(ring + slot * STAGE_BYTES, next, end, w, w0, x, x0, corners, shape);
+    load(ring + slot * STAGE_BYTES, next, end, w, w0, w_next, x, x0, corners, shape);
     copies_commit();
     next.next(shape);
   };

@@ -156,6 +156,9 @@ struct Position {
 
 // ---- the producer
 
+// Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
+DEVICE bool next_rows(const Tile& of, const Shape& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
+
 #if !POINTWISE
 DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty) {
 #pragma unroll
@@ -172,6 +175,7 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
     const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
     const int channel = of.group * (int)shape.channels_group;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
+    const long long w_next = next_rows(of, shape) ? w_block : 0;
     const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
     int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
@@ -187,7 +191,7 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
         const long long tap = shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s;
         const uint8_t* const from = w_tile + (real ? tap * shape.channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
-        for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_block, A_SUB, arrived);
+        for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<RANK>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
@@ -227,14 +231,14 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
     if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
-    const long long w_block = shape.row_blocks * A_SUB;
+    const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
     const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, POINTWISE == 1 ? STAGE_BYTES : A_BYTES);
 #pragma unroll
-      for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_block + step * A_SUB, A_SUB, arrived);
+      for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
 #if POINTWISE == 1
 #pragma unroll
       for (int block = 0; block < PIXELS / 64; ++block)

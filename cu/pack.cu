@@ -6,19 +6,19 @@
 // the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
-// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
-// direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. One that holds Inf or NaN or whose
+// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1 (and is not
+// packed anew if the guess was within 5 bits of that scale), and direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. One that holds Inf or NaN or whose
 // largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
-// pack           blocks 0 .. filter_rows - 1: one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
+// pack           filter_rows blocks (every other one at first): one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
 //                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
 //                filled up with zeros; where a stage takes several blocks, one of zeros follows each 64 rows', to fill it up.
-//                Further blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
+//                The other blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
 //                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
 //                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
-//                Channels last input needs no turning. Extremes go to parts[image][tile].
+//                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
 // settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
@@ -41,12 +41,13 @@
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define SAMPLED 0    // the guesses are made by sample_images
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
-#define BATCHED 1    // images lie one after the other in x
 #define FOLDED 0     // taps are folded: so many along t, r and s
 #define FOLD_T 1
 #define FOLD_R 1
 #define FOLD_S 1
 #endif
+
+#define TURNED (!NHWC || (FOLDED && CHANNELS % 8))  // a tile passes through shared memory
 
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
@@ -88,12 +89,28 @@ struct Extremes {
   __device__ int least() const { return (int)((smallest + 1) >> 23) - 127; }
   __device__ bool usable() const { return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST); }
   __device__ int flag() const { return !usable() ? 2 : largest && least() < exponent() - COVERED ? 1 : 0; }
-  // whether 2^guess will do; the largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so
+  // whether something is so small that 2^guess loses too many of its bits
+  __device__ bool loses(int guess) const { return largest && least() < -14 - guess - SLACK; }
+  // whether 2^guess will do. The largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so.
+  // Where it uses nearly all of them, another scale would lose as much: that is left to direct_gemm.cu
   __device__ bool fits(int guess) const {
-    return largest == 0 || (exponent() < 15 - guess && exponent() >= -2 - guess && least() >= -14 - guess - SLACK);
+    return largest == 0 || (exponent() < 15 - guess && exponent() >= (loses(guess) ? 10 : -2) - guess);
   }
+  // of an image that was split with 2^guess
+  __device__ int flag(int guess) const { return loses(guess) ? 1 : 0; }
   __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };
+
+// Room in shared memory to turn a tile of an image, or a filter's row, whichever a block packs.
+constexpr int ROOM = 11264;  // words: with four blocks a multiprocessor is not full yet
+struct Turn {
+  static constexpr int PIECES = LIMBS * PIXELS * CHUNKS;
+  uint4 pieces[PIECES * 4 > ROOM ? PIECES : ROOM / 4];
+};
+__device__ Turn& turn_room() {
+  __shared__ Turn room;
+  return room;
+}
 
 // The extremes of the whole block, to every thread.
 __device__ Extremes over_block(Extremes mine) {
@@ -125,6 +142,22 @@ __device__ void split(const float (&v)[8], float scale, uint4 (&limbs)[LIMBS]) {
 // where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
 
+#if FOLDED
+// f of a chunk's number as a type, for the first 8; of the others of -1
+template <int n> struct Known {
+  static constexpr int value = n;
+};
+template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
+  if constexpr (n == 8 || n * 8 >= CHANNELS * FOLDS) {
+    f(Known<-1>());
+  } else if (chunk == n) {
+    f(Known<n>());
+  } else {
+    with_chunk<n + 1>(chunk, f);
+  }
+}
+#endif
+
 // The 8 channels of `chunk` of a pixel of a packed image; zeros where there is nothing.
 __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
   const int g = 8 * chunk / (int)shape.packed_group, j0 = 8 * chunk % (int)shape.packed_group;  // packed_group is a multiple of 8
@@ -133,15 +166,29 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
 #if FOLDED
   const int q = pixel % (int)shape.packed_w, p = pixel / (int)shape.packed_w % (int)shape.packed_h, o = pixel / (int)(shape.packed_w * shape.packed_h);
   const int w0 = q * (int)shape.stride_w - (int)shape.pad_w, h0 = p * (int)shape.stride_h - (int)shape.pad_h, d0 = o * (int)shape.stride_d - (int)shape.pad_d;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    const int j = j0 + e, tap = j / CHANNELS, c = j % CHANNELS;
+  // where in x a tap lies, from a channel's first pixel on; -1 outside
+  auto place = [&](int tap) {
     const int at_w = w0 + tap % FOLD_S * (int)shape.dilation_w, at_h = h0 + tap / FOLD_S % FOLD_R * (int)shape.dilation_h;
     const int at_d = d0 + tap / (FOLD_S * FOLD_R) * (int)shape.dilation_d;
     const bool ok = inner && tap < FOLDS && (unsigned)at_w < (unsigned)shape.w && (unsigned)at_h < (unsigned)shape.h && (unsigned)at_d < (unsigned)shape.d;
-    const int at = (at_d * (int)shape.h + at_h) * (int)shape.w + at_w;
-    v[e] = ok ? to_float(x[at * from_pixel + c * from_channel]) : 0;
-  }
+    return ok ? (at_d * (int)shape.h + at_h) * (int)shape.w + at_w : -1;
+  };
+#if CHANNELS % 8 == 0
+  // all of one tap
+  const int at = place(j0 / CHANNELS);
+  x += max(at, 0) * from_pixel + j0 % CHANNELS * from_channel;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) v[e] = at >= 0 ? to_float(x[e * from_channel]) : 0;
+#else
+  // which tap and channel is which element is known to the compiler once it knows the chunk, which is one for all lanes of a warp
+  with_chunk<0>(j0 / 8, [&](auto known) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const int j = (decltype(known)::value >= 0 ? 8 * decltype(known)::value : j0) + e, at = place(j / CHANNELS);
+      v[e] = at >= 0 ? to_float(x[at * from_pixel + j % CHANNELS * from_channel]) : 0;
+    }
+  });
+#endif
 #else
   x += pixel * from_pixel + j0 * from_channel;
 #pragma unroll
@@ -154,8 +201,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
   const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
   const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
-  // said in sizes where it can be: given as a stride, ptxas no longer keeps all loads under way where taps are folded
-  x += image * (BATCHED ? shape.d * shape.h * shape.w * shape.groups * CHANNELS : shape.x_image);
+  x += image * shape.x_image;
 #if FILTER
   // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
   constexpr int PIECES = KC / 8;
@@ -178,8 +224,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
   auto place = [&](int i, int& inside, int& at) {
     const int item = threadIdx.x + i * THREADS, unit = item / 32;
-    inside = NHWC ? item / CHUNKS : unit / CHUNKS * 32 + item % 32;
-    at = NHWC ? item % CHUNKS : unit % CHUNKS;
+    inside = TURNED ? unit / CHUNKS * 32 + item % 32 : item / CHUNKS;
+    at = TURNED ? unit % CHUNKS : item % CHUNKS;
   };
   float v[ITEMS][8];  // all loads are under way before the first value is used
 #pragma unroll
@@ -189,8 +235,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     read(v[i], x, shape, pixel0 + inside, chunk0 + at, real && pixel0 + inside < pixels && chunk0 + at < chunks);
   }
   Extremes found = {0, ~0u};
-#if !NHWC
-  __shared__ uint4 turned[LIMBS][PIXELS * CHUNKS];
+#if TURNED
+  auto& turned = *(uint4(*)[LIMBS][PIXELS * CHUNKS])turn_room().pieces;
 #endif
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -204,14 +250,14 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     split(v[i], scale, limbs);
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) {
-#if NHWC
+#if !TURNED
       if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, limbs[limb]);
 #else
       turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = limbs[limb];
 #endif
     }
   }
-#if !NHWC
+#if TURNED
   __syncthreads();
 #pragma unroll
   for (int i = threadIdx.x; i < PIXELS * CHUNKS; i += THREADS) {
@@ -229,98 +275,129 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 __device__ int guess_of(const float* guesses, long long image) {
   return SAMPLED ? 127 - (int)(__float_as_uint(guesses[image]) >> 23) : GUESS;
 }
-// One row of a block of 64. scales[m] undoes the scale.
-__device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape) {
-  const int padded = (int)shape.blocks_group * 64, g = blockIdx.x / padded, row = blockIdx.x % padded, taps = (int)shape.taps;
+// One row of a block of 64. scales[m] undoes the scale. Taps are neighbours in w, channels in the packed filter: turned in shared
+// memory, where a whole row mostly fits, so that it is read once; else as many channels at a time as fit.
+__device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
+                            int block) {
+  constexpr int BATCH = 4, WIDE = 16 / sizeof(in_t);  // loads of a thread under way; elements of 16 bytes
+  float* const turn = (float*)turn_room().pieces;
+  const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded, taps = (int)shape.taps, all = taps * FOLDS;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
+  // where element `tap` of channel c lies in shared memory: a word more every 8 channels, so that 8 channels' reads meet different banks
+  auto place = [&](int c, int tap) { return c * all + tap + c / 8; };
+  // channels from c0 on to shared memory, and their extremes
+  auto fetch = [&](int c0, int channels) {
+    Extremes found = {0, ~0u};
+    const int count = real ? max(min(channels, CHANNELS - c0), 0) * all : 0;
+    auto take = [&](int at, float v) {
+      turn[at] = v;
+      found.add(v);
+    };
+    const in_t* const from = w + c0 * shape.w_c;
+    const bool row_by_row = shape.w_c == all && (size_t)from % 16 == 0;  // contiguous, and so aligned that 16 bytes are loaded at once
+    const int vectors = row_by_row ? count / WIDE : 0;
+    for (int first = threadIdx.x; first < vectors; first += BATCH * THREADS) {
+      uint4 raw[BATCH];
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u)
+        if (first + u * THREADS < vectors) raw[u] = ((const uint4*)from)[first + u * THREADS];
+#pragma unroll
+      for (int u = 0; u < BATCH; ++u)
+        if (first + u * THREADS < vectors) {
+          const int i = (first + u * THREADS) * WIDE, at = i + i / all / 8;  // WIDE divides 8 * all
+#pragma unroll
+          for (int e = 0; e < WIDE; ++e) take(at + e, to_float(((const in_t*)(raw + u))[e]));
+        }
+    }
+    for (int first = vectors * WIDE + threadIdx.x; first < count; first += 2 * BATCH * THREADS) {
+      in_t raw[2 * BATCH];
+#pragma unroll
+      for (int u = 0; u < 2 * BATCH; ++u) {
+        const int i = first + u * THREADS;
+        if (i < count) raw[u] = from[i / all * shape.w_c + i % all];
+      }
+#pragma unroll
+      for (int u = 0; u < 2 * BATCH; ++u) {
+        const int i = first + u * THREADS;
+        if (i < count) take(i + i / all / 8, to_float(raw[u]));
+      }
+    }
+    return found;
+  };
+  const int channels = min(CHANNELS, (ROOM - ROOM / (8 * all)) / all / (FOLDED ? 1 : 8) * (FOLDED ? 1 : 8));  // that fit
+  const bool whole = channels == CHANNELS;
+  Extremes found = {0, ~0u};
+  if (whole) {
+    found = fetch(0, CHANNELS);
+  } else if (IN == 32 && real) {
+#pragma unroll 16
+    for (int i = threadIdx.x; i < CHANNELS * all; i += THREADS) found.add(to_float(w[i / all * shape.w_c + i % all]));
+  }
   float scale = 1;
 #if IN == 32
+  found = over_block(found);
   if (real) {
-    const int all_taps = taps * FOLDS;
-    Extremes found = {0, ~0u};
-    if (shape.w_c == all_taps) {  // the row is contiguous
-#pragma unroll 8
-      for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i]);
-    } else {
-#pragma unroll 8
-      for (int i = threadIdx.x; i < CHANNELS * all_taps; i += THREADS) found.add(w[i / all_taps * shape.w_c + i % all_taps]);
-    }
-    found = over_block(found);
     scale = found.scale();
     if (threadIdx.x == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
       flags[g * shape.rows_group + row] = found.flag();
     }
   }
+#else
+  __syncthreads();
 #endif
   // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
   constexpr int PIECES = KC / 8;
   const int row_pieces = (int)shape.channel_blocks * PIECES, r = row % 64;
-  packed += (blockIdx.x / 64) * (shape.row_blocks * (LIMBS * 64 * PIECES));
+  packed += (block / 64) * (shape.row_blocks * (LIMBS * 64 * PIECES));
   for (int i = taps * (int)shape.channel_blocks * LIMBS * PIECES + threadIdx.x; i < shape.row_blocks * LIMBS * PIECES; i += THREADS)
     packed[i / PIECES * (64 * PIECES) + r * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
-  auto write = [&](const float(&v)[8], int tap, int i) {
-    const int block = tap * (int)shape.channel_blocks + i / PIECES, piece = i % PIECES;
-    const int swizzled = swizzled_piece(r, piece);
-    uint4 limbs[LIMBS];
-    split(v, scale, limbs);
+  // pieces from `first` on; value(c, tap of w)
+  auto write = [&](int first, int pieces, auto value) {
+    for (int i = threadIdx.x; i < taps * pieces; i += THREADS) {
+      const int tap = i / pieces, piece = first + i % pieces;
+      float v[8];
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) packed[(block * LIMBS + limb) * (64 * PIECES) + r * PIECES + swizzled] = limbs[limb];
+      for (int e = 0; e < 8; ++e) {
+        const int j = piece * 8 + e, fold = FOLDED ? j / CHANNELS : 0, c = FOLDED ? j % CHANNELS : j;
+        v[e] = real && fold < FOLDS && c < CHANNELS ? value(c, tap * FOLDS + fold) : 0;
+      }
+      uint4 limbs[LIMBS];
+      split(v, scale, limbs);
+      uint4* const to = packed + (tap * (int)shape.channel_blocks + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = limbs[limb];
+    }
   };
-  float v[8];
-#if !FOLDED
-  // taps are neighbours in w, channels in the packed filter: turned in shared memory, as many channels at a time as fit
-  constexpr int ROOM = 4096;
-  __shared__ float turn[ROOM];
-  const int channels = min(ROOM / taps / 8 * 8, row_pieces * 8);
-  if (channels) {
+  if (whole) {
+    write(0, row_pieces, [&](int c, int tap) { return turn[place(c, tap)]; });
+  } else if (FOLDED || channels == 0) {
+    write(0, row_pieces, [&](int c, int tap) { return to_float(w[c * shape.w_c + tap]); });
+  } else {
     for (int c0 = 0; c0 < row_pieces * 8; c0 += channels) {
       __syncthreads();
-      if (shape.w_c == taps) {  // the row is contiguous
-        const int left = real ? (CHANNELS - c0) * taps : 0;
-#pragma unroll 8
-        for (int i = threadIdx.x; i < channels * taps; i += THREADS) turn[i] = i < left ? to_float(w[c0 * taps + i]) : 0;
-      } else {
-#pragma unroll 4
-        for (int i = threadIdx.x; i < channels * taps; i += THREADS) {
-          const int c = c0 + i / taps;
-          turn[i] = real && c < CHANNELS ? to_float(w[c * shape.w_c + i % taps]) : 0;
-        }
-      }
+      fetch(c0, channels);
       __syncthreads();
-      for (int i = threadIdx.x; i < channels / 8 * taps; i += THREADS) {
-        const int tap = i / (channels / 8), piece = i % (channels / 8);
-        if (c0 / 8 + piece >= row_pieces) continue;
-#pragma unroll
-        for (int e = 0; e < 8; ++e) v[e] = turn[(piece * 8 + e) * taps + tap];
-        write(v, tap, c0 / 8 + piece);
-      }
+      write(c0 / 8, min(channels / 8, row_pieces - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
     }
-    return;
-  }
-#endif
-  for (int i = threadIdx.x; i < taps * row_pieces; i += THREADS) {
-    const int tap = i / row_pieces, piece = i % row_pieces;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int c = (piece * 8 + e) % CHANNELS, fold = (piece * 8 + e) / CHANNELS;
-      v[e] = real && fold < FOLDS ? to_float(w[c * shape.w_c + tap * FOLDS + fold]) : 0;
-    }
-    write(v, tap, piece);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 1 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
                                                            Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                            uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags,
                                                            const Shape shape) {
-  if (blockIdx.x < shape.filter_rows) {
-    pack_filter(w, w_packed, w_scales, w_flags, shape);
+  // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
+  const int filter_rows = (int)shape.filter_rows;
+  [[maybe_unused]] const int blocks = gridDim.x - filter_rows;
+  const bool turns = filter_rows <= blocks && blockIdx.x < 2 * filter_rows;
+  const bool filter = turns ? blockIdx.x % 2 == 0 : filter_rows > blocks && blockIdx.x < filter_rows;
+  if (!FILTER && filter) {
+    pack_filter(w, w_packed, w_scales, w_flags, shape, turns ? blockIdx.x / 2 : blockIdx.x);
     return;
   }
-  const int block = blockIdx.x - (int)shape.filter_rows;
-  [[maybe_unused]] const int blocks = gridDim.x - (int)shape.filter_rows;
+  const int block = turns ? blockIdx.x / 2 : blockIdx.x - filter_rows;
 #if FILTER
   // neighbouring rows side by side: they are neighbours in the packed filter
   const int rows = (int)shape.blocks_group * 64, image = block % rows, tile = block / rows;
@@ -375,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
     scales[image] = 1 / scale;
-    flags[image] = guessed ? 0 : found.flag();
+    flags[image] = guessed ? found.flag(guess) : found.flag();
   }
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
@@ -395,7 +472,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extrem
     const bool guessed = found.fits(guess);
     scales[image] = 1 / (guessed ? power_of_two(guess) : found.scale());
     again[image] = !guessed && found.usable();
-    flags[image] = guessed ? 0 : found.flag();
+    flags[image] = guessed ? found.flag(guess) : found.flag();
   }
 }
 #endif

@@ -122,8 +122,11 @@ class Extremes:
             return 2
         return int(self.largest > 0 and self.least < self.exponent - 28 - self.slack)
 
+    def loses(self, guess: int) -> bool:
+        return self.largest > 0 and self.least < -14 - guess - self.slack
+
     def fits(self, guess: int) -> bool:
-        return self.largest == 0 or (-2 - guess <= self.exponent < 15 - guess and self.least >= -14 - guess - self.slack)
+        return self.largest == 0 or (10 if self.loses(guess) else -2) - guess <= self.exponent < 15 - guess
 
     def scale(self) -> float:
         return 2.0 ** (14 - self.exponent) if self.largest and self.usable() else 1.0
@@ -264,7 +267,7 @@ def settle_images(step, memory: Memory) -> None:
         scale = 2.0**guess if guessed else found.scale()
         if piece == 0:
             store(memory.view(scales, "float32"), image, 1 / scale)
-            store(memory.view(flags, "int32"), image, 0 if guessed else found.flag())
+            store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
         if not guessed and found.usable():
             for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
                 image_tile(step, s, memory, source, packed, image, tile, scale)
@@ -280,7 +283,7 @@ def settle_scales(step, memory: Memory) -> None:
         guessed = found.fits(guess)
         store(memory.view(scales, "float32"), image, 1 / (2.0**guess if guessed else found.scale()))
         store(memory.view(again, "int32"), image, not guessed and found.usable())
-        store(memory.view(flags, "int32"), image, 0 if guessed else found.flag())
+        store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
 
 
 # ---- tensor maps
@@ -417,7 +420,7 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
             assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
-            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, number)
+            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
             channel = group * s.channels_group + c * kc if real else s.channels
             b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
@@ -443,7 +446,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             values = load_box(x_map, memory, (first, c, image), (pixels, 64)).T
             read.append(values)
             b = [values] if define["POINTWISE"] == 1 else split(values, scale, limbs_of(step), "float16")
-            a = load_filter(step, s, memory, m // 64, c // 64)
+            a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
             assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
             multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
@@ -463,14 +466,14 @@ def load_box(described, memory: Memory, start: tuple[int, ...], shape: tuple[int
     return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0))
 
 
-def load_filter(step, s, memory: Memory, block: int, number: int) -> np.ndarray:
+def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> np.ndarray:
     """[limb][row][channel] of KC channels of one tap of the packed filter, from 64 rows or twice as many."""
     define = step.defines
     kc, limbs = define["KC"], limbs_of(step)
     w = memory.view(step.buffers[0], "bfloat16" if define["BF16"] else "float16")
     rows, unit = np.arange(64)[:, None], limbs * 64 * kc
     found = []
-    for one in range(block, block + define["ROWS"] // 64):
+    for one in (block, min(block + 1, last))[: define["ROWS"] // 64]:  # rows that there are not are others, loaded twice
         raw = inside(w, (one * s.row_blocks + number) * unit + np.arange(unit)).reshape(limbs, 64, kc // 8, 8)
         found.append(raw[:, rows, np.arange(kc // 8) ^ swizzled(rows, kc // 8)].reshape(limbs, 64, kc))
     return np.concatenate(found, axis=1).astype(np.float64)

@@ -21,7 +21,7 @@ from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Step
 
 PACK_THREADS = 256
-PACK_ITEMS, FOLD_ITEMS = 2, 4  # pixels of 8 channels that a thread of it takes at once; where it folds taps
+PACK_ITEMS = 2  # pixels of 8 channels that a thread of it takes at once, if an image has so many
 FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
@@ -289,16 +289,15 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         images = rows = problem.N
         group, size, packed_size, strides = packed.group, problem.operand_size, packed.size, direct.read_strides(problem)
     chunks = groups * group // 8
+    pixels, at_once = math.prod(packed_size) + (as_filter and packed.load < 64), min(8, 1 << (chunks - 1).bit_length())
+    items = PACK_ITEMS if pixels > PACK_THREADS // at_once else 1
     defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"),
-        "CHUNKS": min(8, 1 << (chunks - 1).bit_length()), "ITEMS": FOLD_ITEMS if packed.level else PACK_ITEMS,
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
         "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "BATCHED": int(problem.layout != "CNHW"),
-        "FOLDED": int(packed.level > 0),
+        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
     }
-    pixels = math.prod(packed_size) + (as_filter and packed.load < 64)
-    tiles = ceil(pixels, PACK_THREADS * defines["ITEMS"] // defines["CHUNKS"]) * ceil(chunks, defines["CHUNKS"])
+    tiles = ceil(pixels, PACK_THREADS * items // at_once) * ceil(chunks, at_once)
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *folding(problem.stride, 1), *folding(problem.padding_before, 0), *folding(problem.dilation, 1), written, blocks,
@@ -368,9 +367,9 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
 
 
 def filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
-    """Blocks of 64 output channels of a group, an even number of them; taps; blocks of channels."""
+    """Blocks of 64 output channels of a group; taps; blocks of channels."""
     written = problem.result_channels // problem.groups
-    return 2 * ceil(written, 128), math.prod(problem.filter_size) // math.prod(packed.folded), ceil(packed.group, packed.load)
+    return ceil(written, 64), math.prod(problem.filter_size) // math.prod(packed.folded), ceil(packed.group, packed.load)
 
 
 def row_blocks(problem: ConvProblem, packed: Packing) -> int:
