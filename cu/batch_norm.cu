@@ -33,6 +33,7 @@
 #endif
 #ifndef ROUNDED
 #define ROUNDED 0
+#define NOTED 0
 #endif
 
 #define UNROLL (VEC == 4 ? 4 : 8)
@@ -150,21 +151,48 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* R
 // The slices of channel_moments together, of so many channels, whose first values are `apart`; an item has `values` of a channel.
 // Running statistics, where there are some, move towards this batch's by `momentum`, or with `tracked`, the number of batches so
 // far, by a share that makes them the mean over batches.
+// NOTED    the convolution noted the slices while it had its sums at hand (implicit_gemm_sm90.cu): `sets` times `total` items, slices
+//          of one set each; no means are relative to first values. Where `redone` says that results were computed again since, which is
+//          rare (direct_gemm.cu), all y is read here: `images` of `plane` pixels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
-    GLOBAL_MEM acc_t* RESTRICT running_var, const long_t total, const long_t per, const long_t channels, const long_t values,
-    const long_t apart, const long_t eps, const long_t momentum) {
+    GLOBAL_MEM acc_t* RESTRICT running_var,
+#if NOTED
+    const int* redone, const long_t blocks, const long_t sets, const long_t images, const long_t plane, const long_t y_image, const long_t y_pixel,
+#endif
+    const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
+    const long_t momentum) {
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   const index_t channel = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
   const int lane = LID_0 / BESIDE;
   acc_t n = 0, sum = 0, m2 = 0;
-  if (channel < channels)
-    for (long_t slice = lane; slice * per < total; slice += LANES) {
-      const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
+#if NOTED
+  int again = 0;
+  for (long_t i = LID_0; i < blocks; i += THREADS) again |= redone[i];
+  again = __syncthreads_or(again);
+  if (again && channel < channels) {
+    for (long_t i = lane; i < images * plane; i += LANES) {
+      const acc_t v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
+      COMBINE(n, sum, m2, (acc_t)1, v, (acc_t)0);
+      n += 1;
+    }
+  } else
+#define SETS sets
+#define SHIFT 0
+#else
+#define SETS 1
+#define SHIFT LOAD(y, channel * (index_t)apart)
+#endif
+  if (channel < channels) {
+    const long_t each = (total + per - 1) / per;  // slices of a set
+    for (long_t slice = lane; slice < SETS * each; slice += LANES) {
+      const long_t before = slice % each * per;
+      const acc_t count = values * (total - before < per ? total - before : per);
       COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
       n += count;
     }
+  }
   counts[LID_0] = n;
   means[LID_0] = sum;
   squares[LID_0] = m2;
@@ -173,7 +201,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     counts[to] += counts[from];
   })
   if (channel < channels && lane == 0) {
-    const acc_t m = values * total, centre = LOAD(y, channel * (index_t)apart) + means[LID_0];
+    const acc_t m = values * total * SETS, centre = means[LID_0] + SHIFT;
     mean[channel] = centre;
     invstd[channel] = 1 / sqrt(squares[LID_0] / m + BITS_TO_ACC(eps));
     if (running_mean) {

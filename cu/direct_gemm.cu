@@ -96,6 +96,7 @@
 #define HAS_RESIDUAL 0
 #define RELU 0
 #define GUARDED 0
+#define NOTED 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
@@ -174,14 +175,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y,
 #if GUARDED
-    const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales, const long_t n_pixels,
-    const long_t n_blocks) {
+    const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales,
+#if NOTED
+    int* redone,  // [blocks]: whether the block computed a tile
+#endif
+    const long_t n_pixels, const long_t n_blocks) {
   // the usual case first: nothing is flagged
   int any = 0, of_filters = 0;
   for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
   for (int m = LID_0; m < GROUPS * M; m += THREADS) of_filters |= filter_flags[m];
   of_filters = __syncthreads_or(of_filters);
-  if (!__syncthreads_or(any | of_filters)) return;
+  any = __syncthreads_or(any | of_filters);
+#if NOTED
+  if (LID_0 == 0) redone[GID_0] = 0;
+#endif
+  if (!any) return;
 #else
     const long_t n_pixels) {
 #endif
@@ -259,6 +267,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
     if (!__syncthreads_or(any)) continue;
   }
+#if NOTED
+  if (LID_0 == 0) redone[GID_0] = 1;
+#endif
 #endif
 
   // loading: this thread's place in the tiles of A and of B; its pixel never changes

@@ -30,6 +30,8 @@
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
+// Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
+//          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
@@ -57,6 +59,7 @@
 #define PHASES 1
 #define RAW_STAGES 2
 #define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
+#define MOMENTS 0    // of y's channels are written too
 #endif
 #if POINTWISE
 #define WGMMA_TURNED_B "1"
@@ -489,11 +492,51 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 }
 #endif
 
+#if MOMENTS
+// Four lanes have a channel's pixels; the squares are summed relative to its first one, so that a large mean costs no digits.
+DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const float* scales, float* moments) {
+  const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
+  if (count <= 0) return;
+  const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
+  const int slice = image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    auto value = [&](int i, int e) {  // as it is stored
+      float v = sum[4 * i + 2 * half + e] * ((SCALED ? scales[8 * i + 2 * (lane % 4) + e] : 1) * rows.scale_w[half]);
+      SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
+      return to_float(from_float<out_t>(v));
+    };
+    const float first = __shfl_sync(~0u, value(0, 0), lane & ~3);
+    float all = 0, squares = 0;
+#pragma unroll
+    for (int i = 0; i < WGMMA_N / 8; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float off = 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0;
+        all += off;
+        squares = fmaf(off, off, squares);
+      }
+#pragma unroll
+    for (int beside = 1; beside < 4; beside *= 2) {
+      all += __shfl_xor_sync(~0u, all, beside);
+      squares += __shfl_xor_sync(~0u, squares, beside);
+    }
+    const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
+    if (lane % 4 == 0 && m < (int)shape.rows_group) {
+      const float mean = all / count;
+      float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
+      to[0] = first + mean;
+      to[shape.rows] = fmaxf(squares - all * mean, 0);
+    }
+  }
+}
+#endif
+
 // ---- the multiplication
 
 DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
                     const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
-                    const int* again, out_t* y) {
+                    const int* again, [[maybe_unused]] float* moments, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
   const uint32_t b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
@@ -523,6 +566,9 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
   int stored = blockIdx.x;  // the tile that total and rows belong to
   auto store = [&] {
     [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
+#if MOMENTS
+    store_moments(total, rows, shape, scales, moments);
+#endif
     for_chunks([&](auto base) {
 #if TENSOR_STORE
       store_chunk_by_tensor<decltype(base)::value>(total, rows, shape, consumer, staging, scales, residual, map_y);
@@ -632,6 +678,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
                        const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual, out_t* __restrict__ y,
+#if MOMENTS
+                       float* __restrict__ moments,
+#endif
 #if POINTWISE == 2
                        uint2* __restrict__ parts, const int* __restrict__ not_guessed,
 #endif
@@ -669,6 +718,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
   constexpr const int* again = nullptr;
 #endif
+#if !MOMENTS
+  float* const moments = nullptr;
+#endif
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<40>();
@@ -691,6 +743,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     const int consumer = warpgroup - 1;
     consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to,
-            again, y);
+            again, moments, y);
   }
 }

@@ -23,7 +23,7 @@ from pycuda_conv.tune import caches
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
     output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None = None,
-    residual: Signature | None = None, activation: Any = None,
+    residual: Signature | None = None, activation: Any = None, noted: bool = False,
 ) -> Plan:
     """The plan for a call, from the hashable part of its arguments. It may be NCHW although `layout`, the result's, is not."""
     common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
@@ -34,16 +34,18 @@ def _plan(
         problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
     else:
         problem = ConvProblem.forward(*shapes, **common, precision=precision)
-    return _plan_for(problem, kind, input, device, layout, tune)
+    return _plan_for(problem, kind, input, device, layout, tune, noted)
 
 
-def _plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool) -> Plan:
+def _plan_for(
+    problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False
+) -> Plan:
     """The plan for a problem that was checked, whose first array is `input`."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
         last = replace(problem, layout="NHWC")
         problem = last if reads_channels_last(last, own, tune) else problem
-    return cached_plan(problem, own, True) if tune else cached_plan(problem, own)
+    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
 
 
 #: The arrays that a gradient is computed from.

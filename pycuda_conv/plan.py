@@ -31,6 +31,9 @@ class Plan:
     tune : bool
         Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
         On OpenCL nothing is measured.
+    noted : bool
+        Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
+        :class:`pycuda_conv.engines.packed.Moments`. For what goes on with them in the same workspace.
 
     Raises
     ------
@@ -47,7 +50,7 @@ class Plan:
     """
 
     def __init__(
-        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False
+        self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False, noted: bool = False
     ) -> None:
         self.problem = problem
         self.device = get_device(device)
@@ -58,7 +61,7 @@ class Plan:
         #: the measurement that the configuration follows, or None
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
         self.config = config or (self.tuned.config if self.tuned else engines.choose(problem, self.device))
-        self.program = program = engines.program(problem, self.config, self.device)
+        self.program = program = engines.program(problem, self.config, self.device, noted)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = program.filter_bytes
         #: equal for plans whose packed filters are interchangeable
@@ -190,9 +193,9 @@ class BoundPlan:
 
 
 @lru_cache(maxsize=CACHED_PLANS)
-def cached_plan(problem: ConvProblem, device: Device, tune: bool = False) -> Plan:
+def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
-    return Plan(problem, device, tune=tune)
+    return Plan(problem, device, tune=tune, noted=noted)
 
 
 caches.append(cached_plan)

@@ -433,7 +433,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
     define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
     across = ceil(s.plane, pixels)
     assert s.tiles_pixels == across * (s.pixels // s.plane)
-    again = memory.view(step.buffers[8], "int32") if s.second else None
+    again = memory.view(step.buffers[-1], "int32") if s.second else None
     for m, tile, group, part in tiles_of(step, s):
         image, first = tile // across, tile % across * pixels
         if s.second and not inside(again, image):
@@ -450,7 +450,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
             multiply(total, a, [v.astype(np.float64) for v in b])
         if define["POINTWISE"] == 2 and not s.second and m == 0:
-            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[7], "uint32")
+            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[-2], "uint32")
             for warp in range(8):
                 store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
         write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
@@ -502,6 +502,8 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     places = np.zeros(total.shape, int)
     places[: m.size, : pixel.size] = at
     v = finished(define, memory, kind, total, scale, bias, residual, channel, places).astype(kind)
+    if define["MOMENTS"] and pixel.size:
+        note_moments(step, s, memory, v[: m.size, : pixel.size].astype(float), k.ravel(), pixel0)
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
@@ -513,6 +515,19 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
     store(memory.view(y, kind), at, v[: m.size, : pixel.size])
     if not s.second:
         memory.count(y, at)
+
+
+def note_moments(step, s, memory: Memory, v: np.ndarray, k: np.ndarray, pixel0: int) -> None:
+    """Of each channel `k` over each consumer's pixels, the mean and the sum of squares of what they are off by."""
+    per, noted = step.defines["WGMMA_N"], memory.view(step.buffers[7], "float32")
+    plane = s.plane if step.defines["POINTWISE"] else s.pixels
+    image, inner = divmod(pixel0, plane)
+    assert inner % per == 0
+    for first in range(0, v.shape[1], per):
+        part = v[:, first : first + per]
+        number = 2 * (image * ceil(plane, per) + (inner + first) // per)
+        store(noted, number * s.rows + k, part.mean(1))
+        store(noted, (number + 1) * s.rows + k, ((part - part.mean(1)[:, None]) ** 2).sum(1))
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -570,7 +585,10 @@ def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
     assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, image_flags, filter_flags, image_scales, filter_scales = step.buffers
+    source, filters, bias, scale, residual, y, image_flags, filter_flags, image_scales, filter_scales, *redone = step.buffers
+    before = memory.mended
+    for place in redone:
+        store(memory.view(place, "int32"), np.arange(step.grid), 0)
     kind = ELEMENT[d.DTYPE]
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     pixel = np.arange(n_pixels)
@@ -584,7 +602,7 @@ def direct_gemm(step, memory: Memory) -> None:
     c, m = np.arange(d.CRED), np.arange(d.M)
     with np.errstate(over="ignore", invalid="ignore"):
         for g in range(d.GROUPS):
-            total = np.zeros((d.M, n_pixels))
+            total, sizes = np.zeros((2, d.M, n_pixels))
             for t, r, s in np.ndindex(*((0, 0, 0) if d.EMPTY else (d.T, d.R, d.S))):
                 at_d, at_h, at_w = o * d.STRIDE_D - d.PAD_D + t * d.DIL_D, p * d.STRIDE_H - d.PAD_H + r * d.DIL_H, q * d.STRIDE_W - d.PAD_W + s * d.DIL_W
                 ok = (at_d >= 0) & (at_d < d.D) & (at_h >= 0) & (at_h < d.H) & (at_w >= 0) & (at_w < d.W)
@@ -592,18 +610,22 @@ def direct_gemm(step, memory: Memory) -> None:
                 values = np.where(ok, inside(x, np.where(ok, place, 0) + g * d.X_GROUP + c[:, None] * d.X_CHANNEL), x.dtype.type(0))
                 taps = inside(w, d.W_BASE + g * d.W_G + m[:, None] * d.W_M + c * d.W_C + t * d.W_T + r * d.W_R + s * d.W_S)
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
+                sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
             at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
             total = finished(step.defines, memory, kind, total, scale, bias, residual, g * d.M + m[:, None], at)
             flags, written = images[image] | channels[g * d.M + m][:, None], inside(out, at).astype(float)
             if d.HAS_BIAS:
                 written = written - inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
             scales = inside(memory.view(image_scales, "float32"), image) * inside(memory.view(filter_scales, "float32"), g * d.M + m)[:, None]
-            seen = np.abs(written) >= 2 * math.sqrt(0 if d.EMPTY else d.CRED * d.T * d.R * d.S) * scales
+            gemm_k = 0 if d.EMPTY else d.CRED * d.T * d.R * d.S
+            seen = (np.abs(written) >= 2 * math.sqrt(gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * gemm_k * scales)
             if d.HAS_SCALE or d.HAS_RESIDUAL or d.RELU:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())
             store(out, at[wanted], total[wanted].astype(kind))
+    for place in redone:
+        store(memory.view(place, "int32"), 0, int(memory.mended > before))
 
 
 # ---- a whole call
@@ -618,6 +640,21 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 product(step, memory, finite)
             else:
                 kernels[step.kernel](step, memory)
+
+
+def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """The result of a launch that notes moments, each channel's mean and variance by them, and whether results were redone since."""
+    program = ig.program(problem, config, multiprocessors, True)
+    noted = program.moments
+    memory = Memory(problem, program, x, w, b, None, None)
+    launch(program.whole, memory, True)
+    slices = noted.sets * ceil(noted.span, noted.per)
+    parts = inside(memory.view((WORKSPACE, noted.parts), "float32"), np.arange(slices * 2 * noted.channels)).reshape(slices, 2, noted.channels).astype(float)
+    count = np.minimum(noted.per, noted.span - np.arange(slices) % (slices // noted.sets) * noted.per)[:, None]
+    mean = (count * parts[:, 0]).sum(0) / count.sum()
+    squares = (parts[:, 1] + count * (parts[:, 0] - mean) ** 2).sum(0)
+    redone = inside(memory.view((WORKSPACE, noted.redone), "int32"), np.arange(noted.blocks))
+    return memory.result(problem, x.dtype.name), mean, squares / count.sum(), bool(redone.any())
 
 
 def emulate(

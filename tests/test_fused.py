@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -16,12 +16,14 @@ import pycuda_conv as pc
 from pycuda_conv.arrays import kind_of
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.batch_norm import Pixels, compiled
+from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 torch = pytest.importorskip("torch", reason="the fused layer is a torch module")
 nn = torch.nn
 fused_modules = pytest.importorskip("pycuda_conv.nn")
+Settings = fused_modules.autograd.Settings
 
 CLASSES = {n: getattr(fused_modules, f"FusedConvBnReLU{n}d") for n in (1, 2, 3)}
 CONVS, NORMS = ({n: getattr(nn, f"{name}{n}d") for n in (1, 2, 3)} for name in ("Conv", "BatchNorm"))
@@ -766,3 +768,42 @@ def test_docstring_examples():
     import doctest
 
     assert doctest.testmod(fused_modules.fused).failed == 0
+
+
+# ---- statistics that the convolution notes
+
+NOTING = {  # input, filter, dtype, channels last: on tensor cores; the last kind is multiplied as it lies
+    "fp32": ((8, 64, 56, 56), (64, 64, 3, 3), "float32", False), "fp32 last": ((5, 72, 40, 41), (136, 72, 3, 3), "float32", True),
+    "fp16": ((8, 64, 56, 55), (200, 64, 3, 3), "float16", False), "bf16 last": ((8, 64, 56, 56), (64, 64, 3, 3), "bfloat16", True),
+    "1x1": ((8, 256, 56, 56), (128, 256, 1, 1), "float32", False), "1x1 fp16": ((9, 128, 28, 28), (160, 128, 1, 1), "float16", False),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("small", [False, True], ids=["plain", "computed again"])
+@pytest.mark.parametrize("name", NOTING)
+def test_statistics_noted_by_the_convolution(name, small):
+    """Against float64's of y itself, with a large mean, and where half of the values are so small that results are computed again."""
+    shape, filters, dtype, last = NOTING[name]
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels of Hopper GPUs note them")
+    if small and dtype != "float32":
+        pytest.skip("16-bit numbers are never computed again")
+    generator = torch.Generator("cuda").manual_seed(len(name))
+    x, w, b = (torch.randn(size, device="cuda", generator=generator).to(TORCH_DTYPES[dtype]) for size in (shape, filters, filters[:1]))
+    b += 0 if small else 100
+    if small:
+        b.zero_()
+        x[..., shape[-1] // 2 :] *= 2.0**-40
+    if last:
+        x = x.to(memory_format=torch.channels_last)
+    padding = filters[-1] // 2
+    problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
+    plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
+    assert plan.program.moments is not None
+    how = fused_modules.fused._How(False, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
+    y, (mean, invstd), _ = fused_modules.fused._forward(x, w, b, None, None, None, None, None, 0.1, 1e-3, how, False)
+    assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
+    exact = y.double()
+    near(mean, exact.mean((0, 2, 3)), 1e-6)
+    near(invstd, (exact.var((0, 2, 3), correction=0) + 1e-3).rsqrt(), 2e-6)

@@ -202,6 +202,33 @@ def test_images_that_are_not_packed(case, mode, config):
             assert_close(emulated(case, mode, given, config, finite=False), ref, allowed, f"{case} {mode} {scales}")
 
 
+NOTED = [
+    (case, mode, replace(TILES[mode], SPLIT=1)) for case in (
+        BASE, fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3),
+        fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3, bias=False),
+    ) for mode in TILES if mode in MODES
+]  # fmt: skip
+NOTED += [(case, mode, config) for case, mode, config in POINTWISE if not case.transposed]
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in NOTED])
+def test_moments_are_noted(case, mode, config):
+    """For a batch norm: they are the result's own."""
+    problem = asked(case, mode)
+    for arrays in (case.integers(dtype_of(mode)), case.normals(dtype_of(mode), seed=1)):
+        y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays)
+        y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
+        scale = np.sqrt((y**2).mean(1))
+        assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()
+        assert not redone
+
+
+def test_moments_of_results_that_were_computed_again_say_so():
+    x, w, _ = BASE.normals("float32", seed=1)
+    x = _halves(x, -40, np.random.default_rng(0))
+    assert emulator.emulate_moments(asked(fprop((2, 24, 9, 8), (40, 24, 3, 3), padding=1, bias=False), "fp32"), TILES["fp32"], x, w)[3]
+
+
 @st.composite
 def requests(draw) -> tuple[Case, str, int, int]:
     """A convolution that the engine takes, a mode, rows of a tile, and splits."""

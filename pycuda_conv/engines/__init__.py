@@ -79,14 +79,17 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     return list(dict.fromkeys([choose(problem, device), *near, *direct.unmodelled(problem, device.multiprocessors)]))
 
 
-def program(problem: ConvProblem, config: Config, device: Device) -> Program:
-    """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it."""
+def program(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Program:
+    """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
+
+    With `noted` they note the moments of the result, if they can: see :attr:`Program.moments`.
+    """
     reason = legal(problem, config, device)
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
     problem = problem.launched
     if isinstance(config, ImplicitGemm):
-        return implicit_gemm.program(problem, config, device.multiprocessors)
+        return implicit_gemm.program(problem, config, device.multiprocessors, noted)
     if isinstance(config, ImplicitGemm80):
         return implicit_gemm_sm80.program(problem, config, device.multiprocessors)
     stages, workspace_bytes = direct.stages(problem, config)

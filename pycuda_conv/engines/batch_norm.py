@@ -12,6 +12,7 @@ from functools import lru_cache
 from struct import pack, unpack
 from typing import Any
 
+from pycuda_conv.engines.packed import Moments, Place
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, Launcher, Step
 from pycuda_conv.tune import caches
@@ -95,9 +96,11 @@ class _Cut:
         grid = self.tiles * self.slices
         return Step(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
 
-    def step_of_channels(self, kernel: str, blocks: int, buffers: tuple[int, ...], *scalars: int, rounded: bool = False) -> Step:
+    def step_of_channels(
+        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
+    ) -> Step:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
-        return Step(kernel, self._common | {"ROUNDED": int(rounded)}, blocks, THREADS, buffers, scalars, "batch_norm")
+        return Step(kernel, self._common | {"ROUNDED": int(rounded), "NOTED": int(noted)}, blocks, THREADS, buffers, scalars, "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:
@@ -114,17 +117,25 @@ def _bits(value: float, pixels: Pixels) -> int:
 Maker = Callable[..., tuple[Sequence[Step], int]]
 
 
-def statistics(pixels: Pixels, multiprocessors: int, eps: float, momentum: float) -> tuple[Sequence[Step], int]:
+def statistics(
+    pixels: Pixels, multiprocessors: int, eps: float, momentum: float, moments: Moments | None = None
+) -> tuple[Sequence[Step], int]:
     """The mean and 1 / sqrt(variance + eps) of each channel.
 
     Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None | workspace.
     Running statistics move by `momentum` towards this batch's, or, where `num_batches_tracked` (int64, this batch counted) is
     given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
+    With `moments` the workspace is the convolution's, which holds them, and y is not read.
     """
-    cut = _Cut.of(pixels, multiprocessors)
+    cut, blocks, last = _Cut.of(pixels, multiprocessors), -(-pixels.K // BESIDE), (_bits(eps, pixels), _bits(momentum, pixels))
     apart = 1 if pixels.channels_last else pixels.plane
-    scalars = cut.total, cut.per, pixels.K, cut.values, apart, _bits(eps, pixels), _bits(momentum, pixels)
-    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 6, 1, 2, 3, 4, 5), *scalars)
+    if moments is not None:
+        places = (0, (6, moments.parts), 1, 2, 3, 4, 5, (6, moments.redone))
+        as_it_lies = pixels.N, pixels.plane, pixels.K * pixels.plane, pixels.K if pixels.channels_last else 1
+        noted = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
+        return (cut.step_of_channels("batch_norm_statistics", blocks, places, *noted, noted=True),), 0
+    scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
+    add = cut.step_of_channels("batch_norm_statistics", blocks, (0, 6, 1, 2, 3, 4, 5), *scalars)
     return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 

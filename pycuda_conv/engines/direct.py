@@ -377,7 +377,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
         defines = asdict(config) | {
             "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(_index_64(problem) or split * size >= 2**31),
             "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), **epilogue(problem, split > 1), "GUARDED": 0,
+            "EMPTY": int(empty), **epilogue(problem, split > 1), "GUARDED": 0, "NOTED": 0,
             "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
             "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
             "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
@@ -412,16 +412,19 @@ def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) 
     return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
 
 
-def guarded(problem: ConvProblem, found: Sequence[int | tuple[int, int]], multiprocessors: int) -> list[Step]:
+def guarded(
+    problem: ConvProblem, found: Sequence[int | tuple[int, int]], multiprocessors: int, redone: tuple[int, int] | None = None
+) -> list[Step]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
-    `found`: where the flags of images and filters lie, and their scales.
+    `found`: where the flags of images and filters lie, and their scales. `redone`: where each block says whether it did anything.
     """
+    noted = () if redone is None else (redone,)
     launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1))
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1}, grid=min(step.grid, 2 * multiprocessors),
-            buffers=(*step.buffers, *found), scalars=(*step.scalars, step.grid),
+            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
+            buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )
         for step in launches[0]
     ]

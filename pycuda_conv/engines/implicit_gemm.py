@@ -11,12 +11,14 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 
-from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     PACK_THREADS,
+    Moments,
+    Noting,
     Operands,
     Packing,
+    Place,
     Program,
     Room,
     Walk,
@@ -146,16 +148,29 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 # ---- launches
 
 
-def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
-    """The launches of `config`, which is legal for `problem`."""
+def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool = False) -> Program:
+    """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
+    moments = _moments(problem, config) if noted else None
     if config.POINTWISE:
-        return _pointwise_program(problem, config, multiprocessors)
+        return _pointwise_program(problem, config, multiprocessors, moments)
 
-    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
-        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
-        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors) for group in _together(walks)]
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
+        noted = (parts,) if moments else ()
+        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
+        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments) for group in _together(walks)]
 
-    return assemble(problem, config.SPLIT, multiprocessors, products)
+    return assemble(problem, config.SPLIT, multiprocessors, products, moments)
+
+
+def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
+    """What a product can note of its result: forward, whole sums, that need no more registers than there are."""
+    if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
+        return None
+    pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
+    if products(problem) == 3 and pixels > 128:
+        return None
+    sets, span = (problem.N, plane) if config.POINTWISE else (1, problem.N * plane)
+    return Moments(sets, span, pixels, problem.result_channels)
 
 
 def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
@@ -170,23 +185,24 @@ def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
         yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
 
 
-def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> Program:
+def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None) -> Program:
     """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
     packed, (walk,) = packed_form(problem)
     scratch = Room(WORKSPACE)
-    filters = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors)
+    filters, noting = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors), Noting(moments, scratch, multiprocessors)
+    noted: tuple[Place, ...] = (noting.parts,) if moments else ()
     if problem.itemsize == 2:
-        buffers: tuple[int | tuple[int, int], ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT)
-        stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors)]]
-        return Program(filters.prepare, stages, filters.prepare + stages, 0, filters.filter_bytes)
+        buffers: tuple[Place, ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted)
+        stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments)]]
+        return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, moments=noting.moments)
     # parts of an image: one a tile and converting warp
     count = 4 * CONVERTERS * ceil(math.prod(problem.result_size), config.PIXELS)
     parts = scratch.take(8 * problem.N * count)
     guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
 
     def multiply(scales: tuple[int, int], second: int) -> Step:
-        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, parts, again)
-        return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, second)
+        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted, parts, again)
+        return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments, second)
 
     images = images_of(problem, packed)
     settle = Step("settle_scales", images.defines, problem.N, PACK_THREADS, (parts, guesses, scales, flags, again), (count,), "pack")
@@ -194,8 +210,8 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
     if images.sampled:
         stages.insert(0, [sample_step(images, INPUT, guesses)])
     found = flags, filters.w_flags, scales, filters.w_scales
-    stages += [[step] for step in direct.guarded(problem, found, multiprocessors)]
-    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, redoes=True)
+    stages += [[step] for step in noting.guarded(problem, found)]
+    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, True, noting.moments)
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
@@ -228,7 +244,7 @@ def _plane_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
     return TensorMap(INPUT, 0, (plane, channels, problem.N), strides, box, 128 if size == 2 else 0, problem.dtype)
 
 
-def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[int, int]) -> TensorMap:
+def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
     """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = _stored_bytes(problem, config), problem.groups, problem.result_channels
@@ -239,7 +255,7 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: int | tuple[i
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
-    buffers: tuple[int | tuple[int, int], ...], multiprocessors: int, second: int = 0,
+    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, second: int = 0,
 ) -> Step:
     """The launch of some phases."""
     pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
@@ -248,13 +264,14 @@ def _product(
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
         "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
+        "MOMENTS": int(moments is not None),
     }
     if pointwise:
         maps = [_plane_map(problem, config)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
     if tensor_store(problem, config):
-        maps.append(_result_map(problem, config, buffers[-1]))
+        maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
     tiles = sum(shape[0] for shape in shapes)
     grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, len(walks)) == 1 else multiprocessors - 1

@@ -14,6 +14,7 @@ from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, ceil, splits
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
+    Place,
     Program,
     Walk,
     arithmetic,
@@ -132,7 +133,7 @@ def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
 def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
     """The launches of `config`, which is legal for `problem`."""
 
-    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: int | tuple[int, int]) -> list[Step]:
+    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, walk, buffers) for walk in walks]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pycuda_conv.engines import direct
@@ -29,6 +29,10 @@ ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
+
+
+#: A buffer of a step, or a place in one: see :class:`Step`.
+Place = int | tuple[int, int]
 
 
 def size3(values: list[int]) -> Size3:
@@ -196,12 +200,42 @@ def why_not(problem: ConvProblem) -> str | None:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """What a convolution notes of its result, channel by channel, for a batch norm behind it.
+
+    Attributes
+    ----------
+    sets, span, per : int
+        `sets` times `span` pixels; slices of `per`, of which a set's last may be shorter.
+    channels : int
+    parts, redone : int
+        Where in the workspace they lie: [slice][mean, sum of squares of what pixels are off by][channel]; and of each of `blocks`
+        whether it computed some results once more, so that these are not what the parts are of.
+    blocks : int
+    """
+
+    sets: int
+    span: int
+    per: int
+    channels: int
+    parts: int = 0
+    redone: int = 0
+    blocks: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parts."""
+        return 8 * self.sets * ceil(self.span, self.per) * self.channels
+
+
+@dataclass(frozen=True)
 class Program:
     """The launches of a plan.
 
     `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
     `whole` does both. Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later
-    ones may write parts of the result once more, so that a residual must not be the result's own memory.
+    ones may write parts of the result once more, so that a residual must not be the result's own memory. `moments`: what is
+    noted of the result, if that was asked for and the kernels can.
     """
 
     prepare: list[list[Step]]
@@ -210,6 +244,7 @@ class Program:
     workspace_bytes: int
     filter_bytes: int
     redoes: bool = False
+    moments: Moments | None = None
 
 
 class Room:
@@ -223,6 +258,25 @@ class Room:
         place = self.buffer, self.used
         self.used += ceil(nbytes, 256) * 256
         return place
+
+
+class Noting:
+    """Makes room for `moments`, if there are to be any: the place of their parts, and the guarded launches that say what they redid."""
+
+    def __init__(self, moments: Moments | None, scratch: Room, multiprocessors: int) -> None:
+        self._multiprocessors = multiprocessors
+        self.parts, self._redone = (WORKSPACE, 0), None
+        self.moments = moments
+        if moments is not None:
+            self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(8 * multiprocessors)
+            self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
+
+    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]]) -> list[Step]:
+        """:func:`direct.guarded`."""
+        steps = direct.guarded(problem, found, self._multiprocessors, self._redone)
+        if self.moments is not None:
+            self.moments = replace(self.moments, blocks=steps[0].grid)
+        return steps
 
 
 @dataclass(frozen=True)
@@ -358,7 +412,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
         prepare, alone = [guess_w, pack_w, settle_w], [guess_x, pack_x, settle_x]
-        both = [a + b for a, b in zip(prepare, alone, strict=True)]
+        both = [guess_w + guess_x, pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
     else:
         prepare = [pack(filter_rows, 0)]
         alone, both = ([], prepare) if packed.as_is else ([guess_x, pack(n, images.blocks), settle_x] for n in (0, filter_rows))
@@ -380,23 +434,29 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
-    products: Callable[[Packing, Sequence[Walk], Operands, int | tuple[int, int]], list[Step]],
+    products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
+    moments: Moments | None = None,
 ) -> Program:
-    """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path."""
+    """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
+
+    What `products` is given last is the place of the parts of `moments`.
+    """
     packed, walks = packed_form(problem)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
-    target: int | tuple[int, int] = RESULT
+    target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
-    after = [products(packed, walks, operands, target)]
+    noting = Noting(moments, scratch, multiprocessors)
+    after = [products(packed, walks, operands, target, noting.parts)]
     if split > 1:
         after.append([direct.reduce_step(problem, split, target)])
     wide = problem.dtype == "float32"
     if wide:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in direct.guarded(problem, found, multiprocessors)]
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, operands.filter_bytes, wide)
+        after += [[step] for step in noting.guarded(problem, found)]
+    filter_bytes, moments = operands.filter_bytes, noting.moments
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, wide, moments)
 
 
 def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int, int, int, int]:

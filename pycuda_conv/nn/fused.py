@@ -1,6 +1,7 @@
 """Convolution, batch normalisation and ReLU as one torch module, trained and evaluated.
 
-In training each forward pass is the convolution, its statistics and one pass over its result; kept for the backward pass are the
+In training each forward pass is the convolution, which on Hopper's tensor cores notes the statistics of its tiles while it has them
+(elsewhere they take a pass of their own), and one pass over its result; kept for the backward pass are the
 input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
@@ -28,6 +29,7 @@ from pycuda_conv import ops
 from pycuda_conv.arrays import Signature
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _cast, _differentiated, _empty_like, _kind, _layout, _traced
+from pycuda_conv.plan import Plan
 from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
@@ -89,6 +91,10 @@ def _like_sums(parameter: Tensor | None, y: Tensor) -> Tensor | None:
     return parameter.to(dtype).contiguous()
 
 
+def _pixels(shape: Sequence[int], dtype: str, layout: str) -> batch_norm.Pixels:
+    return batch_norm.Pixels(dtype, layout, shape[0], shape[1], math.prod(shape[2:]))
+
+
 @lru_cache(maxsize=1024)
 def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options: Any) -> tuple[Device, Launcher, int] | None:
     """Where what `maker` makes for arrays (N, K, *size) of that signature runs, and that compiled; None for arrays without elements."""
@@ -96,7 +102,7 @@ def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options:
     if not math.prod(shape):
         return None
     device = _kind.device(like, None)
-    pixels = batch_norm.Pixels(_kind.dtype_name(dtype), "NHWC" if order else "NCHW", shape[0], shape[1], math.prod(shape[2:]))
+    pixels = _pixels(shape, _kind.dtype_name(dtype), "NHWC" if order else "NCHW")
     return device, *batch_norm.compiled(maker, pixels, device, *options)
 
 
@@ -117,34 +123,85 @@ def _new_statistics(y: Tensor) -> Tensor:
     return make((2, y.shape[1]), dtype=_sums_dtype(y))
 
 
-def _statistics(
-    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    momentum: float, eps: float, how: _How,
-) -> tuple[Tensor, Tensor]:
-    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
+class _Forward(NamedTuple):
+    """A layer's launches, for arrays of some signatures."""
 
-    Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
-    the mean over batches.
+    plan: Plan
+    #: None where the result has no elements
+    launch: Launcher | None
+    workspace: int
+
+
+@lru_cache(maxsize=1024)
+def _forward_launches(
+    x: Signature, weight: Signature, bias: Signature | None, layout: str, momentum: float, eps: float, how: _How
+) -> _Forward:
+    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
+    asked = stride, padding, 0, dilation, groups, precision, device, layout, tune
+    plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
+    if plan.empty:
+        return _Forward(plan, None, 0)
+    pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
+    statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.program.moments)
+    finish, _ = batch_norm.compiled(batch_norm.forward, pixels, plan.device, how.relu)
+    convolve, of_batch = plan.launch, how.of_batch
+
+    def launch(buffers: Sequence[Any], stream: Any) -> None:
+        x, w, b, tracked, gamma, beta, y, mean, invstd, running_mean, running_var, out, scratch = buffers
+        convolve((x, w, b, y, scratch), stream)
+        if of_batch:
+            statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
+        if out:
+            finish((y, mean, invstd, gamma, beta, out), stream)
+
+    return _Forward(plan, launch, max(plan.workspace_bytes, workspace))
+
+
+caches.append(_forward_launches)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, tracked: Tensor | None, momentum: float, eps: float, how: _How, normalise: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The convolution y; (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones; the result.
+
+    The batch's move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to the
+    mean over batches. Without `normalise` there is no result.
     """
-    y = CONV.compute(how.settings, x, weight, bias, ())
+    sign, layout = _kind.signature, _layout(x, how.settings.ndim)
+    of_bias = None if bias is None else sign(bias)
+    plan, launch, workspace = _forward_launches(sign(x), sign(weight), of_bias, layout, momentum, eps, how)
+    order, turned = plan.order, layout != plan.problem.layout  # the kernels that convolve it read the other order
+    y = _kind.empty(plan.result_shape, x, None, order)
     statistics = _new_statistics(y)
     mean, invstd = statistics.unbind()
-    if not how.of_batch:
+    out = _kind.empty(plan.result_shape, x, None, order) if normalise and not turned else None
+    new_mean = new_var = None
+    if how.of_batch:
+        new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
+    else:
         assert running_mean is not None and running_var is not None
         mean.copy_(running_mean)
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
-        return y, statistics
-    new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
-    _launch(batch_norm.statistics, _kind.signature(y), _order(y), (y, tracked), (mean, invstd, new_mean, new_var), eps, momentum)
+    if launch is not None:
+        given = (
+            _kind.ready(x, order), _kind.ready(weight, None), None if bias is None else _kind.ready(bias, None), tracked,
+            _like_sums(gamma, y), _like_sums(beta, y),
+        )
+        _kind.run(plan.device, launch, given, (y, mean, invstd, new_mean, new_var, out), workspace)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
     if running_var is not None and new_var is not None and new_var is not running_var:
         running_var.copy_(new_var)
-    return y, statistics
+    if turned:
+        y = _kind.empty(y.shape, y, None, channels_last(y.dim(), how.settings.ndim)).copy_(y)
+        out = _normalised(y, statistics, gamma, beta, how.relu) if normalise else None
+    return y, statistics, out
 
 
 def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
-    """The layer's result, given what :func:`_statistics` found."""
+    """The layer's result, given what :func:`_forward` found."""
     order = _order(y)
     out: Tensor = _kind.empty(y.shape, y, None, order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
@@ -152,23 +209,73 @@ def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tenso
     return out
 
 
+class _Backward(NamedTuple):
+    """The launches of a layer's gradients, and whether those of the input and of the filter are among them."""
+
+    device: Device
+    launch: Launcher
+    workspace: int
+    by_x: bool
+    by_weight: bool
+
+
+@lru_cache(maxsize=1024)
+def _backward_launches(
+    y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, of_x: bool, of_weight: bool, how: _How
+) -> _Backward:
+    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
+    rest = stride, padding, dilation, groups, precision, device
+    own = _kind.device(y, None)
+    pixels = _pixels(y[0], _kind.dtype_name(y[1]), layout)
+    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.relu, how.of_batch)
+    by_x = by_weight = None
+    if of_x:
+        plan = ops._gradient_plan("input", ndim, _kind, y, weight, x[0], *rest, layout, tune)
+        by_x = plan if plan.problem.layout == layout and not plan.empty else None
+    if of_weight and layout == layout_x == "NCHW":
+        plan = ops._gradient_plan("weight", ndim, _kind, x, y, weight[0], *rest, layout, tune)
+        by_weight = None if plan.empty else plan
+
+    def launch(buffers: Sequence[Any], stream: Any) -> None:
+        y, dout, mean, invstd, gamma, beta, x, w, dy, sums, dx, dw, scratch = buffers
+        normalised((y, dout, mean, invstd, gamma, beta, dy, sums, scratch), stream)
+        if by_x is not None:
+            by_x.launch((dy, w, 0, dx, scratch), stream)
+        if by_weight is not None:
+            by_weight.launch((x, dy, 0, dw, scratch), stream)
+
+    most = max(workspace, *(plan.workspace_bytes for plan in (by_x, by_weight) if plan is not None), 0)
+    return _Backward(own, launch, most, by_x is not None, by_weight is not None)
+
+
+caches.append(_backward_launches)
+
+
 def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
     of_weight: bool, how: _How,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The gradients of input and filter, where asked for, and of beta and gamma as one array (2, K)."""
-    order = _order(y)
+    order, sign, ndim = _order(y), _kind.signature, how.settings.ndim
     y = _kind.ready(y, order)  # saved tensors may come back otherwise than they were saved
     dy, sums = _kind.empty(y.shape, y, None, order), _new_statistics(y)
-    given = (y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
-    _launch(batch_norm.backward, _kind.signature(y), order, given, (dy, sums), how.relu, how.of_batch)
-    del given  # a copy of dout must be gone when the convolution's gradients take their memory
     dx = dweight = None
+    if y.numel():
+        layouts = "NCHW" if order is None else "NHWC", _layout(x, ndim)
+        device, launch, workspace, by_x, by_weight = _backward_launches(sign(y), sign(x), sign(weight), *layouts, of_x, of_weight, how)
+        dx = _kind.empty(x.shape, x, None, order) if by_x else None
+        dweight = weight.new_empty(weight.shape) if by_weight else None
+        given = (
+            y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
+            _kind.ready(x, None) if by_weight else None, _kind.ready(weight, None) if by_x else None,
+        )
+        _kind.run(device, launch, given, (dy, sums, dx, dweight), workspace)
+        del given  # a copy of dout must be gone when what follows takes its memory
     if of_x:
-        dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
+        dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape) if dx is None else dx
         if (wanted := _order(x)) != order:
             dx = _kind.empty(x.shape, x, None, wanted).copy_(dx)
-    if of_weight:
+    if of_weight and dweight is None:
         dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
     return dx, dweight, sums
 
@@ -223,18 +330,18 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Function(torch.autograd.Function):
-    """The layer with gradients where torch need not see operators. `running` are the arguments of :func:`_statistics` of that name."""
+    """The layer with gradients where torch need not see operators. `running` are running_mean, running_var, tracked of :func:`_forward`."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, running: tuple[Any, Any, Any], momentum: float, eps: float,
         how: _How,
     ) -> Any:
-        y, statistics = _statistics(x, weight, bias, *running, momentum, eps, how)
+        y, statistics, out = _forward(x, weight, bias, gamma, beta, *running, momentum, eps, how, True)
         if how.of_batch:  # torch doesn't see what kernels write
             increment_version([a for a in running[:2] if a is not None])
         _save(ctx, x, weight, bias, gamma, beta, y, statistics, how)
-        return _normalised(y, statistics, gamma, beta, how.relu)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
@@ -251,7 +358,8 @@ def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
     momentum: float, eps: float, how: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _How.of(how))
+    y, statistics, _ = _forward(x, weight, bias, None, None, running_mean, running_var, tracked, momentum, eps, _How.of(how), False)
+    return y, statistics
 
 
 @_fused_statistics.register_fake

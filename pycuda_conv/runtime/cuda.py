@@ -33,6 +33,7 @@ from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
 log = logging.getLogger("pycuda_conv")
 
+FULL = 4 * 2048  # threads a multiprocessor of a launch that keeps it busy for long
 PLAIN_SHARED_BYTES = 48 * 1024  # of dynamic shared memory that a kernel may have without asking
 
 _initialised = False
@@ -446,10 +447,17 @@ class CudaDevice(Device):
         return launch_with_maps
 
     def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
-        """Several steps run side by side: each alone may be too small to fill the GPU."""
+        """Several steps run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
         launchers = [self.launcher(step) for step in steps]
         if len(launchers) == 1:
             return launchers[0]
+        if all(step.grid * step.block >= FULL * self.multiprocessors for step in steps[:-1]):
+
+            def launch_in_order(buffers: Sequence[Any], stream: Any) -> None:
+                for launcher in launchers:
+                    launcher(buffers, stream)
+
+            return launch_in_order
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             streams = self._streams()
