@@ -186,6 +186,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 #endif
   if (channel < channels) {
     const long_t each = (total + per - 1) / per;  // slices of a set
+#pragma unroll 4
     for (long_t slice = lane; slice < SETS * each; slice += LANES) {
       const long_t before = slice % each * per;
       const acc_t count = values * (total - before < per ? total - before : per);

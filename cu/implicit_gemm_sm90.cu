@@ -273,31 +273,30 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
     if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
     const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
-    unsigned largest = 0, smallest = ~0u;  // magnitudes as bits, less one: zero is none, and the largest there is
+    Magnitudes found = {0, ~0u};
     for (int step = range.first; step < range.last; ++step) {
       barrier_wait(raw_full + 8 * raw_stage, raw_parity);
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-#pragma unroll 2
-      for (int i = thread; i < 64 * PIXELS / 8; i += 128 * CONVERTERS) {
-        const int row = i / (PIXELS / 8), piece = i % (PIXELS / 8);
-        const float4 left = from[2 * i], right = from[2 * i + 1];
-        const float v[8] = {left.x, left.y, left.z, left.w, right.x, right.y, right.z, right.w};
-        __half limbs[LIMBS][8];
+      constexpr int EIGHTS = 64 * PIXELS / 8 / (128 * CONVERTERS), BATCH = EIGHTS < 4 ? EIGHTS : 4;  // of a thread; read at once
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          const unsigned bits = __float_as_uint(v[e]) & 0x7fffffff;
-          largest = max(largest, bits);
-          smallest = min(smallest, bits - 1);
-          limbs[0][e] = __float2half_rn(v[e] * scale);
-#if PRODUCTS == 3
-          limbs[1][e] = __float2half_rn((v[e] * scale - __half2float(limbs[0][e])) * 2048);
-#endif
+      for (int first = 0; first < EIGHTS; first += BATCH) {
+        float v[BATCH][8];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) *(float4*)&v[i][4 * half] = from[2 * (thread + (first + i) * 128 * CONVERTERS) + half];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / (PIXELS / 8), piece = item % (PIXELS / 8);
+          found.add(v[i]);
+          uint4 limbs[LIMBS];
+          split<__half>(v[i], scale, limbs);
+#pragma unroll
+          for (int limb = 0; limb < LIMBS; ++limb)
+            *(uint4*)(to + limb * B_BYTES + piece / 8 * (64 * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4)) = limbs[limb];
         }
-#pragma unroll
-        for (int limb = 0; limb < LIMBS; ++limb)
-          *(uint4*)(to + limb * B_BYTES + piece / 8 * (64 * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4)) = *(const uint4*)limbs[limb];
       }
       fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
       __syncwarp();
@@ -312,10 +311,9 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       }
     }
     if (!again && of.m == 0) {
-      largest = __reduce_max_sync(~0u, largest);
-      smallest = __reduce_min_sync(~0u, smallest);
+      found.over_warp();
       const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane / PIXELS;
-      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * (4 * CONVERTERS) + thread / 32] = make_uint2(largest, smallest);
+      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * (4 * CONVERTERS) + thread / 32] = make_uint2(found.largest, found.smallest);
     }
   }
 }

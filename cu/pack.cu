@@ -74,13 +74,8 @@ struct Shape {
 
 __device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
-struct Extremes {
-  unsigned largest, smallest;  // magnitudes as bits; smallest of none: ~0
-  __device__ void add(float v) {
-    const unsigned bits = __float_as_uint(v) & 0x7fffffff;
-    largest = max(largest, bits);
-    smallest = min(smallest, bits - 1);  // zero becomes the largest there is
-  }
+struct Extremes : Magnitudes {
+  using Magnitudes::add;
   __device__ void add(const Extremes& other) {
     largest = max(largest, other.largest);
     smallest = min(smallest, other.smallest);
@@ -115,28 +110,12 @@ __device__ Turn& turn_room() {
 // The extremes of the whole block, to every thread.
 __device__ Extremes over_block(Extremes mine) {
   __shared__ Extremes warps[THREADS / 32];
-  mine.largest = __reduce_max_sync(~0u, mine.largest);
-  mine.smallest = __reduce_min_sync(~0u, mine.smallest);
+  mine.over_warp();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
   __syncthreads();
   Extremes all = warps[0];
   for (int i = 1; i < THREADS / 32; ++i) all.add(warps[i]);
   return all;
-}
-
-// 8 values as 16 bytes of each limb
-__device__ void split(const float (&v)[8], float scale, uint4 (&limbs)[LIMBS]) {
-  limb_t parts[LIMBS][8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float scaled = v[i] * scale;
-    parts[0][i] = from_float<limb_t>(scaled);
-#if LIMBS == 2
-    parts[1][i] = from_float<limb_t>((scaled - to_float(parts[0][i])) * 2048);
-#endif
-  }
-#pragma unroll
-  for (int limb = 0; limb < LIMBS; ++limb) limbs[limb] = *(const uint4*)parts[limb];
 }
 
 // where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
@@ -242,12 +221,9 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
     place(i, inside, at);
-#if IN == 32
-#pragma unroll
-    for (int e = 0; e < 8; ++e) found.add(v[i][e]);
-#endif
+    if (IN == 32) found.add(v[i]);
     uint4 limbs[LIMBS];
-    split(v[i], scale, limbs);
+    split<limb_t>(v[i], scale, limbs);
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) {
 #if !TURNED
@@ -292,7 +268,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     const int count = real ? max(min(channels, CHANNELS - c0), 0) * all : 0;
     auto take = [&](int at, float v) {
       turn[at] = v;
-      found.add(v);
+      found.add(v, v);
     };
     const in_t* const from = w + c0 * shape.w_c;
     const bool row_by_row = shape.w_c == all && (size_t)from % 16 == 0;  // contiguous, and so aligned that 16 bytes are loaded at once
@@ -332,7 +308,10 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     found = fetch(0, CHANNELS);
   } else if (IN == 32 && real) {
 #pragma unroll 16
-    for (int i = threadIdx.x; i < CHANNELS * all; i += THREADS) found.add(to_float(w[i / all * shape.w_c + i % all]));
+    for (int i = threadIdx.x; i < CHANNELS * all; i += THREADS) {
+      const float v = to_float(w[i / all * shape.w_c + i % all]);
+      found.add(v, v);
+    }
   }
   float scale = 1;
 #if IN == 32
@@ -364,7 +343,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
         v[e] = real && fold < FOLDS && c < CHANNELS ? value(c, tap * FOLDS + fold) : 0;
       }
       uint4 limbs[LIMBS];
-      split(v, scale, limbs);
+      split<limb_t>(v, scale, limbs);
       uint4* const to = packed + (tap * (int)shape.channel_blocks + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = limbs[limb];
@@ -423,7 +402,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* 
   for (int i = 0; i < EACH; ++i) {
     const unsigned long long at = (threadIdx.x + i * THREADS) * step % count;
     const unsigned c = (unsigned)(NHWC ? at % channels : at / plane), pixel = (unsigned)(NHWC ? at / channels : at % plane);
-    found.add(x[c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel]);
+    const float v = x[c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel];
+    found.add(v, v);
   }
   found = over_block(found);
   if (threadIdx.x == 0) {

@@ -43,6 +43,44 @@ DEVICE void store_word(void* to, uint4 v) {
 
 constexpr int GUESS = 9;  // the exponent of the scale with which images are split before their extremes are known
 
+DEVICE __half2 from_floats(float a, float b, __half) { return __floats2half2_rn(a, b); }
+DEVICE __nv_bfloat162 from_floats(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
+DEVICE float2 to_floats(__half2 v) { return __half22float2(v); }
+DEVICE float2 to_floats(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+
+// 8 values as 16 bytes of each limb, two at a time
+template <class T, int count> DEVICE void split(const float (&v)[8], float scale, uint4 (&limbs)[count]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float a = v[2 * i] * scale, b = v[2 * i + 1] * scale;
+    const auto high = from_floats(a, b, T());
+    ((uint32_t*)limbs)[i] = *(const uint32_t*)&high;
+    if (count == 2) {
+      const float2 rounded = to_floats(high);
+      const auto low = from_floats((a - rounded.x) * 2048, (b - rounded.y) * 2048, T());
+      ((uint32_t*)limbs)[4 * (count - 1) + i] = *(const uint32_t*)&low;
+    }
+  }
+}
+
+// The largest and the smallest magnitude of some floats, as bits.
+struct Magnitudes {
+  unsigned largest, smallest;  // smallest: less one, so that zero is the largest there is; ~0 of none
+  DEVICE void add(float a, float b) {
+    const unsigned first = __float_as_uint(a) & 0x7fffffff, second = __float_as_uint(b) & 0x7fffffff;
+    largest = __vimax3_u32(largest, first, second);
+    smallest = __viaddmin_u32(second, ~0u, __viaddmin_u32(first, ~0u, smallest));
+  }
+  DEVICE void add(const float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) add(v[i], v[i + 1]);
+  }
+  DEVICE void over_warp() {
+    largest = __reduce_max_sync(~0u, largest);
+    smallest = __reduce_min_sync(~0u, smallest);
+  }
+};
+
 // ---- where pixel number `inside` of an image of a launch lies in a plane of y; dense: there too it is number `inside`
 
 template <bool dense, class Shape> DEVICE int plane_offset(const Shape& shape, int inside) {

@@ -18,6 +18,7 @@ from pycuda_conv.runtime.base import Device, Launcher, Step
 from pycuda_conv.tune import caches
 
 THREADS = 128
+NOTED_THREADS = 1024  # where a convolution noted the slices, which are many
 #: Columns of slices that a block adds.
 BESIDE = 8
 #: What a multiprocessor runs at once is 2048 threads, or fewer where they need many registers.
@@ -100,7 +101,9 @@ class _Cut:
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
     ) -> Step:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
-        return Step(kernel, self._common | {"ROUNDED": int(rounded), "NOTED": int(noted)}, blocks, THREADS, buffers, scalars, "batch_norm")
+        threads = NOTED_THREADS if noted else THREADS
+        defines = self._common | {"THREADS": threads, "ROUNDED": int(rounded), "NOTED": int(noted)}
+        return Step(kernel, defines, blocks, threads, buffers, scalars, "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:

@@ -123,60 +123,46 @@ def _new_statistics(y: Tensor) -> Tensor:
     return make((2, y.shape[1]), dtype=_sums_dtype(y))
 
 
-class _Forward(NamedTuple):
-    """A layer's launches, for arrays of some signatures."""
-
-    plan: Plan
-    #: None where the result has no elements
-    launch: Launcher | None
-    workspace: int
-
-
 @lru_cache(maxsize=1024)
 def _forward_launches(
     x: Signature, weight: Signature, bias: Signature | None, layout: str, momentum: float, eps: float, how: _How
-) -> _Forward:
+) -> tuple[Plan, Launcher | None, int]:
+    """The convolution's plan; that and the statistics as one, or None where there are no elements; the bytes of workspace they need."""
     ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
     asked = stride, padding, 0, dilation, groups, precision, device, layout, tune
     plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
     if plan.empty:
-        return _Forward(plan, None, 0)
+        return plan, None, 0
     pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
     statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.program.moments)
-    finish, _ = batch_norm.compiled(batch_norm.forward, pixels, plan.device, how.relu)
-    convolve, of_batch = plan.launch, how.of_batch
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
-        x, w, b, tracked, gamma, beta, y, mean, invstd, running_mean, running_var, out, scratch = buffers
-        convolve((x, w, b, y, scratch), stream)
-        if of_batch:
+        x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers
+        plan.launch((x, w, b, y, scratch), stream)
+        if how.of_batch:
             statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
-        if out:
-            finish((y, mean, invstd, gamma, beta, out), stream)
 
-    return _Forward(plan, launch, max(plan.workspace_bytes, workspace))
+    return plan, launch, max(plan.workspace_bytes, workspace)
 
 
 caches.append(_forward_launches)
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor | None,
-    running_var: Tensor | None, tracked: Tensor | None, momentum: float, eps: float, how: _How, normalise: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The convolution y; (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones; the result.
+def _statistics(
+    x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
+    momentum: float, eps: float, how: _How,
+) -> tuple[Tensor, Tensor]:
+    """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
 
-    The batch's move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to the
-    mean over batches. Without `normalise` there is no result.
+    Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
+    the mean over batches.
     """
     sign, layout = _kind.signature, _layout(x, how.settings.ndim)
     of_bias = None if bias is None else sign(bias)
     plan, launch, workspace = _forward_launches(sign(x), sign(weight), of_bias, layout, momentum, eps, how)
-    order, turned = plan.order, layout != plan.problem.layout  # the kernels that convolve it read the other order
-    y = _kind.empty(plan.result_shape, x, None, order)
+    y = _kind.empty(plan.result_shape, x, None, plan.order)
     statistics = _new_statistics(y)
     mean, invstd = statistics.unbind()
-    out = _kind.empty(plan.result_shape, x, None, order) if normalise and not turned else None
     new_mean = new_var = None
     if how.of_batch:
         new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
@@ -185,23 +171,19 @@ def _forward(
         mean.copy_(running_mean)
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
     if launch is not None:
-        given = (
-            _kind.ready(x, order), _kind.ready(weight, None), None if bias is None else _kind.ready(bias, None), tracked,
-            _like_sums(gamma, y), _like_sums(beta, y),
-        )
-        _kind.run(plan.device, launch, given, (y, mean, invstd, new_mean, new_var, out), workspace)
+        given = _kind.ready(x, plan.order), _kind.ready(weight, None), None if bias is None else _kind.ready(bias, None), tracked
+        _kind.run(plan.device, launch, given, (y, mean, invstd, new_mean, new_var), workspace)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
     if running_var is not None and new_var is not None and new_var is not running_var:
         running_var.copy_(new_var)
-    if turned:
+    if layout != plan.problem.layout:  # the kernels that convolve it read the other order
         y = _kind.empty(y.shape, y, None, channels_last(y.dim(), how.settings.ndim)).copy_(y)
-        out = _normalised(y, statistics, gamma, beta, how.relu) if normalise else None
-    return y, statistics, out
+    return y, statistics
 
 
 def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
-    """The layer's result, given what :func:`_forward` found."""
+    """The layer's result, given what :func:`_statistics` found."""
     order = _order(y)
     out: Tensor = _kind.empty(y.shape, y, None, order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
@@ -330,18 +312,18 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
 
 
 class _Function(torch.autograd.Function):
-    """The layer with gradients where torch need not see operators. `running` are running_mean, running_var, tracked of :func:`_forward`."""
+    """The layer with gradients where torch need not see operators. `running` are the arguments of :func:`_statistics` of that name."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, running: tuple[Any, Any, Any], momentum: float, eps: float,
         how: _How,
     ) -> Any:
-        y, statistics, out = _forward(x, weight, bias, gamma, beta, *running, momentum, eps, how, True)
+        y, statistics = _statistics(x, weight, bias, *running, momentum, eps, how)
         if how.of_batch:  # torch doesn't see what kernels write
             increment_version([a for a in running[:2] if a is not None])
         _save(ctx, x, weight, bias, gamma, beta, y, statistics, how)
-        return out
+        return _normalised(y, statistics, gamma, beta, how.relu)
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
@@ -358,8 +340,7 @@ def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
     momentum: float, eps: float, how: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    y, statistics, _ = _forward(x, weight, bias, None, None, running_mean, running_var, tracked, momentum, eps, _How.of(how), False)
-    return y, statistics
+    return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _How.of(how))
 
 
 @_fused_statistics.register_fake
