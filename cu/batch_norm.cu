@@ -168,32 +168,51 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   const int lane = LID_0 / BESIDE;
   acc_t n = 0, sum = 0, m2 = 0;
 #if NOTED
-  int again = 0;
-  for (long_t i = LID_0; i < blocks; i += THREADS) again |= redone[i];
-  again = __syncthreads_or(again);
-  if (again && channel < channels) {
-    for (long_t i = lane; i < images * plane; i += LANES) {
-      const acc_t v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
-      COMBINE(n, sum, m2, (acc_t)1, v, (acc_t)0);
-      n += 1;
-    }
-  } else
 #define SETS sets
 #define SHIFT 0
+  int again = 0;
+  for (long_t i = LID_0; i < blocks; i += THREADS) again |= redone[i];
+  if (__syncthreads_or(again)) {
+    if (channel < channels)
+      for (long_t i = lane; i < images * plane; i += LANES) {
+        const acc_t v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
+        COMBINE(n, sum, m2, (acc_t)1, v, (acc_t)0);
+        n += 1;
+      }
+  } else {
+    // slices are many: first their mean, relative to one of them, then the squares of what they are off by it
+    const int each = (int)((total + per - 1) / per), slices = channel < channels ? (int)sets * each : 0, step = 2 * (int)channels;
+    const GLOBAL_MEM acc_t* const parts = part + channel;
+    const acc_t one = slices ? parts[0] : 0, last = (acc_t)(total - (long_t)(each - 1) * per);
+#pragma unroll 8
+    for (int slice = lane; slice < slices; slice += LANES) {
+      const acc_t count = (slice + 1) % each ? (acc_t)per : last;
+      sum += count * (parts[(index_t)slice * step] - one);
+    }
+    means[LID_0] = sum;
+    FOLD(LANES, BESIDE, { means[to] += means[from]; })
+    local_barrier();
+    const acc_t centre = one + means[LID_0 % BESIDE] / ((acc_t)total * sets);
+    local_barrier();
+    sum = 0;
+#pragma unroll 8
+    for (int slice = lane; slice < slices; slice += LANES) {
+      const acc_t count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - centre;
+      m2 += parts[(index_t)slice * step + channels] + count * off * off;
+      n += count;
+    }
+    sum = centre;
+  }
 #else
 #define SETS 1
 #define SHIFT LOAD(y, channel * (index_t)apart)
-#endif
-  if (channel < channels) {
-    const long_t each = (total + per - 1) / per;  // slices of a set
-#pragma unroll 4
-    for (long_t slice = lane; slice < SETS * each; slice += LANES) {
-      const long_t before = slice % each * per;
-      const acc_t count = values * (total - before < per ? total - before : per);
+  if (channel < channels)
+    for (long_t slice = lane; slice * per < total; slice += LANES) {
+      const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
       COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
       n += count;
     }
-  }
+#endif
   counts[LID_0] = n;
   means[LID_0] = sum;
   squares[LID_0] = m2;

@@ -209,7 +209,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #if GUARDED
   any = 0;
   if (LID_0 == 0) suspects = 0;
-  for (int m = LID_0; m < BLOCK_M && m0 + m < M; m += THREADS) {
+  for (int m = LID_0; m < BLOCK_M && m0 + m < M && (M_TILES * GROUPS > 1 || block == GID_0); m += THREADS) {
     row_flags[m] = filter_flags[g * M + m0 + m];
     row_least[m] = 2 * sqrtf((float)GEMM_K) * filter_scales[g * M + m0 + m];
   }
@@ -226,10 +226,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     for (int first = LID_0 / BLOCK_N; first < last; first += BATCH * LOOKS) {
       float found[BATCH];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        const int m = first + i * LOOKS;
-        found[i] = KNOWN && m < last && (image_flag | row_flags[m]) == 1 ? LOAD(column, (long_t)m * Y_CHANNEL) : 0;
-      }
+      for (int i = 0; i < BATCH; ++i) found[i] = KNOWN && first + i * LOOKS < last ? LOAD(column, (long_t)(first + i * LOOKS) * Y_CHANNEL) : 0;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         const int m = first + i * LOOKS, flag = m < last ? image_flag | row_flags[m] : 0;

@@ -279,23 +279,22 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-      constexpr int EIGHTS = 64 * PIXELS / 8 / (128 * CONVERTERS), BATCH = EIGHTS < 4 ? EIGHTS : 4;  // of a thread; read at once
+      // four neighbouring pixels at once, so that a warp's reads and writes each meet every bank once
+      constexpr int FOURS = 64 * PIXELS / 4 / (128 * CONVERTERS), BATCH = FOURS < 4 ? FOURS : 4;  // of a thread; read at once
 #pragma unroll
-      for (int first = 0; first < EIGHTS; first += BATCH) {
-        float v[BATCH][8];
+      for (int first = 0; first < FOURS; first += BATCH) {
+        float v[BATCH][4];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-          for (int half = 0; half < 2; ++half) *(float4*)&v[i][4 * half] = from[2 * (thread + (first + i) * 128 * CONVERTERS) + half];
+        for (int i = 0; i < BATCH; ++i) *(float4*)v[i] = from[thread + (first + i) * 128 * CONVERTERS];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / (PIXELS / 8), piece = item % (PIXELS / 8);
+          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / (PIXELS / 4), four = item % (PIXELS / 4);
           found.add(v[i]);
-          uint4 limbs[LIMBS];
+          uint32_t limbs[LIMBS][2];
           split<__half>(v[i], scale, limbs);
+          uint8_t* const place = to + four / 16 * (64 * 128) + row * 128 + ((four / 2 % 8 ^ row % 8) << 4) + four % 2 * 8;
 #pragma unroll
-          for (int limb = 0; limb < LIMBS; ++limb)
-            *(uint4*)(to + limb * B_BYTES + piece / 8 * (64 * 128) + row * 128 + ((piece % 8 ^ row % 8) << 4)) = limbs[limb];
+          for (int limb = 0; limb < LIMBS; ++limb) *(uint2*)(place + limb * B_BYTES) = make_uint2(limbs[limb][0], limbs[limb][1]);
         }
       }
       fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
@@ -497,23 +496,37 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
   if (count <= 0) return;
   const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
   const int slice = image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+  // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
+  const bool alike = OUT == 32 && count == WGMMA_N && (!SCALED || scales[0] == scales[WGMMA_N - 1]);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const float factor = (SCALED ? scales[0] : 1) * rows.scale_w[half];
     auto value = [&](int i, int e) {  // as it is stored
       float v = sum[4 * i + 2 * half + e] * ((SCALED ? scales[8 * i + 2 * (lane % 4) + e] : 1) * rows.scale_w[half]);
       SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
       return to_float(from_float<out_t>(v));
     };
-    const float first = __shfl_sync(~0u, value(0, 0), lane & ~3);
+    const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
     float all = 0, squares = 0;
+    if (alike) {
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 8; ++i)
+      for (int i = 0; i < WGMMA_N / 8; ++i)
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float off = 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0;
-        all += off;
-        squares = fmaf(off, off, squares);
-      }
+        for (int e = 0; e < 2; ++e) {
+          const float off = sum[4 * i + 2 * half + e] - first;
+          all += off;
+          squares = fmaf(off, off, squares);
+        }
+    } else {
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 8; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float off = 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0;
+          all += off;
+          squares = fmaf(off, off, squares);
+        }
+    }
 #pragma unroll
     for (int beside = 1; beside < 4; beside *= 2) {
       all += __shfl_xor_sync(~0u, all, beside);
@@ -521,10 +534,17 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
     }
     const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
     if (lane % 4 == 0 && m < (int)shape.rows_group) {
-      const float mean = all / count;
+      float mean = first + all / count, square = fmaxf(squares - all * (all / count), 0);
+      if (alike) {
+        mean *= factor;
+        square *= factor;
+        square *= factor;
+        SCALE_AND_SHIFT(mean, rows.scale[half], rows.bias[half])
+        if (HAS_SCALE) square *= rows.scale[half] * rows.scale[half];
+      }
       float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
-      to[0] = first + mean;
-      to[shape.rows] = fmaxf(squares - all * mean, 0);
+      to[0] = mean;
+      to[shape.rows] = square;
     }
   }
 }

@@ -118,6 +118,8 @@ __device__ Extremes over_block(Extremes mine) {
   return all;
 }
 
+__device__ uint4 piece_of(const uint32_t (&words)[4]) { return make_uint4(words[0], words[1], words[2], words[3]); }
+
 // where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
 
@@ -222,14 +224,14 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     int inside, at;
     place(i, inside, at);
     if (IN == 32) found.add(v[i]);
-    uint4 limbs[LIMBS];
+    uint32_t limbs[LIMBS][4];
     split<limb_t>(v[i], scale, limbs);
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) {
 #if !TURNED
-      if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, limbs[limb]);
+      if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, piece_of(limbs[limb]));
 #else
-      turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = limbs[limb];
+      turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = piece_of(limbs[limb]);
 #endif
     }
   }
@@ -342,11 +344,11 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
         const int j = piece * 8 + e, fold = FOLDED ? j / CHANNELS : 0, c = FOLDED ? j % CHANNELS : j;
         v[e] = real && fold < FOLDS && c < CHANNELS ? value(c, tap * FOLDS + fold) : 0;
       }
-      uint4 limbs[LIMBS];
+      uint32_t limbs[LIMBS][4];
       split<limb_t>(v, scale, limbs);
       uint4* const to = packed + (tap * (int)shape.channel_blocks + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = limbs[limb];
+      for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = piece_of(limbs[limb]);
     }
   };
   if (whole) {

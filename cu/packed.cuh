@@ -48,17 +48,17 @@ DEVICE __nv_bfloat162 from_floats(float a, float b, __nv_bfloat16) { return __fl
 DEVICE float2 to_floats(__half2 v) { return __half22float2(v); }
 DEVICE float2 to_floats(__nv_bfloat162 v) { return __bfloat1622float2(v); }
 
-// 8 values as 16 bytes of each limb, two at a time
-template <class T, int count> DEVICE void split(const float (&v)[8], float scale, uint4 (&limbs)[count]) {
+// Some values as each limb's, two to a word; limb i's begin at words[i].
+template <class T, int count, int values> DEVICE void split(const float (&v)[values], float scale, uint32_t (&words)[count][values / 2]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < values / 2; ++i) {
     const float a = v[2 * i] * scale, b = v[2 * i + 1] * scale;
     const auto high = from_floats(a, b, T());
-    ((uint32_t*)limbs)[i] = *(const uint32_t*)&high;
+    words[0][i] = *(const uint32_t*)&high;
     if (count == 2) {
       const float2 rounded = to_floats(high);
       const auto low = from_floats((a - rounded.x) * 2048, (b - rounded.y) * 2048, T());
-      ((uint32_t*)limbs)[4 * (count - 1) + i] = *(const uint32_t*)&low;
+      words[count - 1][i] = *(const uint32_t*)&low;
     }
   }
 }
@@ -71,9 +71,9 @@ struct Magnitudes {
     largest = __vimax3_u32(largest, first, second);
     smallest = __viaddmin_u32(second, ~0u, __viaddmin_u32(first, ~0u, smallest));
   }
-  DEVICE void add(const float (&v)[8]) {
+  template <int count> DEVICE void add(const float (&v)[count]) {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) add(v[i], v[i + 1]);
+    for (int i = 0; i < count; i += 2) add(v[i], v[i + 1]);
   }
   DEVICE void over_warp() {
     largest = __reduce_max_sync(~0u, largest);

@@ -25,7 +25,8 @@ DEVICE bool barrier_try(uint32_t barrier, uint32_t parity) {
 DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_try(barrier, parity)) {
   }
-}// a barrier among `threads` threads of the block; 0 is __syncthreads()
+}
+// a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 
 // ---- bulk loads: neighbouring bytes, a multiple of 16 of them, at multiples of 16
