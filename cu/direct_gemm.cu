@@ -226,7 +226,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     for (int first = LID_0 / BLOCK_N; first < last; first += BATCH * LOOKS) {
       float found[BATCH];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) found[i] = KNOWN && first + i * LOOKS < last ? LOAD(column, (long_t)(first + i * LOOKS) * Y_CHANNEL) : 0;
+      for (int i = 0; i < BATCH; ++i) found[i] = KNOWN ? LOAD(column, (long_t)min(first + i * LOOKS, last - 1) * Y_CHANNEL) : 0;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         const int m = first + i * LOOKS, flag = m < last ? image_flag | row_flags[m] : 0;

@@ -48,7 +48,7 @@ DEVICE __nv_bfloat162 from_floats(float a, float b, __nv_bfloat16) { return __fl
 DEVICE float2 to_floats(__half2 v) { return __half22float2(v); }
 DEVICE float2 to_floats(__nv_bfloat162 v) { return __bfloat1622float2(v); }
 
-// Some values as each limb's, two to a word; limb i's begin at words[i].
+// Some values as limbs, two to a word: words[limb].
 template <class T, int count, int values> DEVICE void split(const float (&v)[values], float scale, uint32_t (&words)[count][values / 2]) {
 #pragma unroll
   for (int i = 0; i < values / 2; ++i) {

@@ -312,8 +312,8 @@ def run(settings: bench.Settings) -> int:
         machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
         machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
         machine["method"] = (
-            f"median; on the GPU's clock, warm, launches below 1 ms captured in a graph; by the host's clock {STEPS} steps in a row, with all "
-            "they set off"
+            "median; on the GPU's clock, warm, launches below 1 ms captured in a graph; by the host's clock "
+            f"{STEPS} steps in a row, with all they set off"
         )
         for line in header_lines(machine):
             out.print(line, markup=False)
