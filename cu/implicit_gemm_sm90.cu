@@ -35,7 +35,9 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
-//          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile.
+//          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile. With a stride of 2
+//          along w a block takes the same tile of two phases, of even and odd columns, one after the other (PAIRED): a thread has the
+//          neighbours in y at the same place of its sums, keeps the first phase's in shared memory and writes both together.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128
@@ -60,6 +62,7 @@
 #define RAW_STAGES 2
 #define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
 #define MOMENTS 0    // of y's channels are written too
+#define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
 #endif
 #if POINTWISE
 #define WGMMA_TURNED_B "1"
@@ -85,7 +88,7 @@ static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0
 
 typedef element<OUT> out_t;
 
-constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : 4 * 32 * 20 * 4;  // bytes of a consumer
+constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 64 * WGMMA_N * 4 : 4 * 32 * 20 * 4;  // bytes of a consumer
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -112,8 +115,11 @@ struct Shapes {
 struct Maps {
   CUtensorMap of[PHASES];
 };
-// Which phase tile number `tile` of the launch belongs to. The grid and PHASES have no common factor, so a block meets all phases.
+// Which phase tile number `tile` of the launch belongs to. The grid and PHASES (or the pairs of them) have no common factor, so a block
+// meets all phases.
 DEVICE int phase_of(int tile) { return PHASES == 1 ? 0 : tile % PHASES; }
+DEVICE int first_tile() { return PAIRED ? 2 * blockIdx.x : blockIdx.x; }
+DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`
@@ -167,7 +173,7 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
-  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
     const Shape& shape = shapes.of[phase_of(tile)];
     const CUtensorMap* const map_x = maps.of + phase_of(tile);
     const Tile of(shape, tile / PHASES);
@@ -348,7 +354,54 @@ struct Rows {
   }
 };
 
-#if !TENSOR_STORE
+#if PAIRED
+// The sums of one phase of a pair: kept, or, with those kept, written.
+DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, bool second, float2* kept, const float* scales, out_t* y) {
+  struct alignas(PAIRED * sizeof(out_t)) Vector {
+    out_t v[PAIRED];
+  };
+  const int thread = threadIdx.x % 128, lane = thread % 32, m = rows.m + thread / 32 * 16 + lane / 4;
+  y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size) + (rows.group * (int)shape.rows_group + m) * shape.out_row;
+  // of a pixel's first column; the shape is that of the second
+  auto place = [&](int pixel) { return pixel / (int)shape.plane * shape.out_image + plane_offset<false>(shape, pixel % (int)shape.plane) - 1; };
+  int pixel = rows.pixel + 2 * (lane % 4), q = pixel % (int)shape.q;
+  long long at = second ? place(pixel) : 0;
+#pragma unroll
+  for (int i = 0; i < WGMMA_N / 8; ++i) {
+    const float2 scale = SCALED ? *(const float2*)(scales + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float left = sum[4 * i + 2 * half] * (scale.x * rows.scale_w[half]), right = sum[4 * i + 2 * half + 1] * (scale.y * rows.scale_w[half]);
+      EPILOGUE(left, rows.scale[half], rows.bias[half], 0)
+      EPILOGUE(right, rows.scale[half], rows.bias[half], 0)
+      float2& slot = kept[(2 * i + half) * 128 + thread];
+      if (!second) {
+        slot = make_float2(left, right);
+      } else if (m + 8 * half < (int)shape.rows_group) {
+        const float2 before = slot;
+        out_t* const to = y + 8 * half * shape.out_row;
+        Vector out = {from_float<out_t>(before.x), from_float<out_t>(left)};
+#if PAIRED == 4
+        out.v[2] = from_float<out_t>(before.y);
+        out.v[3] = from_float<out_t>(right);
+        if (pixel < rows.end) store_word(to + at, *(const word<Vector>*)&out);
+#else
+        const Vector next = {from_float<out_t>(before.y), from_float<out_t>(right)};
+        if (pixel < rows.end) store_word(to + at, *(const word<Vector>*)&out);
+        if (pixel + 1 < rows.end) store_word(to + (q + 1 < (int)shape.q ? at + 2 : place(pixel + 1)), *(const word<Vector>*)&next);
+#endif
+      }
+    }
+    pixel += 8;
+    q += 8;
+    at += 16;
+    if (second && q >= (int)shape.q) {
+      q = pixel % (int)shape.q;
+      at = place(pixel);
+    }
+  }
+}
+#elif !TENSOR_STORE
 // A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
 template <int base>
 DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, const out_t* residual,
@@ -580,13 +633,16 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
     if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
     unread.next();
   };
-  Rows rows(shapes.of[phase_of(blockIdx.x)], Tile(shapes.of[phase_of(blockIdx.x)], blockIdx.x / PHASES), consumer, scale_k, scale, bias);
-  int stored = blockIdx.x;  // the tile that total and rows belong to
+  int stored = first_tile();  // the tile that total and rows belong to
+  Rows rows(shapes.of[phase_of(stored)], Tile(shapes.of[phase_of(stored)], stored / PHASES), consumer, scale_k, scale, bias);
   auto store = [&] {
     [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
 #if MOMENTS
     store_moments(total, rows, shape, scales, moments);
 #endif
+#if PAIRED
+    store_pair(total, rows, shape, stored % 2, (float2*)staging, scales, y);
+#else
     for_chunks([&](auto base) {
 #if TENSOR_STORE
       store_chunk_by_tensor<decltype(base)::value>(total, rows, shape, consumer, staging, scales, residual, map_y);
@@ -594,9 +650,10 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
       store_chunk<decltype(base)::value>(total, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
 #endif
     });
+#endif
   };
   bool pending = false;  // total holds the tile before, not stored yet
-  for (int tile = blockIdx.x; tile < PHASES * (int)shapes.of[0].tiles; tile += gridDim.x) {
+  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
     const Shape& shape = shapes.of[phase_of(tile)];
     const Tile of(shape, tile / PHASES);
 #if POINTWISE

@@ -343,6 +343,16 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
 # ---- implicit_gemm_sm90.cu
 
 
+def check_pairs(step, shapes) -> None:
+    """Phases of even and odd columns, one after the other, that are written together."""
+    together = step.defines["PAIRED"]
+    assert len(shapes) % 2 == 0 and together in (2, 4) and not step.defines["NHWC"] and not step.defines["HAS_RESIDUAL"]
+    for even, odd in zip(shapes[::2], shapes[1::2], strict=True):
+        same = ("tiles", "tiles_m", "splits", "tiles_pixels", "pixels", "plane", "pq", "q", "out_size", "out_d", "out_h", "out_w", "out_image", "out_row")
+        assert all(getattr(even, name) == getattr(odd, name) for name in same) and odd.out_base == even.out_base + 1 and even.out_w == 2
+        assert not any(n % together for n in (2 * even.q, even.out_base, even.out_h, even.out_d, even.out_size, even.out_image, even.out_row))
+
+
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
     define, (x_map, *y_map) = step.defines, step.maps
@@ -356,7 +366,7 @@ def check_product(step, s, memory: Memory) -> None:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
     assert x_map.dtype == ("float32" if pointwise == 2 else "bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
-    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 4 * 32 * 20
+    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
     ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128 + (define["RAW_STAGES"] * 64 * pixels * 4 if pointwise == 2 else 0)
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * (define["STAGES"] + define["RAW_STAGES"]) <= MOST_SHARED
@@ -390,7 +400,10 @@ def product(step, memory: Memory, finite: bool) -> None:
     size = len(step.scalars) // phases
     whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(step.maps[i], *step.maps[phases:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
-    assert len(tiles) == 1 and step.grid <= phases * max(tiles) and (step.grid == phases * max(tiles) or math.gcd(step.grid, phases) == 1)
+    turns = phases // 2 if step.defines["PAIRED"] else phases
+    assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
+    if step.defines["PAIRED"]:
+        check_pairs(step, [named(one) for one in whole])
     assert 128 * len(step.maps) + 8 * (len(step.scalars) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)

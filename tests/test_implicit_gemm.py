@@ -109,10 +109,10 @@ SHAPES = [
 AWKWARD = [*SHAPES, *FORWARD, *TRANSPOSED_CASES]
 
 
-def widest(mode: str, rows: int, stages: int, split: int = 1) -> ImplicitGemm:
+def widest(mode: str, rows: int, stages: int, split: int = 1, case: Case = BASE) -> ImplicitGemm:
     """The widest tile that is legal."""
     tiles = (ImplicitGemm(rows, pixels, stages, split) for pixels in range(1024, 0, -8))
-    return next(tile for tile in tiles if ig.legal(asked(BASE, mode), tile) is None)
+    return next(tile for tile in tiles if ig.legal(asked(case, mode), tile) is None)
 
 
 # ---- A. Planning, emulated
@@ -683,7 +683,9 @@ def _compiled_variants() -> list:
     for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last"):
         add(mode, widest(mode, 128, 2), dense)
     for mode in ("fp32", "fp16 last"):
-        add(mode, widest(mode, 64, 3), strided)
+        add(mode, widest(mode, 64, 3), dgrad((2, 64, 5, 6), (64, 72, 3, 2), stride=3))
+    for mode, case in (("fp32", strided), ("tf32", strided), ("fp16", dgrad((2, 64, 5, 5), (64, 72, 3, 3), stride=2, padding=1, output_padding=1))):
+        add(mode, widest(mode, 64, 2, case=case), case)  # columns written in pairs
     for mode in ("fp32 last", "tf32"):
         add(mode, widest(mode, 128, 2, 2), odd)
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
@@ -703,7 +705,10 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     sources = {}
     for problem, config in _compiled_variants():
         assert ig.legal(problem, config) is None, f"{problem} {config}: {ig.legal(problem, config)}"
-        for step in (step for stage in ig.program(problem, config, 132).whole for step in stage):
+        programs = [ig.program(problem, config, 132)]
+        if problem.groups == 1 and problem.dtype == "float32" and ig._moments(problem, config):
+            programs.append(ig.program(problem, config, 132, True))
+        for step in (step for program in programs for stage in program.whole for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 sources.setdefault(step.source(), (step, f"{problem} {config}"))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, groupby, islice
 
 from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WORKSPACE, Phase, ceil, splits
@@ -126,6 +127,8 @@ def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
+    if paired(problem):
+        staging = 4 * 64 * _consumer_pixels(config)
     return config.STAGES * stage_bytes(problem, config) + 2 * (staging + 4 * _consumer_pixels(config)) + 1024
 
 
@@ -134,6 +137,15 @@ def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
     rows = problem.result_channels // problem.groups * _stored_bytes(problem, config)
     dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
     return problem.layout == "NHWC" and dense and rows % 16 == 0 and _consumer_pixels(config) % 32 == 0
+
+
+@lru_cache(maxsize=1024)
+def paired(problem: ConvProblem) -> int:
+    """How many neighbours along w are written at once where phases of even and odd columns are written together; 0 where not."""
+    wide = problem.result_size[2]
+    if problem.direction != "dgrad" or problem.layout != "NCHW" or problem.stride[2] != 2 or problem.has_residual or wide % 2:
+        return 0
+    return 2 if wide % 4 else 4
 
 
 def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -157,7 +169,8 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, no
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         noted = (parts,) if moments else ()
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
-        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments) for group in _together(walks)]
+        groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
+        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments) for group in groups]
 
     return assemble(problem, config.SPLIT, multiprocessors, products, moments)
 
@@ -183,6 +196,12 @@ def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
         group = list(found)
         count = ceil(len(group), MOST_PHASES)
         yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
+
+
+def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
+    """Walks that are made alike, so that those of neighbouring columns share a launch: all along as many axes."""
+    rank = max(walk.rank for walk in walks)
+    return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
 
 
 def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None) -> Program:
@@ -264,7 +283,7 @@ def _product(
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
         "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
-        "MOMENTS": int(moments is not None),
+        "MOMENTS": int(moments is not None), "PAIRED": paired(problem),
     }
     if pointwise:
         maps = [_plane_map(problem, config)]
@@ -273,8 +292,10 @@ def _product(
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
-    tiles = sum(shape[0] for shape in shapes)
-    grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, len(walks)) == 1 else multiprocessors - 1
+    # what a block takes at a time: a tile, or that of two phases; it must meet all of them
+    side_by_side = 2 if paired(problem) else 1
+    tiles, turns = sum(shape[0] for shape in shapes) // side_by_side, len(walks) // side_by_side
+    grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
     threads = THREADS + 128 * CONVERTERS * (pointwise == 2)
     return Step(
         "implicit_gemm_sm90", defines, min(tiles, grid), threads, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
