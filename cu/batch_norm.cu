@@ -60,8 +60,9 @@
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
-// the launches that add slices: 8 channels side by side, so that reads are whole sectors
-#define BESIDE 8
+// the launches that add slices: 8 channels side by side, so that reads are whole sectors; fewer where slices are so many that the
+// waiting would take longer
+#define BESIDE (NOTED ? 2 : 8)
 #define LANES (THREADS / BESIDE)
 
 #if VEC == 4

@@ -207,9 +207,15 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const int g = (int)(block / (M_TILES * SPLIT_K) % GROUPS);
   const long_t pixel0 = block / (M_TILES * SPLIT_K * GROUPS) * BLOCK_N;
 #if GUARDED
+  if (!of_filters) {  // mostly none of the tile's images is flagged
+    const long_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
+    int flags = 0;
+    for (long_t n = pixel0 / (O * P * Q); n * (O * P * Q) < end; ++n) flags |= image_flags[n];
+    if (!flags) continue;
+  }
   any = 0;
   if (LID_0 == 0) suspects = 0;
-  for (int m = LID_0; m < BLOCK_M && m0 + m < M && (M_TILES * GROUPS > 1 || block == GID_0); m += THREADS) {
+  for (int m = LID_0; m < BLOCK_M && m0 + m < M; m += THREADS) {
     row_flags[m] = filter_flags[g * M + m0 + m];
     row_least[m] = 2 * sqrtf((float)GEMM_K) * filter_scales[g * M + m0 + m];
   }

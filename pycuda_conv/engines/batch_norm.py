@@ -18,9 +18,10 @@ from pycuda_conv.runtime.base import Device, Launcher, Step
 from pycuda_conv.tune import caches
 
 THREADS = 128
-NOTED_THREADS = 1024  # where a convolution noted the slices, which are many
 #: Columns of slices that a block adds.
 BESIDE = 8
+#: The same, and its threads, where a convolution noted the slices, which are many.
+NOTED_BESIDE, NOTED_THREADS = 2, 1024
 #: What a multiprocessor runs at once is 2048 threads, or fewer where they need many registers.
 BLOCKS = 16
 
@@ -130,15 +131,15 @@ def statistics(
     given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
     With `moments` the workspace is the convolution's, which holds them, and y is not read.
     """
-    cut, blocks, last = _Cut.of(pixels, multiprocessors), -(-pixels.K // BESIDE), (_bits(eps, pixels), _bits(momentum, pixels))
+    cut, last = _Cut.of(pixels, multiprocessors), (_bits(eps, pixels), _bits(momentum, pixels))
     apart = 1 if pixels.channels_last else pixels.plane
     if moments is not None:
         places = (0, (6, moments.parts), 1, 2, 3, 4, 5, (6, moments.redone))
         as_it_lies = pixels.N, pixels.plane, pixels.K * pixels.plane, pixels.K if pixels.channels_last else 1
         noted = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
-        return (cut.step_of_channels("batch_norm_statistics", blocks, places, *noted, noted=True),), 0
+        return (cut.step_of_channels("batch_norm_statistics", -(-pixels.K // NOTED_BESIDE), places, *noted, noted=True),), 0
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
-    add = cut.step_of_channels("batch_norm_statistics", blocks, (0, 6, 1, 2, 3, 4, 5), *scalars)
+    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 6, 1, 2, 3, 4, 5), *scalars)
     return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
