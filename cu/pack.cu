@@ -6,9 +6,10 @@
 // the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
-// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1 (and is not
-// packed anew if the guess was within 5 bits of that scale), and direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. One that holds Inf or NaN or whose
-// largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
+// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
+// direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
+// image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
+// One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //

@@ -857,7 +857,7 @@ def packing(monkeypatch):
     """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
     original, packed, pack = engines.program, [], Plan.pack
 
-    def program(problem, config, device):
+    def program(problem, config, device, noted=False):
         plain = original(problem, config, device)
         if device.backend != "cuda":
             return plain
