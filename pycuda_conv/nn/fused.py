@@ -133,13 +133,15 @@ def _forward_launches(
     plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
     if plan.empty:
         return plan, None, 0
-    pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
-    statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.program.moments)
+    statistics, workspace = None, 0
+    if how.of_batch:
+        pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
+        statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.program.moments)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers
         plan.launch((x, w, b, y, scratch), stream)
-        if how.of_batch:
+        if statistics is not None:
             statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
 
     return plan, launch, max(plan.workspace_bytes, workspace)
