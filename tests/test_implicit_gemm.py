@@ -103,6 +103,10 @@ SHAPES = [
     dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 4, 2, 3), stride=(2, 1, 3), padding=(1, 0, 0)),
     dgrad((1, 48, 4, 4), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2), dgrad((2, 16, 20), (16, 70, 5), stride=4, padding=2, output_padding=3),
     dgrad((2, 16, 1, 1), (16, 8, 4, 4), padding=1), dgrad((2, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)), dgrad((1, 16, 9), (16, 8, 4), stride=17),
+    # whose columns are written in pairs, along one and three axes, four and two at once, in groups
+    dgrad((2, 16, 20), (16, 70, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 4), stride=(1, 2, 2), padding=(1, 0, 0)),
+    dgrad((1, 16, 2, 3, 5), (16, 9, 2, 3, 2), stride=2), dgrad((2, 48, 5, 6), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2),
+    dgrad((2, 16, 7, 7), (16, 40, 1, 1), stride=2, output_padding=1), dgrad((3, 72, 1, 1), (72, 16, 2, 2), stride=2),
     # without the axis N
     fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),
 ]  # fmt: skip
@@ -788,6 +792,7 @@ SANITIZED = [
     *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp32 last", "fp16") for case in (
         fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
         fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
+    *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
     *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed),
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]
