@@ -512,6 +512,99 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
         close(compiled(x), theirs(x))
 
 
+def same_buffers(ours, theirs):
+    for got, expected in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(got.double(), expected.double())
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """The convolutions that are computed as fused layers."""
+    module = sys.modules["pycuda_conv.nn.convert"]
+    original, called = module.conv_bn_relu, []
+    monkeypatch.setattr(module, "conv_bn_relu", lambda conv, *args: (called.append(conv), original(conv, *args))[1])
+    return called
+
+
+def test_a_model_trained_with_fused_layers_is_trained_as_by_torch(where, layers):
+    theirs, ours = (network().to(where) for _ in range(2))
+    assert pn.convert(ours, fuse_training=True).converted[0].fused == ("1",)
+    ours = pickle.loads(pickle.dumps(ours))
+    x = randn(2, 3, 6, 6, where=where, grad=False)
+    for step in range(3):
+        same_gradients(ours.train(), theirs.train(), [x])
+        same_buffers(ours, theirs)
+        assert layers == [ours[0][0], ours[1].conv1, ours[1].conv2] * (step + 1)  # the transposed convolution is no such layer
+        theirs[1].bn2.train(step > 0), ours[1].bn2.train(step > 0)  # one that is frozen
+        same_gradients(ours, theirs, [x])
+        same_buffers(ours, theirs)
+        layers[-3:] = []
+    same_gradients(ours.eval(), theirs.eval(), [x])
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+    assert len(layers) == 9
+    compiled = torch.compile(ours.train(), backend="aot_eager", fullgraph=True)
+    close(compiled(x), theirs.train()(x))
+
+
+def test_hooks_see_a_model_trained_with_fused_layers(layers):
+    seen = []
+    hooks = {
+        "register_forward_hook": lambda *args: seen.append("forward"), "register_forward_pre_hook": lambda *args: seen.append("before"),
+        "register_full_backward_hook": lambda *args: seen.append("backward"), "register_full_backward_pre_hook": lambda *args: seen.append("gradient"),
+    }  # fmt: skip
+    for name, hook in hooks.items():
+        for part in ("conv1", "bn1"):
+            theirs, ours = (network() for _ in range(2))
+            pn.convert(ours, fuse_training=True)
+            layers.clear(), seen.clear()
+            getattr(ours[1].get_submodule(part), name)(hook)
+            same_gradients(ours, theirs, [randn(2, 3, 6, 6)])
+            assert seen and ours[1].conv1 not in layers and ours[1].conv2 in layers
+
+
+def test_what_fused_training_refuses():
+    model = network()
+    with pytest.raises(ValueError, match="fuse_training=True needs fuse=True, but got fuse=False"):
+        pn.convert(model, fuse=False, fuse_training=True)
+    pn.convert(model, fuse_training=True)
+    x = randn(2, 3, 6, 6)
+    (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        first.sum().backward()
+
+
+def test_a_forward_that_cannot_be_traced_in_training_is_left_there(layers):
+    class Trying(torch.nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x if not self.training or x.sum() > 0 else -x
+
+    theirs = Trying(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)).double()
+    ours = copy.deepcopy(theirs)
+    done = pn.convert(ours, fuse_training=True)
+    assert done.converted[0].fused == ("1",) and len(done.notes) == 1 and "in training" in done.notes[0] and "control flow" in done.notes[0]
+    same_gradients(ours, theirs, [randn(2, 2, 3, 3)])
+    assert not layers
+
+
+def test_a_forward_that_knows_whether_it_trains():
+    class Knowing(torch.nn.Sequential):
+        def forward(self, x):
+            x = super().forward(x)
+            return x * 2 if self.training else x
+
+    theirs = Knowing(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3), torch.nn.ReLU()).double()
+    ours = copy.deepcopy(theirs)
+    pn.convert(ours, fuse_training=True)
+    x = randn(2, 2, 3, 3)
+    for training in (True, False, True):
+        same_gradients(ours.train(training), theirs.train(training), [x])
+        with torch.no_grad():
+            close(ours(x), theirs(x))
+    same_buffers(ours, theirs)
+
+
 def test_what_is_changed_after_the_conversion_counts(where):
     theirs, ours = (network().to(where).eval() for _ in range(2))
     pn.convert(ours)

@@ -5,7 +5,8 @@ Convolutions change their class and nothing else: they stay the objects they wer
 Batch normalisations and ReLUs that follow them are found with ``torch.fx`` in the forward of each module by itself, whose children
 stay calls, so that what is hooked, replaced or called alone later is not bypassed. Such a module gets a `forward` of its own, a
 :class:`FusedForward`, which takes the convolution and what follows it in one step where that may be: evaluating, without gradients,
-and not in ``torch.compile``. Else it does what the model's author wrote, so a converted model is trained and evaluated as before.
+and, if asked for, training; not in ``torch.compile``. Else it does what the model's author wrote, so a converted model is trained and
+evaluated as before.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.fx
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
-from pycuda_conv.nn.fused import _FusedConvBnReLU
+from pycuda_conv.nn.fused import _FusedConvBnReLU, conv_bn_relu
 from pycuda_conv.nn.modules import checked_precision
 
 _OURS: dict[type, type] = {
@@ -30,6 +31,10 @@ _OURS: dict[type, type] = {
 }
 _CONVOLUTIONS = set(_OURS.values())
 _NORMS = {torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d}
+#: What is fused in training: a convolution, its batch norm, and their spatial axes.
+_LAYERS = {
+    (modules.Conv1d, torch.nn.BatchNorm1d): 1, (modules.Conv2d, torch.nn.BatchNorm2d): 2, (modules.Conv3d, torch.nn.BatchNorm3d): 3,
+}
 _RELUS = {torch.nn.functional.relu, torch.nn.functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _IN_PLACE = {operator.iadd, "add_"}
@@ -60,7 +65,7 @@ class Conversion:
         return "\n".join(lines + [f"  {one}" for one in self.converted] + [f"  note: {note}" for note in self.notes])
 
 
-def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) -> Conversion:
+def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, fuse_training: bool = False) -> Conversion:
     """Let this package compute a model's convolutions, in place.
 
     Parameters
@@ -75,11 +80,19 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
         model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
         Found by tracing the forward of each module; one that can't be traced is left, with a note. What changes parameters and
         statistics is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again after those.
+    fuse_training : bool
+        Compute convolution, batch normalisation and ReLU in one step in training too, as :class:`FusedConvBnReLU2d` and the like
+        do: in less time and memory, but without second derivatives. Modules with hooks are called as before.
 
     Returns
     -------
     Conversion
         What was done. ``print`` it.
+
+    Raises
+    ------
+    ValueError
+        `fuse_training` without `fuse`; a precision that there is not.
 
     Examples
     --------
@@ -90,6 +103,8 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
       0 (Conv2d) + 1 + 2
     """
     checked_precision(precision)
+    if fuse_training and not fuse:
+        raise ValueError(f"fuse_training={fuse_training} needs fuse=True, but got fuse={fuse}")
     found: dict[torch.nn.Module, Converted] = {}
     done = Conversion()
     ours = [module for module in model.modules() if isinstance(module, _FusedConvBnReLU)]  # which compute all by themselves
@@ -108,49 +123,58 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True) 
             done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
     if fuse:
         for name, module in rest:
-            _fuse(name, module, found, done.notes)
+            _fuse(name, module, found, done.notes, fuse_training)
     done.converted.extend(found.values())
     return done
 
 
-def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str]) -> None:
+def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool) -> None:
     """Give `module` a fused forward if its own has chains to fuse; add a note if they can't be looked for."""
     kinds = {type(child) for child in module.children()}
     if not (kinds & _CONVOLUTIONS and kinds & _NORMS) or isinstance(module, torch.nn.ModuleList):
         return
+    who = f"{name or 'the model'} ({type(module).__name__}) can't be traced"
     try:
         forward = module.__dict__.get("forward")
         if not (forward is None or isinstance(forward, FusedForward)):
             raise TypeError("its forward was replaced")
-        _, chains = _traced(module)
+        _, chains = _traced(module, False)
     except Exception as error:  # whatever a forward does when it is called with a stand-in for its argument
         reason = str(error).partition("\n")[0]
-        notes.append(f"{name or 'the model'} ({type(module).__name__}) can't be traced, so nothing in it is fused: {reason}")
+        notes.append(f"{who}, so nothing in it is fused: {reason}")
         return
+    if chains and in_training:
+        try:
+            _traced(module, True)
+        except Exception as error:
+            in_training, reason = False, str(error).partition("\n")[0]
+            notes.append(f"{who} in training, so nothing in it is fused there: {reason}")
     if chains:
-        module.forward = FusedForward(module)
+        module.forward = FusedForward(module, in_training)
     for target, *followers in chains:
         convolution = module.get_submodule(target)
         found[convolution] = replace(found[convolution], fused=tuple(followers))
 
 
 class FusedForward:
-    """The forward of a module with its convolutions fused with what follows them, for evaluation; else the module's own."""
+    """The forward of a module with its convolutions fused with what follows them where they may be; else the module's own."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self._function: Callable[..., Any] | None = None
+    def __init__(self, module: torch.nn.Module, in_training: bool) -> None:
+        self.module, self.in_training = module, in_training
+        #: for evaluation and for training
+        self._functions: dict[bool, Callable[..., Any]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if module.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        training = module.training
+        if torch.compiler.is_compiling() or not (self.in_training if training else not torch.is_grad_enabled()):
             return type(module).forward(module, *args, **kwargs)
-        if self._function is None:
-            self._function, _ = _traced(module)
-        return self._function(module, *args, **kwargs)
+        if training not in self._functions:
+            self._functions[training], _ = _traced(module, training)
+        return self._functions[training](module, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "_function": None}  # it has no name to pickle it by
+        return {"module": self.module, "in_training": self.in_training, "_functions": {}}  # these have no names to pickle them by
 
 
 class _Tracer(torch.fx.Tracer):
@@ -158,14 +182,14 @@ class _Tracer(torch.fx.Tracer):
         return True
 
 
-def _traced(module: torch.nn.Module) -> tuple[Callable[..., Any], list[tuple[str, ...]]]:
+def _traced(module: torch.nn.Module, training: bool) -> tuple[Callable[..., Any], list[tuple[str, ...]]]:
     """The module's forward with its chains fused, a function of the module and its arguments; and each chain's names."""
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
         raise TypeError("its forward has optional arguments")
     modes, attributes = [(m, m.training) for m in module.modules()], dict(module.__dict__)
     try:
-        module.eval()
+        module.train(training)
         graph = _Tracer().trace(module)
     finally:
         changed = any(module.__dict__.get(key) is not value for key, value in attributes.items() if key != "training")
@@ -176,7 +200,8 @@ def _traced(module: torch.nn.Module) -> tuple[Callable[..., Any], list[tuple[str
             one.training = mode
     if changed:
         raise TypeError("its forward sets attributes")
-    chains = [_fuse_chain(module, graph, node) for node in list(graph.nodes) if _calls(module, node, _CONVOLUTIONS)]
+    function = trained if training else fused
+    chains = [_fuse_chain(module, graph, node, function) for node in list(graph.nodes) if _calls(module, node, _CONVOLUTIONS)]
     code = graph.python_code("self")
     exec(code.src, code.globals)
     return code.globals["forward"], [chain for chain in chains if chain]
@@ -203,8 +228,10 @@ def _may_wait(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch
     )
 
 
-def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node) -> tuple[str, ...]:
-    """Make one call of a convolution and what follows it, if that can be fused; the names of all."""
+def _fuse_chain(
+    module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node, function: Callable[..., Any]
+) -> tuple[str, ...]:
+    """Make one call of `function` of a convolution and what follows it, if that can be fused; the names of all."""
 
     def follower(node: torch.fx.Node) -> torch.fx.Node | None:
         return next(iter(node.users)) if len(node.users) == 1 else None
@@ -227,7 +254,7 @@ def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: tor
         names.append(str(last.target) if last.op == "call_module" else "relu")
     with graph.inserting_before(convolution if residual is None else last):
         arrays = (convolution.args[0], residual)
-        one = graph.call_function(fused, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
+        one = graph.call_function(function, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
     last.replace_all_uses_with(one)
     node: Any = last
     while node is not convolution:
@@ -236,6 +263,27 @@ def _fuse_chain(module: torch.nn.Module, graph: torch.fx.Graph, convolution: tor
         node = before
     graph.erase_node(convolution)
     return tuple(names)
+
+
+def trained(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
+    """As :func:`fused`, in training."""
+    ndim, alone = _LAYERS.get((type(convolution), type(norm))), residual is None
+    if ndim is None or _hooked(convolution) or _hooked(norm):
+        result = norm(convolution(input))
+        if alone:
+            return torch.relu(result) if relu else result
+    else:
+        result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, ndim)
+        if alone:
+            return result
+    result = result + residual
+    return torch.relu_(result) if relu else result
+
+
+def _hooked(module: Any) -> bool:
+    """Whether something else than the module's forward runs when it is called, or when gradients go through it."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or torch.nn.modules.module._has_any_global_hook()
 
 
 def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:

@@ -508,47 +508,52 @@ class _FusedConvBnReLU(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size)."""
-        conv, bn = self.conv, self.bn
-        _refuse_sync(bn)
-        if input.dim() != self._ndim + 2:
-            raise ValueError(f"expected {self._ndim + 2}D input (got {input.dim()}D input)")
-        # each attribute once: they cost the host time
-        gamma, beta, running_mean, running_var = bn.weight, bn.bias, bn.running_mean, bn.running_var
-        x, weight, bias = _cast(input, conv.weight, conv.bias)
-        x, padding = self._padded(conv, x)
-        of_batch = bn.training or (running_mean is None and running_var is None)
-        settings = Settings(self._ndim, conv.stride, padding, conv.dilation, conv.groups, self.precision, None, False)
-        how, named = _How(self.relu, of_batch, settings), (x, weight, bias, gamma, beta)
-        traced = _traced(*named)
-        if not of_batch and not _differentiated(*named):
-            if not traced:
-                return _inference(*named, running_mean, running_var, bn.eps, how)
-            return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, bn.eps, how.in_integers())
-        tracked, momentum = None, bn.momentum
-        if of_batch:
-            if x.shape[0] == 1:
-                shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
-                if math.prod(shape[2:]) == 1:
-                    raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
-            if not bn.track_running_stats:
-                running_mean = running_var = None
-            elif (batches := bn.num_batches_tracked) is not None:
-                batches.add_(1)
-                tracked = batches if momentum is None else None
-        running, momentum = (running_mean, running_var, tracked), momentum or 0.0
-        if not traced:
-            return _Function.apply(*named, running, momentum, bn.eps, how)
-        flat = how.in_integers()
-        with torch.no_grad():
-            y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, bn.eps, flat)
-        return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
+        return conv_bn_relu(self.conv, self.bn, input, self.relu, self.precision, self._ndim)
 
-    def _padded(self, conv: Any, x: Tensor) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-        """`x`, with what the convolution's mode puts around it, and the zeros still to be added, before and after, axis by axis."""
-        last_axis_first = conv._reversed_padding_repeated_twice
-        if conv.padding_mode != "zeros":
-            return F.pad(x, last_axis_first, mode=conv.padding_mode), ((0, 0),) * self._ndim
-        return x, tuple(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
+
+def conv_bn_relu(conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, ndim: int) -> Tensor:
+    """What `conv`, `bn` and, with `relu`, a ReLU make of `input`, which has `ndim` spatial axes; neither module is called."""
+    _refuse_sync(bn)
+    if input.dim() != ndim + 2:
+        raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
+    # each attribute once: they cost the host time
+    gamma, beta, running_mean, running_var = bn.weight, bn.bias, bn.running_mean, bn.running_var
+    x, weight, bias = _cast(input, conv.weight, conv.bias)
+    x, padding = _padded(conv, x, ndim)
+    of_batch = bn.training or (running_mean is None and running_var is None)
+    settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
+    how, named = _How(relu, of_batch, settings), (x, weight, bias, gamma, beta)
+    traced = _traced(*named)
+    if not of_batch and not _differentiated(*named):
+        if not traced:
+            return _inference(*named, running_mean, running_var, bn.eps, how)
+        return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, bn.eps, how.in_integers())
+    tracked, momentum = None, bn.momentum
+    if of_batch:
+        if x.shape[0] == 1:
+            shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
+            if math.prod(shape[2:]) == 1:
+                raise ValueError(f"Expected more than 1 value per channel when training, got input size {shape}")
+        if not bn.track_running_stats:
+            running_mean = running_var = None
+        elif (batches := bn.num_batches_tracked) is not None:
+            batches.add_(1)
+            tracked = batches if momentum is None else None
+    running, momentum = (running_mean, running_var, tracked), momentum or 0.0
+    if not traced:
+        return _Function.apply(*named, running, momentum, bn.eps, how)
+    flat = how.in_integers()
+    with torch.no_grad():
+        y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, bn.eps, flat)
+    return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
+
+
+def _padded(conv: Any, x: Tensor, ndim: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
+    """`x`, with what the convolution's mode puts around it, and the zeros still to be added, before and after, axis by axis."""
+    last_axis_first = conv._reversed_padding_repeated_twice
+    if conv.padding_mode != "zeros":
+        return F.pad(x, last_axis_first, mode=conv.padding_mode), ((0, 0),) * ndim
+    return x, tuple(zip(last_axis_first[::2], last_axis_first[1::2], strict=True))[::-1]
 
 
 def _refuse_sync(bn: nn.Module | None) -> None:

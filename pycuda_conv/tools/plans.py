@@ -11,11 +11,12 @@ from pycuda_conv.runtime import Device
 from pycuda_conv.tools.terminal import track
 
 
-def plans(problems: Sequence[ConvProblem], device: Device) -> list[Plan]:
-    """The plans of all problems, compiled several at a time where the device can."""
+def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) -> list[Plan]:
+    """The plans of all problems, compiled several at a time where the device can; `noted` as for :class:`Plan`."""
     pool = ThreadPoolExecutor()
     try:
-        coming = [pool.submit(cached_plan, problem, device) for problem in problems]
+        options = (False, True) if noted else ()  # as calls ask for them: the cache tells an argument from none
+        coming = [pool.submit(cached_plan, problem, device, *options) for problem in problems]
         return [plan.result() for plan in track(coming, lambda _: "compiling")]
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left
