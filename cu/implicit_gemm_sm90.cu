@@ -550,7 +550,10 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
   const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
   const int slice = image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
-  const bool alike = OUT == 32 && count == WGMMA_N && (!SCALED || scales[0] == scales[WGMMA_N - 1]);
+  bool alike = OUT == 32 && count == WGMMA_N;
+#pragma unroll
+  for (int i = 0; i < WGMMA_N; i += 32) alike &= !SCALED || scales[min(i + lane, WGMMA_N - 1)] == scales[0];
+  alike = __all_sync(~0u, alike);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float factor = (SCALED ? scales[0] : 1) * rows.scale_w[half];

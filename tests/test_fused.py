@@ -775,6 +775,7 @@ def test_docstring_examples():
 NOTING = {  # input, filter, dtype, channels last: on tensor cores; the last kind is multiplied as it lies
     "fp32": ((8, 64, 56, 56), (64, 64, 3, 3), "float32", False), "fp32 last": ((5, 72, 40, 41), (136, 72, 3, 3), "float32", True),
     "fp16": ((8, 64, 56, 55), (200, 64, 3, 3), "float16", False), "bf16 last": ((8, 64, 56, 56), (64, 64, 3, 3), "bfloat16", True),
+    "small images": ((67, 256, 7, 7), (256, 256, 3, 3), "float32", False),
     "1x1": ((8, 256, 56, 56), (128, 256, 1, 1), "float32", False), "1x1 fp16": ((9, 128, 28, 28), (160, 128, 1, 1), "float16", False),
 }  # fmt: skip
 
@@ -795,6 +796,8 @@ def test_statistics_noted_by_the_convolution(name, small):
     if small:
         b.zero_()
         x[..., shape[-1] // 2 :] *= 2.0**-40
+    if name == "small images":  # several in a tile, of different scales
+        x[1::3] *= 2.0**20
     if last:
         x = x.to(memory_format=torch.channels_last)
     padding = filters[-1] // 2
