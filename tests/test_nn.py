@@ -804,10 +804,11 @@ def losses(model, x, labels, steps=20, lr=0.001):
 
 
 @pytest.mark.gpu
-def test_a_resnet_is_trained_as_by_torch():
+@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
+def test_a_resnet_is_trained_as_by_torch(fused):
     ours = torchvision_model("resnet18")
     exact = copy.deepcopy(ours).double()
-    pn.convert(ours)
+    assert not pn.convert(ours, fuse_training=fused).notes
     x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
     curve, expected = losses(ours, x.float(), labels), losses(exact, x, labels)
     assert curve[-1] < curve[0] == pytest.approx(expected[0], rel=1e-5)
