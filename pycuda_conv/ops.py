@@ -80,6 +80,19 @@ def _key(name: str, value: Any) -> Any:
     return value if isinstance(value, str) else integer(name, value)
 
 
+def _settings(stride: Any, padding: Any, dilation: Any, groups: Any) -> tuple[Any, Any, Any, Any]:
+    """These arguments, each as :func:`_key` has it."""
+    if stride.__class__ is not int:
+        stride = _key("stride", stride)
+    if padding.__class__ is not int:
+        padding = _key("padding", padding)
+    if dilation.__class__ is not int:
+        dilation = _key("dilation", dilation)
+    if groups.__class__ is not int:
+        groups = _key("groups", groups)
+    return stride, padding, dilation, groups
+
+
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
     groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any, scale: Any, residual: Any, activation: Any,
@@ -87,16 +100,9 @@ def _convolve(
 ) -> Any:
     """The (transposed) convolution; `recorded` where the arrays' library knows of it."""
     kind = same_kind(input, weight, bias, out, scale, residual)
-    if stride.__class__ is not int:
-        stride = _key("stride", stride)
-    if padding.__class__ is not int:
-        padding = _key("padding", padding)
+    stride, padding, dilation, groups = _settings(stride, padding, dilation, groups)
     if output_padding.__class__ is not int:
         output_padding = _key("output_padding", output_padding)
-    if dilation.__class__ is not int:
-        dilation = _key("dilation", dilation)
-    if groups.__class__ is not int:
-        groups = _key("groups", groups)
     _check_options(precision, tune)
     if not (activation is None or isinstance(activation, str)):
         raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
@@ -141,15 +147,7 @@ def _gradient(
     if device is not None:
         device = get_device(device)
     size = _key(f"{of}_size", size)
-    if stride.__class__ is not int:
-        stride = _key("stride", stride)
-    if padding.__class__ is not int:
-        padding = _key("padding", padding)
-    if dilation.__class__ is not int:
-        dilation = _key("dilation", dilation)
-    if groups.__class__ is not int:
-        groups = _key("groups", groups)
-    rest = stride, padding, dilation, groups, precision
+    rest = *_settings(stride, padding, dilation, groups), precision
     if not recorded:
         recorder = kind.recorder(first, second, None, None, None, out is None and stream is None)
         if recorder is not None:

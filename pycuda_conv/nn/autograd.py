@@ -162,17 +162,26 @@ class _ConvTranspose(Operator):
         return call(CONV_WEIGHT, settings, grad, first, None, shape)
 
 
-class _ConvInput(Operator):
-    name, words = "conv_input", ("grad_output", "weight", "input_size")
+class _Gradient(Operator):
+    """The convolution's gradient by `of`, whose shape is the size."""
+
+    of: str
 
     def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        return _gradient("input", settings, first, second, size)
+        ndim, stride, padding, dilation, groups, precision, device, tune = settings
+        return ops._gradient(
+            self.of, ndim, first, second, tuple(size), stride, padding, dilation, groups, None, precision, device, None, tune, True
+        )
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         return size
 
+
+class _ConvInput(_Gradient):
+    name, words, of = "conv_input", ("grad_output", "weight", "input_size"), "input"
+
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
-        return ConvProblem.gradient("input", ndim, size, second, first, **settings)
+        return ConvProblem.gradient(self.of, ndim, size, second, first, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         return call(CONV, settings, grad, second, None, ())
@@ -181,30 +190,17 @@ class _ConvInput(Operator):
         return call(CONV_WEIGHT, settings, grad, first, None, shape)
 
 
-class _ConvWeight(Operator):
-    name, words = "conv_weight", ("input", "grad_output", "weight_size")
-
-    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        return _gradient("weight", settings, first, second, size)
-
-    def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
-        return size
+class _ConvWeight(_Gradient):
+    name, words, of = "conv_weight", ("input", "grad_output", "weight_size"), "weight"
 
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
-        return ConvProblem.gradient("weight", ndim, first, size, second, **settings)
+        return ConvProblem.gradient(self.of, ndim, first, size, second, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
         return call(CONV_INPUT, settings, second, grad, None, shape)
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
         return call(CONV, settings, first, grad, None, ())
-
-
-def _gradient(of: str, settings: Settings, first: Any, second: Any, size: Any) -> Any:
-    ndim, stride, padding, dilation, groups, precision, device, tune = settings
-    return ops._gradient(
-        of, ndim, first, second, tuple(size), stride, padding, dilation, groups, None, precision, device, None, tune, True
-    )
 
 
 CONV, CONV_TRANSPOSE, CONV_INPUT, CONV_WEIGHT = OPERATORS = _Conv(), _ConvTranspose(), _ConvInput(), _ConvWeight()
