@@ -12,9 +12,9 @@ from functools import lru_cache
 from struct import pack, unpack
 from typing import Any
 
-from pycuda_conv.engines.packed import Moments, Place
+from pycuda_conv.engines.packed import Moments
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import Device, Launcher, Step
+from pycuda_conv.runtime.base import Device, Launcher, Place, Step
 from pycuda_conv.tune import caches
 
 THREADS = 128

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Step
+from pycuda_conv.runtime.base import Place, Step
 
 GRID_LIMIT = 2**31 - 1
 SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
@@ -402,7 +402,7 @@ def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], 
     return [launches, [reduce_step(problem, split, WORKSPACE)]], split * size * acc
 
 
-def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) -> Step:
+def reduce_step(problem: ConvProblem, split: int, parts: Place) -> Step:
     """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
     size = math.prod(problem.result_shape)
     defines = {
@@ -413,7 +413,7 @@ def reduce_step(problem: ConvProblem, split: int, parts: int | tuple[int, int]) 
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[int | tuple[int, int]], multiprocessors: int, redone: tuple[int, int] | None = None
+    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, redone: tuple[int, int] | None = None
 ) -> list[Step]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 

@@ -19,7 +19,6 @@ from pycuda_conv.engines.packed import (
     Noting,
     Operands,
     Packing,
-    Place,
     Program,
     Room,
     Walk,
@@ -39,7 +38,7 @@ from pycuda_conv.engines.packed import (
     written_places,
 )
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Im2col, Step, TensorMap
+from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384

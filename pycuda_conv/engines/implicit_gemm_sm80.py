@@ -14,7 +14,6 @@ from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, ceil, splits
 from pycuda_conv.engines.packed import (
     Operands,
     Packing,
-    Place,
     Program,
     Walk,
     arithmetic,
@@ -30,7 +29,7 @@ from pycuda_conv.engines.packed import (
 )
 from pycuda_conv.engines.packed import why_not as why_not_packed
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Step
+from pycuda_conv.runtime.base import Device, Place, Step
 
 SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
 THREADS = 256
@@ -141,7 +140,7 @@ def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) 
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm80, packed: Packing, walk: Walk, buffers: tuple[int | tuple[int, int], ...]
+    problem: ConvProblem, config: ImplicitGemm80, packed: Packing, walk: Walk, buffers: tuple[Place, ...]
 ) -> Step:
     """The launch of one phase."""
     phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8

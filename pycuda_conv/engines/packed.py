@@ -18,7 +18,7 @@ from functools import lru_cache
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Phase, ceil
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Step
+from pycuda_conv.runtime.base import Place, Step
 
 PACK_THREADS = 256
 PACK_ITEMS = 2  # pixels of 8 channels that a thread of it takes at once, if an image has so many
@@ -29,10 +29,6 @@ ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
-
-
-#: A buffer of a step, or a place in one: see :class:`Step`.
-Place = int | tuple[int, int]
 
 
 def size3(values: list[int]) -> Size3:

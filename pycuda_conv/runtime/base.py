@@ -15,6 +15,9 @@ import numpy as np
 #: Launches one prepared kernel: (buffers, stream) -> None.
 Launcher = Callable[[Sequence[Any], Any], None]
 
+#: A buffer of a step, or a place in one: see :class:`Step`.
+Place = int | tuple[int, int]
+
 _HERE = Path(__file__).resolve().parent.parent
 #: Where the kernels lie: inside an installed package, or beside it in a checkout.
 KERNEL_DIR = _HERE / "cu" if (_HERE / "cu").is_dir() else _HERE.parent / "cu"
@@ -90,7 +93,7 @@ class Step:
     defines: Mapping[str, int]
     grid: int
     block: int
-    buffers: tuple[int | tuple[int, int], ...]
+    buffers: tuple[Place, ...]
     scalars: tuple[int, ...]
     file: str = ""
     maps: tuple[TensorMap, ...] = ()
