@@ -269,15 +269,17 @@ def trained(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) 
     """As :func:`fused`, in training."""
     ndim, alone = _LAYERS.get((type(convolution), type(norm))), residual is None
     if ndim is None or _hooked(convolution) or _hooked(norm):
-        result = norm(convolution(input))
-        if alone:
-            return torch.relu(result) if relu else result
-    else:
-        result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, ndim)
-        if alone:
-            return result
+        return _finished(norm(convolution(input)), residual, relu)
+    result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, ndim)
+    return _finished(result, residual, relu and not alone)
+
+
+def _finished(result: Any, residual: Any, relu: bool) -> Any:
+    """What follows a batch normalisation, after it."""
+    if residual is None:
+        return torch.relu(result) if relu else result
     result = result + residual
-    return torch.relu_(result) if relu else result
+    return torch.relu_(result) if relu else result  # the sum is nobody else's
 
 
 def _hooked(module: Any) -> bool:
@@ -296,10 +298,7 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) ->
             return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
         except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
             pass
-    result = norm(convolution(input))
-    if residual is not None:
-        result = result + residual
-    return torch.relu(result) if relu else result
+    return _finished(norm(convolution(input)), residual, relu)
 
 
 def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
