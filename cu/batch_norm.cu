@@ -102,6 +102,7 @@
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
                                                       const long_t total, const long_t per) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
   acc_t n = 0, mean[OWN], m2[OWN], shift[OWN];
@@ -164,6 +165,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 #endif
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
     const long_t momentum) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   const index_t channel = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
   const int lane = LID_0 / BESIDE;
@@ -237,6 +239,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, GLOBAL_MEM data_t* RESTRICT out,
     const long_t total, const long_t per, const long_t relu) {
+  AFTER_LAST_LAUNCH
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN];
   for (int j = 0; j < OWN && inside; ++j) {
@@ -266,6 +269,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
     const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
     const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
     GLOBAL_MEM data_t* RESTRICT shift, const long_t channels, const long_t eps) {
+  AFTER_LAST_LAUNCH
   const index_t channel = (index_t)GID_0 * THREADS + LID_0;
   if (channel < channels) {
     const acc_t a = (gamma ? gamma[channel] : 1) / sqrt(var[channel] + BITS_TO_ACC(eps));
@@ -281,6 +285,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     GLOBAL_MEM acc_t* RESTRICT part, const long_t total, const long_t per, const long_t relu) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN], sum[2 * OWN];
@@ -323,6 +328,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const long_t total, const long_t per, const long_t relu,
     const long_t of_batch) {
+  AFTER_LAST_LAUNCH
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN], less[OWN], slope[OWN];  // dy = a * g - less - slope * (y - mean)
   for (int j = 0; j < OWN && inside; ++j) {
@@ -357,6 +363,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
 // The sum over each channel of x, slice by slice: the gradient of a bias.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
                                                    const long_t total, const long_t per) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[OWN * THREADS];
   STAND;
   acc_t sum[OWN];
@@ -387,6 +394,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
 // The slices together: the columns of part[slices][columns]; ROUNDED to the type of the arrays, or as they are.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM SUM_T* RESTRICT sums,
                                                  const long_t columns, const long_t slices) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t folded[THREADS];
   const index_t column = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
   const int lane = LID_0 / BESIDE;

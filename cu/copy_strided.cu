@@ -13,6 +13,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void copy_strided(
     const GLOBAL_MEM data_t* RESTRICT src, GLOBAL_MEM data_t* RESTRICT dst, const long_t size, const long_t n0, const long_t n1,
     const long_t n2, const long_t n3, const long_t n4, const long_t s0, const long_t s1, const long_t s2, const long_t s3, const long_t s4) {
+  AFTER_LAST_LAUNCH
   long_t i = (long_t)GID_0 * THREADS + LID_0;
   if (i < size) {
     const long_t to = i;

@@ -54,6 +54,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                            const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                            const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const long_t n_pixels) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t filter[BLOCK_C * TAPS * BLOCK_K];
   const int k0 = (int)(GID_0 % K_TILES) * BLOCK_K, g = (int)(GID_0 / K_TILES % GROUPS);
   const long_t pixel = (long_t)(GID_0 / (K_TILES * GROUPS)) * THREADS + LID_0;

@@ -50,6 +50,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT w,
                          const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                          const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const long_t n_pixels) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t filter[BLOCK_K * TAPS * BLOCK_C];
   const int c0 = (int)(GID_0 % C_TILES) * BLOCK_C, g = (int)(GID_0 / C_TILES % GROUPS);
   const long_t pixel = (long_t)(GID_0 / (C_TILES * GROUPS)) * THREADS + LID_0;

@@ -180,6 +180,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     int* redone,  // [blocks]: whether the block computed a tile
 #endif
     const long_t n_pixels, const long_t n_blocks) {
+  AFTER_LAST_LAUNCH
   // the usual case first: nothing is flagged
   int any = 0, of_filters = 0;
   for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
@@ -192,6 +193,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   if (!any) return;
 #else
     const long_t n_pixels) {
+  AFTER_LAST_LAUNCH
 #endif
   LOCAL_MEM acc_t ALIGNED a_tile[2][BLOCK_K * A_PITCH];
   LOCAL_MEM acc_t ALIGNED b_tile[2][BLOCK_K * BLOCK_N];

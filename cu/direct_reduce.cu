@@ -19,6 +19,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias,
                                                     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
                                                     GLOBAL_MEM data_t* RESTRICT y, const long_t size) {
+  AFTER_LAST_LAUNCH
   const long_t i = (long_t)GID_0 * THREADS + LID_0;
   if (i < size) {
     acc_t sum = 0;

@@ -41,6 +41,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                           const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t filter[R * S];
   const index_t plane = (index_t)(GID_0 / TILES);            // n*K + k
   const int k = (int)(plane % K);

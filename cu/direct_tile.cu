@@ -44,6 +44,7 @@
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t filter[R * S];
   LOCAL_MEM acc_t tile[HALO_H * HALO_W];
   const int tile_q = (int)(GID_0 % TILES_Q) * TILE_Q, tile_p = (int)(GID_0 / TILES_Q % TILES_P) * TILE_P;

@@ -56,6 +56,7 @@ typedef data_t out_t;
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT y,
                                                    GLOBAL_MEM out_t* RESTRICT w) {
+  AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[TAPS * THREADS];
   const int slice = (int)(GID_0 % SLICES), chunk = (int)(GID_0 / SLICES % CHUNKS);
   const int c = (int)(GID_0 / (SLICES * CHUNKS) % IMAGES), k = (int)(GID_0 / (SLICES * CHUNKS) / IMAGES);

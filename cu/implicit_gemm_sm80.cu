@@ -270,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                        const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale,
                        const out_t* residual, out_t* __restrict__ y,
                        const __grid_constant__ Shape shape) {
+  AFTER_LAST_LAUNCH
   extern __shared__ __align__(128) uint4 dynamic[];
   const uint32_t ring = shared_address(dynamic);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;

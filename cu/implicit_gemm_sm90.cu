@@ -19,13 +19,19 @@
 //          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
+// Halo     HALO = rows of a consumer, for filters of several taps, without stride, on NCHW results: a tile's pixels are patches of
+//          8 columns x HALO rows of an image, and x is loaded once for all taps, to a ring of its own: X_STAGES of what the patches'
+//          taps meet of 64 channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps
+//          from row to row of a patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Loading
+//          each pixel once for a tap is what bounds filters of 64 channels otherwise. Threads write two neighbours of y each, four of
+//          them a sector, straight from their sums; one product's sums, too, are written while the next tile is multiplied.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
-// 1x1      POINTWISE: 1x1 filters on NCHW images are multiplied as they lie, without packing: rows of a tile are 64 pixels of a
-//          channel, which wgmma takes turned. 16-bit images are loaded so (1). float32 ones (2) are loaded to a ring of their own,
-//          RAW_STAGES of [64 channels][PIXELS]; further warpgroups split them into limbs, scaled by a guess, and note their
+// 1x1      POINTWISE: 1x1 filters on images as they lie, without packing: rows of a tile are 64 pixels of a channel, which wgmma takes
+//          turned, or, NHWC, a pixel's 64 channels. 16-bit NCHW images are loaded so (1). float32 ones (2) are loaded to a ring of
+//          their own, X_STAGES of [64 channels][PIXELS] or, NHWC, [PIXELS][64 channels]; further warpgroups split them into limbs, scaled by a guess, and note their
 //          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
 //          `second`, does those again with their own scales. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
@@ -59,12 +65,15 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PHASES 1
-#define RAW_STAGES 2
+#define X_STAGES 2   // of the ring of x alone, where there is one
 #define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
 #define MOMENTS 0    // of y's channels are written too
+#define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
+#define HALO_W 0     // pixels of x that their taps meet: in a row, and rows
+#define HALO_H 0
 #define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
 #endif
-#if POINTWISE
+#if POINTWISE && !NHWC
 #define WGMMA_TURNED_B "1"
 #else
 #define WGMMA_TURNED_B "0"
@@ -78,17 +87,23 @@
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
-constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+constexpr bool TURNED = POINTWISE && !NHWC;
+constexpr int HALO_BYTES = (HALO_W * HALO_H * 128 + 1023) / 1024 * 1024;  // of a limb
+constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CONVERTERS = POINTWISE == 2 ? 2 : 0, CHUNK = 32;  // warpgroups; pixels of a staging tile
-[[maybe_unused]] constexpr int RAW_BYTES = 64 * PIXELS * 4;
-static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0), "whole blocks of 64 pixels");
-constexpr bool OVERLAP = PRODUCTS == 3 && !TENSOR_STORE;  // one product's sums leave no registers for a second tile's
+constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : POINTWISE == 2 ? 64 * PIXELS * 4 : 0;
+static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && (POINTWISE == 2 || !NHWC)), "whole blocks of 64 pixels");
+static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
+constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
+constexpr int PARTS = PRODUCTS == 3 ? 3 : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
+static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 
 typedef element<OUT> out_t;
 
-constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 64 * WGMMA_N * 4 : 4 * 32 * 20 * 4;  // bytes of a consumer
+// bytes of a consumer
+constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 64 * WGMMA_N * 4 : HALO ? 0 : 4 * 32 * 20 * 4;
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -106,6 +121,7 @@ struct Shape {
   long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
+  long long patches;                                    // of an image; HALO
   long long second;                                     // the launch that does images again
 };
 
@@ -122,7 +138,8 @@ DEVICE int first_tile() { return PAIRED ? 2 * blockIdx.x : blockIdx.x; }
 DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
 struct Tile {
-  int m, pixel, end, group, split;  // pixels that count are below `end`
+  int m, pixel, end, group, split;  // pixels that count are below `end`; of a patch, those of its image
+  [[maybe_unused]] int patch, row, column;
   DEVICE Tile(const Shape& shape, int tile) {
     m = tile % (int)shape.tiles_m * ROWS;
     tile /= (int)shape.tiles_m;
@@ -134,6 +151,13 @@ struct Tile {
       const int image = tile / tiles_image(shape), plane = (int)shape.plane;
       pixel = image * plane + tile % tiles_image(shape) * PIXELS;
       end = (image + 1) * plane;
+    } else if (HALO) {
+      const int across = ((int)shape.q + 7) / 8, number = tile % (int)shape.patches;
+      patch = tile;
+      column = number % across * 8;
+      row = number / across * (PIXELS / 8);
+      pixel = tile / (int)shape.patches * (int)shape.plane;
+      end = pixel + (int)shape.plane;
     } else {
       pixel = tile * PIXELS;
       end = (int)shape.pixels;
@@ -152,14 +176,30 @@ struct Range {
   }
 };
 
-// The ring's position: which stage, and the parity of the round.
-struct Position {
+// A ring's position: which stage, and the parity of the round.
+template <int stages> struct PositionOf {
   int stage = 0, parity = 0;
   DEVICE void next() {
-    if (++stage == STAGES) {
+    if (++stage == stages) {
       stage = 0;
       parity ^= 1;
     }
+  }
+};
+typedef PositionOf<STAGES> Position;
+typedef PositionOf<X_STAGES> XPosition;
+
+// Which tap comes next, where one after the other is met: along s first.
+struct Tap {
+  int s = 0, r = 0, number = 0;
+  // to the next one; whether that was the last
+  DEVICE bool next(const Shape& shape) {
+    ++number;
+    if (++s < (int)shape.tap_s) return false;
+    s = 0;
+    if (++r < (int)shape.tap_r) return false;
+    r = number = 0;
+    return true;
   }
 };
 
@@ -168,7 +208,49 @@ struct Position {
 // Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
 DEVICE bool next_rows(const Tile& of, const Shape& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
 
-#if !POINTWISE
+#if HALO
+// One thread asks for the filter, tap by tap, ...
+DEVICE void produce(const uint8_t* w, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
+  Position at;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
+    const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
+    for (int c = 0; c < (int)shape.channel_blocks; ++c) {
+      Tap tap;
+      do {
+        const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
+        const long long number = shape.tap_base + tap.r * shape.tap_step_r + tap.s * shape.tap_step_s;
+        barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+        barrier_expect(arrived, STAGE_BYTES);
+#pragma unroll
+        for (int rows = 0; rows < ROWS / 64; ++rows)
+          load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + (number * shape.channel_blocks + c) * A_SUB, A_SUB, arrived);
+        at.next();
+      } while (!tap.next(shape));
+    }
+  }
+}
+
+// ... and another for what the taps of a tile meet of x.
+DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, uint32_t x_ring, uint32_t x_full, uint32_t x_empty) {
+  prefetch_map(map_x);
+  XPosition at;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    const int image = of.pixel / (int)shape.plane;
+    for (int c = 0; c < (int)shape.channel_blocks; ++c) {
+      barrier_wait(x_empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(x_full + 8 * at.stage, LIMBS * HALO_W * HALO_H * 128);
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb)
+        load_box(x_ring + at.stage * X_BYTES + limb * HALO_BYTES, map_x, x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
+                 of.column + (int)shape.low_w, of.row + (int)shape.low_h, image + limb * (int)shape.limb_images);
+      at.next();
+    }
+  }
+}
+#elif !POINTWISE
 DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty) {
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
@@ -229,12 +311,12 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
 DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
 
 DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty,
-                    uint32_t raw, uint32_t raw_full, uint32_t raw_empty) {
+                    uint32_t x_ring, uint32_t x_full, uint32_t x_empty) {
   const Shape& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
   Position at;
-  [[maybe_unused]] int raw_stage = 0, raw_parity = 0;
+  [[maybe_unused]] XPosition x_at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     if (!wanted(of, shape, again)) continue;
@@ -253,13 +335,10 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
       for (int block = 0; block < PIXELS / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
 #else
-      barrier_wait(raw_empty + 8 * raw_stage, raw_parity ^ 1);
-      barrier_expect(raw_full + 8 * raw_stage, RAW_BYTES);
-      load_box(raw + raw_stage * RAW_BYTES, map_x, raw_full + 8 * raw_stage, inside, step * 64, image);
-      if (++raw_stage == RAW_STAGES) {
-        raw_stage = 0;
-        raw_parity ^= 1;
-      }
+      barrier_wait(x_empty + 8 * x_at.stage, x_at.parity ^ 1);
+      barrier_expect(x_full + 8 * x_at.stage, X_BYTES);
+      load_box(x_ring + x_at.stage * X_BYTES, map_x, x_full + 8 * x_at.stage, NHWC ? step * 64 : inside, NHWC ? inside : step * 64, image);
+      x_at.next();
 #endif
       at.next();
     }
@@ -269,11 +348,11 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
 
 #if POINTWISE == 2
 // float32 pixels to limbs, by the converters. A thread takes 8 neighbouring pixels of a channel at a time.
-DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint32_t full, uint32_t empty, uint32_t raw_full, uint32_t raw_empty,
+DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, uint32_t full, uint32_t empty, uint32_t x_full, uint32_t x_empty,
                     const float* scale_n, const int* again, uint2* parts) {
   const int thread = threadIdx.x - 128 * (1 + CONSUMERS);
   Position at;
-  int raw_stage = 0, raw_parity = 0;
+  XPosition x_at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     if (!wanted(of, shape, again)) continue;
@@ -281,11 +360,11 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
     const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
     Magnitudes found = {0, ~0u};
     for (int step = range.first; step < range.last; ++step) {
-      barrier_wait(raw_full + 8 * raw_stage, raw_parity);
+      barrier_wait(x_full + 8 * x_at.stage, x_at.parity);
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-      const float4* const from = (const float4*)(raw + raw_stage * RAW_BYTES);
+      const float4* const from = (const float4*)(x_ring + x_at.stage * X_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-      // four neighbouring pixels at once, so that a warp's reads and writes each meet every bank once
+      // four neighbours at once, pixels or, NHWC, channels, so that a warp's reads and writes each meet every bank once
       constexpr int FOURS = 64 * PIXELS / 4 / (128 * CONVERTERS), BATCH = FOURS < 4 ? FOURS : 4;  // of a thread; read at once
 #pragma unroll
       for (int first = 0; first < FOURS; first += BATCH) {
@@ -294,7 +373,8 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
         for (int i = 0; i < BATCH; ++i) *(float4*)v[i] = from[thread + (first + i) * 128 * CONVERTERS];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
-          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / (PIXELS / 4), four = item % (PIXELS / 4);
+          constexpr int FOURS_A_ROW = (NHWC ? 64 : PIXELS) / 4;
+          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / FOURS_A_ROW, four = item % FOURS_A_ROW;
           found.add(v[i]);
           uint32_t limbs[LIMBS][2];
           split<__half>(v[i], scale, limbs);
@@ -307,13 +387,10 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* raw, uint3
       __syncwarp();
       if (thread % 32 == 0) {
         barrier_arrive(full + 8 * at.stage);
-        barrier_arrive(raw_empty + 8 * raw_stage);
+        barrier_arrive(x_empty + 8 * x_at.stage);
       }
       at.next();
-      if (++raw_stage == RAW_STAGES) {
-        raw_stage = 0;
-        raw_parity ^= 1;
-      }
+      x_at.next();
     }
     if (!again && of.m == 0) {
       found.over_warp();
@@ -336,14 +413,34 @@ template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
   if constexpr (base + CHUNK < WGMMA_N) for_chunks<base + CHUNK>(f);
 }
 
+// f(Constant<0>), ... f(Constant<PARTS - 1>)
+template <int part = 0, class F> DEVICE void for_parts(const F& f) {
+  f(Constant<part>());
+  if constexpr (part + 1 < PARTS) for_parts<part + 1>(f);
+}
+
 // What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
 // its two channels. Loaded while a tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
+  [[maybe_unused]] int patch, high[2];  // of a patch: its number, and the rows of y from this consumer's first one on, 0 where there are none
+  [[maybe_unused]] long long at;        // offset in y of a thread's first pixel there
+  [[maybe_unused]] float scale_x;       // of its image
   float scale_w[2], scale[2], bias[2];  // of the packed filter; of the epilogue
-  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_k, const out_t* scales, const out_t* biases)
+  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
+    if (HALO) {
+      patch = ROWS == 128 ? of.patch : 2 * of.patch + consumer;
+      const int image = of.pixel / (int)shape.plane, wide = (int)shape.q, lane = threadIdx.x % 32;
+      const int row = of.row + (ROWS == 128 ? 0 : HALO * consumer), column = of.column + 2 * (lane % 4);
+      const int first = m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
+      scale_x = SCALED ? scale_n[image] : 1;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        high[half] = column < wide && first + 8 * half < (int)shape.rows_group ? (int)shape.plane / wide - row : 0;
+      at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * wide + column;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
@@ -398,6 +495,33 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
     if (second && q >= (int)shape.q) {
       q = pixel % (int)shape.q;
       at = place(pixel);
+    }
+  }
+}
+#elif HALO
+// Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel; an image's rows are even in length.
+template <int first, int last>
+DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const out_t* residual, out_t* y) {
+  struct alignas(2 * sizeof(out_t)) Vector {
+    out_t v[2];
+  };
+  const int wide = (int)shape.q;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const long long at = rows.at + first * wide + 8 * half * shape.out_row;
+    const float factor = rows.scale_x * rows.scale_w[half];
+    [[maybe_unused]] Vector added[last - first];
+#if HAS_RESIDUAL
+#pragma unroll
+    for (int i = first; i < last; ++i) added[i - first] = i < rows.high[half] ? *(const Vector*)(residual + at + (i - first) * wide) : Vector();
+#endif
+#pragma unroll
+    for (int i = first; i < last; ++i) {
+      float left = sum[4 * i + 2 * half] * factor, right = sum[4 * i + 2 * half + 1] * factor;
+      EPILOGUE(left, rows.scale[half], rows.bias[half], to_float(added[i - first].v[0]))
+      EPILOGUE(right, rows.scale[half], rows.bias[half], to_float(added[i - first].v[1]))
+      const Vector out = {from_float<out_t>(left), from_float<out_t>(right)};
+      if (i < rows.high[half]) store_word(y + at + (i - first) * wide, *(const word<Vector>*)&out);
     }
   }
 }
@@ -536,7 +660,9 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   if (thread == 0) {
 #pragma unroll
     for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
-      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
+      // tiles within an image end with it
+      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, (POINTWISE ? rows.pixel % (int)shape.plane : rows.pixel) + base,
+                POINTWISE ? rows.pixel / (int)shape.plane : rows.split);
     bulk_commit();
   }
 }
@@ -545,20 +671,21 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #if MOMENTS
 // Four lanes have a channel's pixels; the squares are summed relative to its first one, so that a large mean costs no digits.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const float* scales, float* moments) {
-  const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
+  const int lane = threadIdx.x % 32, count = HALO ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
   if (count <= 0) return;
   const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
-  const int slice = image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+  const int slice = HALO ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
   bool alike = OUT == 32 && count == WGMMA_N;
+  auto scale_of = [&](int pixel) { return HALO ? rows.scale_x : SCALED ? scales[pixel] : 1; };
 #pragma unroll
-  for (int i = 0; i < WGMMA_N; i += 32) alike &= !SCALED || scales[min(i + lane, WGMMA_N - 1)] == scales[0];
+  for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
   alike = __all_sync(~0u, alike);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float factor = (SCALED ? scales[0] : 1) * rows.scale_w[half];
+    const float factor = scale_of(0) * rows.scale_w[half];
     auto value = [&](int i, int e) {  // as it is stored
-      float v = sum[4 * i + 2 * half + e] * ((SCALED ? scales[8 * i + 2 * (lane % 4) + e] : 1) * rows.scale_w[half]);
+      float v = sum[4 * i + 2 * half + e] * (scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half]);
       SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
       return to_float(from_float<out_t>(v));
     };
@@ -608,36 +735,87 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 
 // ---- the multiplication
 
-DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, int consumer, uint8_t* staging, float* scales,
+DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, [[maybe_unused]] uint32_t x_ring,
+                    [[maybe_unused]] uint32_t x_full, [[maybe_unused]] uint32_t x_empty, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
                     const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
                     const int* again, [[maybe_unused]] float* moments, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
-  const uint32_t b0 = ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
-  Position at, unread;  // the stage to multiply next, and the first that the producer has not been given back
+  const uint32_t b0 = HALO ? x_ring + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+  Position at;  // the stage to multiply next
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
   float cross[WGMMA_N / 2], total[WGMMA_N / 2];
+#elif HALO
+  float total[WGMMA_N / 2];
 #else
   auto& total = main;
 #endif
+#if HALO
+  XPosition x_at;
+  Tap tap;
+  const int dilation_h = (int)shapes.of[0].dilation_h, dilation_w = (int)shapes.of[0].dilation_w;
+#endif
+  auto arrived = [&] {  // wait for the stage to multiply next
+#if HALO
+    if (tap.r == 0 && tap.s == 0) barrier_wait(x_full + 8 * x_at.stage, x_at.parity);
+#endif
+    barrier_wait(full + 8 * at.stage, at.parity);
+  };
+  auto advance = [&] {
+    at.next();
+#if HALO
+    if (tap.next(shapes.of[0])) x_at.next();
+#endif
+  };
   // the products of one stage and one pair of limbs, 16 of k at a time
   auto multiply = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
     const uint64_t a = wgmma_descriptor<SPAN>(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
-    const uint32_t b_address = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
-    const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_address) : wgmma_descriptor<SPAN>(b_address);
+#if HALO
+    const uint32_t b_place = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
+    const uint64_t b = wgmma_descriptor<SPAN>(b_place, HALO_W * SPAN);
+#else
+    const uint32_t b_place = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
+    const uint64_t b = TURNED ? wgmma_turned_descriptor(b_place) : wgmma_descriptor<SPAN>(b_place);
+#endif
 #pragma unroll
     for (int k = 0; k < 64; k += 16) {
       const int sub = k / KC, inner = 2 * (k % KC);
-      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (TURNED ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
     }
   };
-  auto give_back = [&] {
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * unread.stage);
-    unread.next();
+  // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
+  auto give_back = [&](int ago) {
+    if (threadIdx.x % 32 != 0) return;
+    barrier_arrive(empty + 8 * ((at.stage + STAGES - ago) % STAGES));
+#if HALO
+    if (tap.number == ago - 1) barrier_arrive(x_empty + 8 * ((x_at.stage + X_STAGES - 1) % X_STAGES));  // it was of the last of at least 3 taps
+#endif
   };
-  int stored = first_tile();  // the tile that total and rows belong to
-  Rows rows(shapes.of[phase_of(stored)], Tile(shapes.of[phase_of(stored)], stored / PHASES), consumer, scale_k, scale, bias);
+  [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
+  Rows rows(shapes.of[phase_of(stored)], Tile(shapes.of[phase_of(stored)], stored / PHASES), consumer, scale_n, scale_k, scale, bias);
+  // the products of the stage that comes next; `fresh` begins new sums
+  auto multiply_stage = [&](bool fresh) {
+    arrived();
+    wgmma_fence();
+    multiply(main, 0, 0, fresh);
+#if PRODUCTS == 3
+    multiply(cross, 0, 1, fresh);
+    multiply(cross, 1, 0, false);
+#endif
+    wgmma_commit();
+    advance();
+  };
+#if HALO
+  auto store_part = [&](auto part) {
+    constexpr int number = decltype(part)::value;
+#if MOMENTS
+    if (number == 0) store_moments(total, rows, shapes.of[0], scales, moments);
+#endif
+    store_rows<number * HALO / PARTS, (number + 1) * HALO / PARTS>(total, rows, shapes.of[0], residual, y);
+  };
+  auto store = [&] { for_parts(store_part); };
+#else
   auto store = [&] {
     [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
 #if MOMENTS
@@ -655,9 +833,41 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
     });
 #endif
   };
+#endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
     const Shape& shape = shapes.of[phase_of(tile)];
+#if HALO
+    // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
+    // product before, for three, whose registers are full, after.
+    const Range range(shape, 0);
+    int step = range.first;
+    auto look_ahead = [&] { return Rows(shape, Tile(shape, tile), consumer, scale_n, scale_k, scale, bias); };
+#if PRODUCTS == 1
+    multiply_stage(true);
+    ++step;
+    const Rows next = look_ahead();
+    for_parts([&](auto part) {
+      if (pending) store_part(part);
+      const bool more = step < range.last;
+      if (more) multiply_stage(false);
+      wgmma_wait<1>();  // the stage before this one has been read
+      if (more) give_back(2);
+      step += more;
+    });
+    rows = next;
+#else
+    for_parts([&](auto part) {
+      if (step < range.last) {
+        multiply_stage(step == range.first);
+        ++step;
+      }
+      if (pending) store_part(part);
+    });
+    rows = look_ahead();
+#endif
+    const bool any = range.first < range.last;
+#else
     const Tile of(shape, tile / PHASES);
 #if POINTWISE
     if (!wanted(of, shape, again)) continue;
@@ -666,7 +876,7 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
     const bool any = range.first < range.last;
     int step = range.first;
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
-      rows = Rows(shape, of, consumer, scale_k, scale, bias);
+      rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
       stored = tile;
 #if SCALED
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
@@ -683,61 +893,51 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
       for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
     }
     // two stages at once, while the tile before is stored; from then on total is this tile's
-    for (; step < min(range.first + 2, range.last); ++step) {
-      barrier_wait(full + 8 * at.stage, at.parity);
-      wgmma_fence();
-      multiply(main, 0, 0, step == range.first);
-      multiply(cross, 0, 1, step == range.first);
-      multiply(cross, 1, 0, false);
-      wgmma_commit();
-      at.next();
-    }
+    for (; step < min(range.first + 2, range.last); ++step) multiply_stage(step == range.first);
     if (OVERLAP && pending) store();
+#endif
     look_ahead();
+#endif
+#if PRODUCTS == 3
     wgmma_wait<0>();
     wgmma_arrived(main);
     wgmma_arrived(cross);
-    for (int i = range.first; i < step; ++i) give_back();
+    for (int ago = step - range.first; ago > 0; --ago) give_back(ago);
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
       cross[i] = any ? cross[i] : 0;
     }
     for (; step < range.last; ++step) {
-      barrier_wait(full + 8 * at.stage, at.parity);
+      arrived();
       wgmma_fence();
       multiply(main, 0, 0, true);
       wgmma_commit();
       multiply(cross, 0, 1, false);
       multiply(cross, 1, 0, false);
       wgmma_commit();
-      at.next();
+      advance();
       wgmma_wait<1>();
       wgmma_arrived(main);
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
       wgmma_wait<0>();
       wgmma_arrived(cross);
-      give_back();
+      give_back(1);
     }
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
 #else
-    look_ahead();
     for (; step < range.last; ++step) {
-      barrier_wait(full + 8 * at.stage, at.parity);
-      wgmma_fence();
-      multiply(main, 0, 0, step == range.first);
-      wgmma_commit();
-      at.next();
+      multiply_stage(step == range.first);
       wgmma_wait<1>();  // the stage before this one has been read
-      if (step > range.first) give_back();
+      if (step > range.first) give_back(2);
     }
     wgmma_wait<0>();
     wgmma_arrived(main);
-    if (any) give_back();
+    if (any) give_back(1);
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = any ? main[i] : 0;
+    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = any ? main[i] : 0;
 #endif
     pending = true;
     if (!OVERLAP) store();
@@ -764,27 +964,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * RAW_STAGES];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES];
   const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
   uint8_t* const aligned = dynamic + (ring - shared_address(dynamic));
-  uint8_t* const raw = aligned + STAGES * STAGE_BYTES;
-  uint8_t* const staging = raw + (POINTWISE == 2 ? RAW_STAGES * RAW_BYTES : 0);
+  uint8_t* const x_ring = aligned + STAGES * STAGE_BYTES;
+  uint8_t* const staging = x_ring + X_STAGES * X_BYTES;
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
-  [[maybe_unused]] const uint32_t raw_full = empty + 8 * STAGES, raw_empty = raw_full + 8 * RAW_STAGES;
+  [[maybe_unused]] const uint32_t x_full = empty + 8 * STAGES, x_empty = x_full + 8 * X_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
       barrier_init(empty + 8 * i, 4 * CONSUMERS);
     }
-    if (POINTWISE == 2)
-      for (int i = 0; i < RAW_STAGES; ++i) {
-        barrier_init(raw_full + 8 * i, 1);
-        barrier_init(raw_empty + 8 * i, 4 * CONVERTERS);
-      }
+    for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
+      barrier_init(x_full + 8 * i, 1);
+      barrier_init(x_empty + 8 * i, 4 * (HALO ? CONSUMERS : CONVERTERS));
+    }
     barrier_init_done();
   }
   __syncthreads();
+  AFTER_LAST_LAUNCH
 #if POINTWISE == 2
   const Shape& shape = shapes.of[0];
   const int* const again = shape.second ? not_guessed : nullptr;
@@ -803,14 +1003,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     registers_down<40>();
 #if POINTWISE
-    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, ring, full, empty, shared_address(raw), raw_full, raw_empty);
+    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, ring, full, empty, shared_address(x_ring), x_full, x_empty);
+#elif HALO
+    if (threadIdx.x == 0) produce(w, shapes.of[0], ring, full, empty);
+    if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], shared_address(x_ring), x_full, x_empty);
 #else
     if (threadIdx.x == 0) produce(w, maps_x, shapes, ring, full, empty);
 #endif
 #if POINTWISE == 2
   } else if (warpgroup > CONSUMERS) {
     registers_down<72>();
-    convert(shape, aligned, raw, full, empty, raw_full, raw_empty, scale_n, again, parts);
+    convert(shape, aligned, x_ring, full, empty, x_full, x_empty, scale_n, again, parts);
 #endif
   } else {
     registers_up<POINTWISE == 2 ? 144 : 232>();
@@ -820,7 +1023,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, ring, full, empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to,
-            again, moments, y);
+    consume(shapes, ring, full, empty, shared_address(x_ring), x_full, x_empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n,
+            scale_k, bias, scale, residual, to, again, moments, y);
   }
 }

@@ -370,6 +370,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
                                                            Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                            uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags,
                                                            const Shape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   const int filter_rows = (int)shape.filter_rows;
   [[maybe_unused]] const int blocks = gridDim.x - filter_rows;
@@ -396,6 +398,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
 
 #if IN == 32
 extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* __restrict__ x, float* __restrict__ guesses, const Shape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
   constexpr int EACH = 4;
   const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), channels = (unsigned)shape.groups * CHANNELS;
   const unsigned long long count = (unsigned long long)plane * channels, step = count / (EACH * THREADS) | 1;  // odd: not one column all the time
@@ -428,6 +432,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
                                                                     const Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                                     float* __restrict__ scales, int* __restrict__ flags, const long long tiles,
                                                                     const Shape shape) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
   const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
   const Extremes found = over_image(parts, image, tiles);
   const int guess = guess_of(guesses, image);
@@ -448,6 +454,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
 extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                                     float* __restrict__ scales, int* __restrict__ flags, int* __restrict__ again,
                                                                     const long long count) {
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
   const long long image = blockIdx.x;
   const Extremes found = over_image(parts, image, count);
   if (threadIdx.x == 0) {

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <stdint.h>
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 #define DEVICE __device__ __forceinline__
 

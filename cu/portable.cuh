@@ -21,6 +21,7 @@
 #define INDEX_64 0
 #endif
 #include "epilogue.cuh"
+#include "launch.cuh"
 
 #ifdef __OPENCL_VERSION__
 #if DTYPE == 64

@@ -45,6 +45,11 @@ DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int 
                ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
+DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z, int w) {
+  asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], [%2];"
+               ::"r"(to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+
 // im2col mode: as many consecutive output pixels as the map says from the base (w, h, d, n) on, each shifted by the tap's offsets
 template <int axes>
 DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, int w, int h, int d, int n, int s, int r, int t) {

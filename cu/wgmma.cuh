@@ -6,10 +6,11 @@
 #pragma once
 #include "sm90.cuh"
 
-// Descriptor of a K-major tile of rows of `span` bytes (128, 64 or 32), swizzled over that span; address in bytes.
-template <int span> DEVICE uint64_t wgmma_descriptor(uint32_t address) {
-  constexpr uint64_t mode = span == 128 ? 1 : span == 64 ? 2 : 3, rows8 = 8 * span / 16;
-  return mode << 62 | rows8 << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
+// Descriptor of a K-major tile of rows of `span` bytes (128, 64 or 32), swizzled over that span, with `rows8` bytes from 8 rows to the
+// next 8; address in bytes. The swizzle follows absolute addresses, so that a tile may begin at any row.
+template <int span> DEVICE uint64_t wgmma_descriptor(uint32_t address, uint32_t rows8 = 8 * span) {
+  constexpr uint64_t mode = span == 128 ? 1 : span == 64 ? 2 : 3;
+  return mode << 62 | (uint64_t)(rows8 / 16) << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
 }
 
 // Descriptor of a tile with one row of 64 neighbours of n a k, in blocks of 64 of n and 64 of k, swizzled over the row's 128 bytes.

@@ -305,7 +305,7 @@ class DeviceKind(ArrayKind):
             on = home if stream is None else stream_of(stream)
             if stream is not None:  # memory of the current stream's is used on another
                 device.order(home, on)
-            device.launch_on(lambda own: launch(buffers, own), on)
+            launch(buffers, on)
             if stream is not None:
                 device.order(on, home)
 
@@ -382,13 +382,10 @@ class DeviceKind(ArrayKind):
                 workspace = self.workspace(nbytes, input, device) if nbytes else None
                 buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
                 if stream is None:
-                    if on:
-                        device.launch_on(lambda own: plan.launch(buffers, own, at, s, r), on)
-                    else:
-                        plan.launch(buffers, None, at, s, r)
+                    plan.launch(buffers, on, at, s, r)
                 else:  # memory of the current stream's is used on another: it was written before and is given back after
                     device.order(home, on)
-                    device.launch_on(lambda own: plan.launch(buffers, own, at, s, r), on)
+                    plan.launch(buffers, on, at, s, r)
                     if out is None or copies or workspace is not None or at:
                         device.order(on, home)
             return result
@@ -855,7 +852,7 @@ def check_same_type(
 
 
 def stream_of(stream: Any) -> Any:
-    """The caller's `stream` as :meth:`CudaDevice.launch_on` takes it: a PyCUDA stream, or a handle."""
+    """The caller's `stream` as launches take it: a PyCUDA stream, or a handle."""
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
     module = type(stream).__module__.partition(".")[0]

@@ -27,7 +27,7 @@ from pycuda_conv.runtime.cache import cache_dir
 
 FORMAT = "pycuda_conv tuned choices"
 #: Of the kernels and their configurations: raised when they change so much that old measurements tell nothing of them.
-VERSION = 1
+VERSION = 2
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 LOCK_SECONDS = 10  # another process merges its choices in milliseconds

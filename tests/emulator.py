@@ -360,16 +360,31 @@ def check_product(step, s, memory: Memory) -> None:
     for described in step.maps:
         check_map(described, memory)
     if pointwise:
-        assert x_map.box == (pixels if pointwise == 2 else 64, 64, 1) and x_map.span == (0 if pointwise == 2 else 128)
+        last = define["NHWC"]
+        assert x_map.box == ((64, pixels, 1) if last else (pixels if pointwise == 2 else 64, 64, 1)) and x_map.span == (0 if pointwise == 2 else 128)
+        assert pointwise == 2 or not last
         assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
+    elif define["HALO"]:
+        assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128 and define["KC"] == 64 and s.splits == 1
+        assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and s.q % 2 == 0
+        assert define["HALO_W"] == 8 + (s.tap_s - 1) * s.dilation_w and define["HALO_H"] == pixels // 8 + (s.tap_r - 1) * s.dilation_h
+        assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
+        assert s.patches == ceil(s.plane // s.q, pixels // 8) * ceil(s.q, 8) and s.tiles_pixels == s.pixels // s.plane * s.patches
+        assert not define["MOMENTS"] or not (s.q % 8 or s.plane // s.q % (pixels // 8))
+        assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
     assert x_map.dtype == ("float32" if pointwise == 2 else "bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
-    assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0 and define["WGMMA_N"] <= 256
+    assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
+    assert define["WGMMA_N"] <= (128 if define["HALO"] else 256)
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
-    ring = define["STAGES"] * limbs_of(step) * (rows + pixels) * 128 + (define["RAW_STAGES"] * 64 * pixels * 4 if pointwise == 2 else 0)
+    of_x = 64 * pixels * 4 if pointwise == 2 else 0  # a stage of the ring of x alone
+    if define["HALO"]:
+        of_x, staging = limbs_of(step) * ceil(define["HALO_W"] * define["HALO_H"] * 128, 1024) * 1024, 0
+        assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
+    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + define["RAW_STAGES"]) <= MOST_SHARED
+    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"]) <= MOST_SHARED
     assert step.block == (640 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
@@ -415,6 +430,9 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
     if define["POINTWISE"]:
         pointwise(step, s, memory, finite)
         return
+    if define["HALO"]:
+        patches(step, s, memory, finite)
+        return
     x_map, rank, pixels, kc = step.maps[0], define["RANK"], define["PIXELS"], define["KC"]
     sub_tiles = 64 // kc
     stages = ceil(s.blocks, sub_tiles)
@@ -438,7 +456,7 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
             b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
             multiply(total, a, b)
-        write_tile(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
+        write_pixels(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
 
 
 def pointwise(step, s, memory: Memory, finite: bool) -> None:
@@ -456,7 +474,10 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             scale = 1 / float(inside(memory.view(step.buffers[1], "float32"), image))
         total, read = np.zeros((define["ROWS"], pixels)), []
         for c in range(0, s.channel_blocks * 64, 64):
-            values = load_box(x_map, memory, (first, c, image), (pixels, 64)).T
+            if define["NHWC"]:
+                values = boxed(x_map, memory, (c, first, image))[0].astype(np.float32)
+            else:
+                values = load_box(x_map, memory, (first, c, image), (pixels, 64)).T
             read.append(values)
             b = [values] if define["POINTWISE"] == 1 else split(values, scale, limbs_of(step), "float16")
             a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
@@ -466,7 +487,45 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
             found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[-2], "uint32")
             for warp in range(8):
                 store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
-        write_tile(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
+        write_pixels(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
+
+
+def patches(step, s, memory: Memory, finite: bool) -> None:
+    """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
+    define, x_map = step.defines, step.maps[0]
+    high = define["PIXELS"] // 8
+    across, down = ceil(s.q, 8), ceil(s.plane // s.q, high)
+    for m, tile, group, part in tiles_of(step, s):
+        image, place = divmod(tile, across * down)
+        row, column = place // across * high, place % across * 8
+        total = np.zeros((define["ROWS"], define["PIXELS"]))
+        for c in range(s.channel_blocks):
+            start = (group * s.channels_group + 64 * c, column + s.low_w, row + s.low_h)
+            met = [boxed(x_map, memory, (*start, image + limb * s.limb_images))[0] for limb in range(limbs_of(step))]
+            for r in range(s.tap_r):
+                for across_s in range(s.tap_s):
+                    w_tap = s.tap_base + r * s.tap_step_r + across_s * s.tap_step_s
+                    assert 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
+                    a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, w_tap * s.channel_blocks + c)
+                    at_r, at_s = r * s.dilation_h, across_s * s.dilation_w
+                    b = [v[at_r : at_r + high, at_s : at_s + 8].reshape(-1, 64) for v in met]
+                    assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
+                    multiply(total, a, b)
+        rows, columns = row + np.arange(high)[:, None], column + np.arange(8)[None]
+        pixel, counted = image * s.plane + rows * s.q + columns, (rows < s.plane // s.q) & (columns < s.q)
+        number = tile * (define["PIXELS"] // define["WGMMA_N"])
+        write_tile(step, s, memory, total, m, np.where(counted, pixel, image * s.plane).ravel(), counted.ravel(), group, part, number)
+
+
+def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:
+    """The box at `start`, outermost axis first, zero outside the tensor."""
+    size = np.dtype(described.dtype).itemsize
+    at, ok = np.zeros(described.box[::-1], int), np.ones(described.box[::-1], bool)
+    for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
+        here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
+        at, ok = at + here * (stride // size), ok & (here >= 0) & (here < n)
+    elements = memory.view((described.buffer, described.offset), described.dtype)
+    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)
 
 
 def load_box(described, memory: Memory, start: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
@@ -492,20 +551,30 @@ def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> 
     return np.concatenate(found, axis=1).astype(np.float64)
 
 
-def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
-    """Scales, finishes and writes a tile's sums of the pixels below `end`."""
+def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
+    """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
+    pixel, plane, per = pixel0 + np.arange(step.defines["PIXELS"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
+    image, first = divmod(pixel0, plane)
+    assert not step.defines["MOMENTS"] or first % per == 0
+    write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, image * ceil(plane, per) + first // per, pixel0)
+
+
+def write_tile(
+    step, s, memory: Memory, total: np.ndarray, m0: int, pixel: np.ndarray, counted: np.ndarray, group: int, part: int, number: int, pixel0: int = 0
+) -> None:
+    """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`."""
     define = step.defines
     _, scale_n, scale_k, bias, scale, residual, y, *_ = step.buffers
     kind = ELEMENT[define["OUT"]]
-    m, pixel = m0 + np.arange(define["ROWS"])[:, None], pixel0 + np.arange(define["PIXELS"])[None]
-    k, image = group * s.rows_group + m, pixel // s.plane
+    m = m0 + np.arange(define["ROWS"])[:, None]
+    k = group * s.rows_group + m
     if define["SCALED"]:
         on_images = 2.0**-GUESS
         if define["POINTWISE"] != 2 or s.second or define["SAMPLED"]:
-            on_images = inside(memory.view(scale_n, "float32"), np.minimum(image, (end - 1) // s.plane)).astype(float)
+            on_images = inside(memory.view(scale_n, "float32"), pixel[None] // s.plane).astype(float)
         total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
-    m, pixel = m[m < s.rows_group][:, None], pixel[pixel < end][None]
+    m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
     if define["DENSE"]:
         offset = inner
@@ -513,34 +582,31 @@ def write_tile(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int,
         offset = s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else image * s.out_image + k * s.out_row + offset
     places = np.zeros(total.shape, int)
-    places[: m.size, : pixel.size] = at
+    places[np.ix_(np.arange(m.size), counted)] = at
     v = finished(define, memory, kind, total, scale, bias, residual, channel, places).astype(kind)
     if define["MOMENTS"] and pixel.size:
-        note_moments(step, s, memory, v[: m.size, : pixel.size].astype(float), k.ravel(), pixel0)
+        note_moments(step, s, memory, v[: m.size, counted].astype(float), k.ravel(), number)
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
-    vec = define["VEC"]
+    vec = 2 if define["HALO"] else define["VEC"]
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
     at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
-    store(memory.view(y, kind), at, v[: m.size, : pixel.size])
+    store(memory.view(y, kind), at, v[: m.size, counted])
     if not s.second:
         memory.count(y, at)
 
 
-def note_moments(step, s, memory: Memory, v: np.ndarray, k: np.ndarray, pixel0: int) -> None:
+def note_moments(step, s, memory: Memory, v: np.ndarray, k: np.ndarray, number: int) -> None:
     """Of each channel `k` over each consumer's pixels, the mean and the sum of squares of what they are off by."""
     per, noted = step.defines["WGMMA_N"], memory.view(step.buffers[7], "float32")
-    plane = s.plane if step.defines["POINTWISE"] else s.pixels
-    image, inner = divmod(pixel0, plane)
-    assert inner % per == 0
     for first in range(0, v.shape[1], per):
         part = v[:, first : first + per]
-        number = 2 * (image * ceil(plane, per) + (inner + first) // per)
-        store(noted, number * s.rows + k, part.mean(1))
-        store(noted, (number + 1) * s.rows + k, ((part - part.mean(1)[:, None]) ** 2).sum(1))
+        store(noted, 2 * number * s.rows + k, part.mean(1))
+        store(noted, (2 * number + 1) * s.rows + k, ((part - part.mean(1)[:, None]) ** 2).sum(1))
+        number += 1
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -565,10 +631,11 @@ def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, gr
     for m in range(0, step.defines["ROWS"], wide):
         for pixel in range(0, step.defines["PIXELS"], 32):
             values = v[m : m + wide, pixel : pixel + 32].T[None, :, None]
-            store_box(described, place, memory, values, (m0 + m, group, pixel0 + pixel, part))
+            image, first = divmod(pixel0, s.plane) if step.defines["POINTWISE"] else (part, pixel0)
+            store_box(described, place, memory, values, (m0 + m, group, first + pixel, image), again=bool(s.second))
 
 
-def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...]) -> None:
+def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...], again: bool) -> None:
     """`values`, outermost axis first, to the box at `start`, innermost first, but for what lies outside the tensor."""
     assert values.shape == described.box[::-1]
     size = np.dtype(described.dtype).itemsize
@@ -577,7 +644,8 @@ def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple
         here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
         at, ok = at + here * (stride // size), ok & (here >= 0) & (here < n)
     store(memory.view((described.buffer, described.offset), described.dtype), at[ok], values[ok])
-    memory.count(place, at[ok])
+    if not again:
+        memory.count(place, at[ok])
 
 
 # ---- the direct engine's kernels beside it

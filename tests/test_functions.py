@@ -338,11 +338,8 @@ class Recorder:
         assert self.depth
         self.events.append(("order", first, second))
 
-    def launch_on(self, work, stream):
-        self.events.append(("launch", stream))
-        work(stream)
-
     def _launch(self, buffers, stream, packed, scale, residual):
+        self.events.append(("launch", stream))
         problem = self.plan.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
         x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(buffers, shapes, strict=False))

@@ -188,7 +188,7 @@ def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
 POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
     (case, mode, lying(rows, pixels))
     for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 120, 200), (8, 120, 1)))
-    for mode in ("fp32", "tf32", "fp16", "bf16") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
+    for mode in ("fp32", "tf32", "fp16", "bf16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
 ]  # fmt: skip
 
 
@@ -206,6 +206,29 @@ def test_images_that_are_not_packed(case, mode, config):
             assert_close(emulated(case, mode, given, config, finite=False), ref, allowed, f"{case} {mode} {scales}")
 
 
+def patches(rows: int, high: int, stages: int = 3) -> ImplicitGemm:
+    """A tile of 8 columns and so many rows a consumer, of whose pixels all taps meet what was loaded once."""
+    return ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), stages, HALO=True)
+
+
+WHOLE = fprop((2, 64, 18, 16), (70, 64, 3, 3), padding=(0, 1))  # patches of 8 or 2 x 4 rows leave nothing over
+HALOS = [  # (case, mode, config)
+    (case, mode, config)
+    for case in (
+        WHOLE, fprop((3, 60, 9, 10), (40, 60, 3, 3), padding=1), fprop((2, 128, 7, 12), (72, 128, 2, 3), padding=((0, 2), (3, 1)), dilation=(2, 3), bias=False),
+        fprop((2, 120, 5, 6), (130, 60, 3, 3), padding=1, groups=2), fprop((1, 64, 20, 4), (8, 64, 1, 3)), fprop((1, 192, 6, 6), (9, 192, 3, 1), padding=(2, 0)),
+        dgrad((2, 64, 9, 8), (64, 72, 3, 3), padding=1), dgrad((2, 128, 5, 6), (128, 30, 2, 3), dilation=2, padding=(0, 1)),
+    )
+    for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8, 4)), ("fp32", patches(128, 7)), ("tf32", patches(64, 5, 2)))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), HALOS, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in HALOS])
+def test_what_all_taps_meet_is_loaded_once(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+
+
 NOTED = [
     (case, mode, replace(TILES[mode], SPLIT=1)) for case in (
         BASE, fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3),
@@ -213,6 +236,7 @@ NOTED = [
     ) for mode in TILES if mode in MODES
 ]  # fmt: skip
 NOTED += [(case, mode, config) for case, mode, config in POINTWISE if not case.transposed]
+NOTED += [(WHOLE, mode, config) for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8)))]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in NOTED])
@@ -346,11 +370,17 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
         (BASE, "fp32", ImplicitGemm(128, 128, 1), "stages"), (BASE, "fp32", ImplicitGemm(128, 128, 4), "bytes of shared memory"),
         (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
         *((case, mode, lying(64, 128), "images are multiplied as they lie for 1x1 filters") for case, mode in (
-            (BASE, "fp32"), (POINT, "fp32 last"), (fprop((2, 128, 8, 8), (8, 64, 1, 1), groups=2), "fp16"), (fprop((2, 64, 8, 8), (8, 64, 1, 1), stride=2), "fp16"),
+            (BASE, "fp32"), (POINT, "fp16 last"), (fprop((2, 128, 8, 8), (8, 64, 1, 1), groups=2), "fp16"), (fprop((2, 64, 8, 8), (8, 64, 1, 1), stride=2), "fp16"),
             (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "tf32"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"))),
-        (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp32", lying(64, 128), "planes of a multiple of 16 bytes"), (POINT, "fp16", lying(64, 64), "in blocks of 64"),
+        (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp32", lying(64, 128), "tensor loads take planes"), (fprop((2, 63, 5, 8), (8, 63, 1, 1)), "tf32 last", lying(64, 128), "a pixel's channels"), (POINT, "fp16", lying(64, 64), "in blocks of 64"),
         (POINT, "fp32", lying(128, 128), "64 to 64 pixels"), (POINT, "tf32", lying(128, 256), "64 to 128 pixels"), (POINT, "fp32", lying(128, 64, 6), "shared memory"),
         (POINT, "fp32", replace(lying(128, 64), SPLIT=2), "without splits"),
+        *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (
+            (BASE, "fp32"), (WHOLE, "fp32 last"), (POINT, "fp32"), (fprop((2, 128, 9, 9), (8, 128, 1, 2), padding=1), "fp32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3)), "tf32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3), stride=2), "tf32"),
+            (fprop((2, 64, 40), (8, 64, 3)), "fp32"), (fprop((2, 64, 4, 4, 4), (8, 64, 3, 3, 3), padding=1), "fp32"), (dgrad((2, 64, 9, 9), (64, 8, 2, 2), stride=2), "fp32"))),
+        (WHOLE, "fp32", replace(patches(64, 4), SPLIT=2), "not split"), (WHOLE, "tf32", patches(64, 17), "up to 128"), (WHOLE, "fp32", patches(128, 16, 6), "two tiles"),
+        (WHOLE, "fp16", patches(64, 4), "sector"), (WHOLE, "fp32", patches(64, 4, 2), "three stages"),
+        (fprop((2, 64, 20, 21), (8, 64, 2, 2), padding=(125, 0), dilation=(250, 1)), "tf32", patches(64, 4), "at most 256 pixels wide and high"),
         (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),
         (fprop((2**11, 8, 2**10, 2**10), (8, 8, 1, 1)), "fp16 last", ImplicitGemm(), "counts pixels in 32 bits"),
         (dgrad((2**9, 8, 2**10, 2**10), (8, 8, 2, 2), stride=2), "fp16", ImplicitGemm(), "counts pixels in 32 bits"),
@@ -695,8 +725,12 @@ def _compiled_variants() -> list:
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
     add("fp32 last", ImplicitGemm(64, 128, 3), stem)
     add("bf16", ImplicitGemm(64, 128, 5), stem)
-    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256)):
+    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256), ("fp32 last", 128, 64), ("tf32 last", 128, 128)):
         add(mode, lying(rows, pixels), POINT)
+    for mode in ("fp32", "tf32"):
+        add(mode, patches(64, 8, 3), WHOLE)
+        add(mode, patches(128, 16, 3), WHOLE)
+        add(mode, patches(64, 14, 4), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))
     finished = [replace(problem, has_scale=True, has_residual=True, activation="relu") for problem, _ in found]
     # beside a residual three products leave room for fewer pixels
     narrower = [config if ig.legal(problem, config) is None else replace(config, PIXELS=config.PIXELS - 8) for problem, (_, config) in zip(finished, found, strict=True)]
@@ -762,9 +796,11 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
-    *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)), (POINT, "tf32", lying(128, 128, 2)),
+    *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)), (POINT, "tf32", lying(128, 128, 2)), (POINT, "tf32 last", lying(128, 128, 2)), (POINT, "fp32 last", lying(64, 128)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp32", lying(128, 64, 3)), (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "tf32", lying(64, 128, 3)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
+    *HALOS, *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
+    *((fprop((3, 256, 28, 26), (200, 256, 3, 3), padding=1), mode, patches(128, 14, 3)) for mode in ("fp32", "tf32")), (WHOLE, "fp32", patches(64, 9, 3)),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
@@ -779,7 +815,8 @@ AWKWARD_RUNS = [
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
         (WIDE, ImplicitGemm(64, 128, 3)), (BACK, ImplicitGemm(64, 128, 3)),
-        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)), (THIN, lying(64, 128)))
+        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)), (THIN, lying(64, 128)),
+        (fprop((6, 64, 12, 10), (40, 64, 3, 3), padding=1, bias=False), patches(64, 6, 3)))
 ]  # fmt: skip
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
 
@@ -793,7 +830,7 @@ SANITIZED = [
         fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
         fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
     *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
-    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed),
+    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12],
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]
 

@@ -26,6 +26,7 @@ from pycuda_conv.tools import measure
 from pycuda_conv.tools import tune as tool
 from pycuda_conv.tools.suite import suite
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
+from pycuda_conv.tools.training import gradients
 from pycuda_conv.tune import Choice, Table
 
 CASE = fprop((2, 3, 6, 7), (5, 3, 3, 2), padding=1)
@@ -552,6 +553,9 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and output in err and not imaginary
 
 
+BENCHED = list(dict.fromkeys(suite() + gradients(None)))  # in NCHW float32
+
+
 def test_without_a_gpu_it_says_so(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
@@ -560,9 +564,9 @@ def test_without_a_gpu_it_says_so(command):
 
 
 def test_the_list_tells_every_problem_in_every_form(command):
-    assert command("--list")[1].splitlines() == [str(problem) for problem in suite()]
+    assert command("--list")[1].splitlines() == [str(problem) for problem in BENCHED]
     every = command("--list", "--dtype", "all", "--precision", "both", "--layout", "both")[1].splitlines()
-    assert len(every) == len(set(every)) == len(suite()) * 2 * 5
+    assert len(every) == len(set(every)) == len(suite()) * 2 * 5 + (len(BENCHED) - len(suite())) * 2
     assert command("--list", "--precision", "tf32", "--dtype", "float16", "--match", "1x1x5x5")[1] == "conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0 float16\n"
 
 
@@ -604,7 +608,7 @@ def test_the_limit_leaves_what_would_begin_too_late(command, measured, monkeypat
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     status, out, _ = command("--limit", 35)  # begun at 0, asked at 10, 20, 30, 40
-    assert status == OK and len(measured) == 3 and f"{len(suite()) - 3} were left when the time was over" in out
+    assert status == OK and len(measured) == 3 and f"{len(BENCHED) - 3} were left when the time was over" in out
 
 
 # ---- on a GPU
@@ -655,8 +659,8 @@ def test_a_wrong_configuration_is_found(monkeypatch):
     plans = [Plan(problem, device, config=config) for config in (ODD, Batched())]
     right = plans[1].launch
 
-    def wrong(buffers, stream=None, packed=0):
-        right(buffers, stream, packed)
+    def wrong(buffers, stream=None, *more):
+        right(buffers, stream, *more)
         device._drv.memset_d8_async(buffers[3] + plans[1].result_bytes - 4, 0, 4, stream)
 
     monkeypatch.setattr(plans[1], "launch", wrong)

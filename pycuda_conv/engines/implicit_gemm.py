@@ -51,7 +51,7 @@ class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
 
     Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the images of a 1x1
-    convolution as they lie instead of packing them.
+    convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then.
     """
 
     ROWS: int = 128
@@ -59,6 +59,7 @@ class ImplicitGemm:
     STAGES: int = 3
     SPLIT: int = 1
     POINTWISE: bool = False
+    HALO: bool = False
 
 
 # ---- what is legal
@@ -79,11 +80,15 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
     # their sums, three times or once, fill the registers
-    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
+    most = 128 if config.HALO else 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
     if config.POINTWISE:
         reason = _not_pointwise(problem, config)
+        if reason:
+            return reason
+    if config.HALO:
+        reason = _no_halo(problem, config)
         if reason:
             return reason
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
@@ -96,38 +101,73 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
     packed, walks = packed_form(problem)
-    if problem.layout != "NCHW" or problem.groups != 1 or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
-        return "images are multiplied as they lie for 1x1 filters on NCHW arrays, without groups, stride or padding"
-    if math.prod(problem.operand_size) * problem.itemsize % 16:
-        return "tensor loads take planes of a multiple of 16 bytes"
+    taken = problem.layout == "NCHW" or (problem.layout == "NHWC" and problem.itemsize == 4)
+    if not taken or problem.groups != 1 or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
+        return "images are multiplied as they lie for 1x1 filters on NCHW or float32 arrays, without groups, stride or padding"
+    if (math.prod(problem.operand_size) if problem.layout == "NCHW" else problem.operand_channels) * problem.itemsize % 16:
+        return "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes"
     most = 256 if problem.itemsize == 2 else 64 if products(problem) == 3 else 128
     if config.SPLIT != 1 or _consumer_pixels(config) % 64 or _consumer_pixels(config) > most or config.PIXELS > 256:
         return f"a consumer takes 64 to {most} pixels of such images, in blocks of 64, without splits"
-    if problem.itemsize == 4 and _raw_stages(problem, config) < 2:
+    if problem.itemsize == 4 and _x_stages(problem, config) < 2:
         return "its shared memory leaves no room for the images as they are"
     return None
 
 
-def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Stages of the ring of float32 pixels that fit beside the other."""
-    return min(4, (SHARED_BYTES - _ring_bytes(problem, config)) // (64 * 4 * config.PIXELS))
+def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why a tile's pixels can't be loaded at once for all taps, or None if they can."""
+    packed, walks = packed_form(problem)
+    alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
+    few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
+    if problem.layout != "NCHW" or packed.load != 64 or packed.level or not alone or few or problem.result_size[2] % 2 or config.POINTWISE:
+        return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, 64 channels a load, NCHW results of even rows"
+    if problem.itemsize != 4:
+        return "four threads write a row of 8 pixels, a whole sector of memory if they are float32"
+    if config.SPLIT != 1 or max(halo(problem, config)) > 256:
+        return "what all taps of a tile meet is at most 256 pixels wide and high, and such sums are not split"
+    if products(problem) == 3 and config.STAGES < 3:
+        return "three stages are multiplied while the tile before is stored"
+    if _x_stages(problem, config) < 2:
+        return "its shared memory leaves no room for what all taps of two tiles meet"
+    return None
+
+
+def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
+    """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
+    _, (walk, *_) = packed_form(problem)
+    reach_h, reach_w = ((max(walk.taps[i], 1) - 1) * walk.dilation[i] for i in (1, 2))
+    return 8 + reach_w, config.PIXELS // 8 + reach_h
+
+
+def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of a stage of the ring of x alone, if there is one."""
+    if config.HALO:
+        return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024
+    return 64 * 4 * config.PIXELS if config.POINTWISE and problem.itemsize == 4 else 0
+
+
+def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Stages of that ring that fit beside the other."""
+    nbytes = _x_bytes(problem, config)
+    return min(4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of one stage of the ring: 64 of gemm k."""
-    return limbs(problem) * (config.ROWS + config.PIXELS) * 128
+    return limbs(problem) * (config.ROWS + (0 if config.HALO else config.PIXELS)) * 128
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the ring, the consumers' staging tiles and scales, and room to align them."""
-    raw = _raw_stages(problem, config) * 64 * 4 * config.PIXELS if config.POINTWISE and problem.itemsize == 4 else 0
-    return _ring_bytes(problem, config) + raw
+    """Shared memory of a block: the rings, the consumers' staging tiles and scales, and room to align them."""
+    return _ring_bytes(problem, config) + _x_stages(problem, config) * _x_bytes(problem, config)
 
 
 def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
     if paired(problem):
         staging = 4 * 64 * _consumer_pixels(config)
+    if config.HALO:
+        staging = 0
     return config.STAGES * stage_bytes(problem, config) + 2 * (staging + 4 * _consumer_pixels(config)) + 1024
 
 
@@ -181,6 +221,8 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
+    if config.HALO and (problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8):
+        return None  # patches that are not whole
     sets, span = (problem.N, plane) if config.POINTWISE else (1, problem.N * plane)
     return Moments(sets, span, pixels, problem.result_channels)
 
@@ -234,6 +276,10 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
+    if config.HALO:
+        _, high, wide = packed.size
+        sizes, strides = (channels, wide, high, copies * problem.N), (2 * channels, 2 * channels * wide, 2 * channels * wide * high)
+        return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
     if walk.flat:
         axes, images = [problem.N * math.prod(packed.size)], copies
         stride, low, upper = [1], [0], [0]
@@ -242,11 +288,11 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
         axes, images = [packed.size[i] for i in inner], copies * problem.N
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
-    strides = [2 * channels]
+    pitches = [2 * channels]
     for n in axes:
-        strides.append(strides[-1] * n)
+        pitches.append(pitches[-1] * n)
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
-    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
+    return TensorMap(*place, (channels, *axes, images), tuple(pitches), walked, 2 * packed.load, _operand(problem))
 
 
 def _operand(problem: ConvProblem) -> str:
@@ -255,8 +301,11 @@ def _operand(problem: ConvProblem) -> str:
 
 
 def _plane_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
-    """Images that are multiplied as they lie: 16 bits in blocks of 64 pixels, swizzled; float32 in rows of a tile's pixels."""
+    """Images that are multiplied as they lie: 16 bits in blocks of 64 pixels, swizzled; float32 in rows of pixels or of channels."""
     plane, channels, size = math.prod(problem.operand_size), problem.operand_channels, problem.itemsize
+    if problem.layout == "NHWC":
+        strides = (4 * channels, 4 * channels * plane)
+        return TensorMap(INPUT, 0, (channels, plane, problem.N), strides, (64, config.PIXELS, 1), 0, problem.dtype)
     box = (64 if size == 2 else config.PIXELS, 64, 1)
     strides = (plane * size, channels * plane * size)
     return TensorMap(INPUT, 0, (plane, channels, problem.N), strides, box, 128 if size == 2 else 0, problem.dtype)
@@ -266,8 +315,10 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
     """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = _stored_bytes(problem, config), problem.groups, problem.result_channels
-    pixels = problem.N * math.prod(problem.result_size)
-    sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
+    # tiles within an image must not write to the next one
+    plane = math.prod(problem.result_size)
+    pixels, count = (plane, problem.N) if config.POINTWISE else (problem.N * plane, config.SPLIT)
+    sizes, strides = (rows // groups, groups, pixels, count), (size * (rows // groups), size * rows, size * rows * pixels)
     return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
 
 
@@ -281,8 +332,9 @@ def _product(
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
-        "PHASES": len(walks), "RAW_STAGES": _raw_stages(problem, config) if pointwise == 2 else 2, "SAMPLED": int(sampled),
-        "MOMENTS": int(moments is not None), "PAIRED": paired(problem),
+        "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "SAMPLED": int(sampled),
+        "MOMENTS": int(moments is not None), "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
+        **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
     }
     if pointwise:
         maps = [_plane_map(problem, config)]
@@ -315,7 +367,7 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *written_places(problem, phase), second,
+        *written_places(problem, phase), tiles[1] // problem.N, second,
     )
 
 
@@ -323,6 +375,8 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
     """Tiles of a group: along its channels and along the pixels."""
     plane = math.prod(phase.size)
     across = problem.N * ceil(plane, config.PIXELS) if config.POINTWISE else ceil(problem.N * plane, config.PIXELS)
+    if config.HALO:
+        across = problem.N * ceil(phase.size[1], config.PIXELS // 8) * ceil(phase.size[2], 8)
     return ceil(problem.result_channels // problem.groups, config.ROWS), across
 
 
@@ -334,6 +388,7 @@ ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
 CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
+HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
@@ -350,6 +405,8 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
                 yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
             yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
+        for high in range(4, 17):
+            yield from _deepest(problem, ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True), (6, 5, 4, 3))
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
@@ -375,11 +432,14 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
         conversion = CONVERT_CYCLES * limbs(problem) * config.PIXELS if problem.itemsize == 4 else 0
         step = max(cycles / CLOCK, conversion / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
+    between = TILE_TIME + stores
+    if config.HALO:  # neither loads nor stores are waited for
+        step, between = HALO_STAGE + cycles / CLOCK, 0
     time = LAUNCH_TIME
     for walk in walks:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
-        time += ceil(tiles, multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_TIME + stores)
+        time += ceil(tiles, multiprocessors) * (ceil(steps, config.SPLIT) * step + between)
     return time + overhead(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
 
 

@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import cycle
-from operator import itemgetter
 from struct import Struct
 from typing import Any
 
@@ -34,7 +33,6 @@ from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 log = logging.getLogger("pycuda_conv")
 
 FULL = 4 * 2048  # threads a multiprocessor of a launch that keeps it busy for long
-PLAIN_SHARED_BYTES = 48 * 1024  # of dynamic shared memory that a kernel may have without asking
 
 _initialised = False
 _forked = False
@@ -97,7 +95,7 @@ def nvcc() -> str | None:
 
 @cache
 def _libcuda() -> Any:
-    """The driver library itself, for what PyCUDA does not offer: foreign streams, captures, pointers, portable pinned memory."""
+    """The driver library itself, for what PyCUDA does not offer: launches on any stream, captures, pointers, portable pinned memory."""
     library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     pointer = ctypes.c_void_p
     library.cuEventCreate.argtypes = [ctypes.POINTER(pointer), ctypes.c_uint]
@@ -113,8 +111,9 @@ def _libcuda() -> Any:
     library.cuGraphDestroy.argtypes = library.cuGraphExecDestroy.argtypes = [pointer]
     library.cuFuncSetAttribute.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [pointer, pointer, ctypes.c_int, ctypes.c_size_t]
-    library.cuStreamGetCaptureInfo_v2.argtypes = [pointer] + [pointer] * 5
-    library.cuStreamUpdateCaptureDependencies.argtypes = [pointer, pointer, ctypes.c_size_t, ctypes.c_uint]
+    library.cuFuncGetAttribute.argtypes = [pointer, ctypes.c_int, pointer]
+    library.cuFuncGetParamInfo.argtypes = [pointer, ctypes.c_size_t, pointer, pointer]
+    library.cuLaunchKernelEx.argtypes = [pointer] * 4
     return library
 
 
@@ -156,36 +155,56 @@ def encoded(described: TensorMap, address: int) -> bytes:
     return ctypes.string_at(at, 128)
 
 
-@contextmanager
-def _loaded(cubin: bytes, kernel: str) -> Iterator[ctypes.c_void_p]:
-    """The driver's handle of a kernel, in a module of its own: PyCUDA hides the handles of its."""
+# ---- kernels and their launches
+
+
+def _function_of(cubin: bytes, kernel: str) -> int:
+    """The driver's handle of a kernel, in a module that stays loaded. PyCUDA hides the handles of its own."""
     library, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(library.cuModuleLoadData(ctypes.byref(module), cubin), "cuModuleLoadData")
-    try:
-        _check(library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), "cuModuleGetFunction")
-        yield function
-    finally:
-        library.cuModuleUnload(module)
+    _check(library.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel}")
+    _check(library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), f"finding {kernel}")
+    return function.value or 0
 
 
-def first_parameter(cubin: bytes, kernel: str) -> int:
-    """Where in its parameters the first one of `kernel` lies."""
+def _attribute(function: int, which: int) -> int:
+    """An attribute of a kernel, by its number in the driver's CU_FUNC_ATTRIBUTE_..."""
+    value = ctypes.c_int()
+    _check(_libcuda().cuFuncGetAttribute(ctypes.byref(value), which, function), "cuFuncGetAttribute")
+    return value.value
+
+
+def first_parameter(function: int) -> int:
+    """Where in its parameters the first one of a kernel lies: one aligned to more than 16 bytes starts where only the driver knows."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-    with _loaded(cubin, kernel) as function:
-        code = _libcuda().cuFuncGetParamInfo(function, ctypes.c_size_t(0), ctypes.byref(offset), ctypes.byref(size))
-        _check(code, "cuFuncGetParamInfo")
+    _check(_libcuda().cuFuncGetParamInfo(function, 0, ctypes.byref(offset), ctypes.byref(size)), "cuFuncGetParamInfo")
     return offset.value
 
 
-def blocks_at_once(cubin: bytes, kernel: str, block: int, shared: int) -> int:
+def blocks_at_once(function: int, block: int, shared: int) -> int:
     """Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at the same time."""
-    library, blocks = _libcuda(), ctypes.c_int()
-    with _loaded(cubin, kernel) as function:
-        if shared > PLAIN_SHARED_BYTES:
-            _check(library.cuFuncSetAttribute(function, 8, shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
-        code = library.cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, block, shared)
-        _check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+    blocks = ctypes.c_int()
+    code = _libcuda().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, block, shared)
+    _check(code, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
     return blocks.value
+
+
+#: A launch as the driver takes it: CUlaunchConfig, the number of bytes of the parameters, and then those.
+LAUNCH = "7I4xPPI4xN"
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, on: the launch gets ready while the one before it runs. Each of our
+#: kernels waits for that one itself (AFTER_LAST_LAUNCH in cu/launch.cuh).
+_FOLLOWING = ctypes.create_string_buffer(Struct("I4xI60x").pack(6, 1), 72)
+
+
+class _Room:
+    """Where a thread writes the launch that it is about to make; the driver copies it."""
+
+    def __init__(self) -> None:
+        self.memory = ctypes.create_string_buffer(8192)
+        self.launch = ctypes.addressof(self.memory)
+        head = Struct(LAUNCH).size
+        # CU_LAUNCH_PARAM_BUFFER_POINTER and where, CU_LAUNCH_PARAM_BUFFER_SIZE and where, CU_LAUNCH_PARAM_END
+        self._extra = (ctypes.c_void_p * 5)(1, self.launch + head, 2, self.launch + head - 8, 0)
+        self.extra = ctypes.addressof(self._extra)
 
 
 # ---- captured launches
@@ -262,10 +281,7 @@ def _handle(stream: Any) -> int:
 
 
 class _Streams:
-    """Streams of ours, for one thread and device, and the means to order them with anybody's.
-
-    PyCUDA launches on its own streams only, so work for a foreign stream runs on one of these, joined to it by events.
-    """
+    """Streams of ours, for one thread and device, and the means to order them with anybody's."""
 
     def __init__(self) -> None:
         stream, non_blocking = driver().Stream, 1  # no implicit order with the default stream
@@ -281,33 +297,6 @@ class _Streams:
         """What stream `second` (a handle, 0 for the default stream) does from now on waits for what `first` holds now."""
         _check(self._cu.cuEventRecord(self._event, first), "cuEventRecord")
         _check(self._cu.cuStreamWaitEvent(second, self._event, 0), "cuStreamWaitEvent")
-
-    def launch(self, work: Callable[[Any], None], foreign: int) -> None:
-        """Call `work` with a stream of ours, after all that stream `foreign` holds and before what will follow there."""
-        own, capturing = self.main.handle, ctypes.c_int()
-        _check(self._cu.cuStreamIsCapturing(foreign, ctypes.byref(capturing)), "cuStreamIsCapturing")
-        self.order(foreign, own)
-        if capturing.value:
-            self._take_dependencies(own, foreign)
-        try:
-            work(self.main)
-        finally:
-            self.order(own, foreign)
-            if capturing.value:
-                self._take_dependencies(foreign, own)
-
-    def _take_dependencies(self, stream: int, other: int) -> None:
-        """Let what is captured next on `stream` depend on what it would on `other`, and on nothing else.
-
-        Waiting for an event adds dependencies to those a stream has; each call would leave one that an earlier call's
-        node implies already. A replayed node with two of them starts 0.7 us later than one with a single one (H200).
-        """
-        status, nodes, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
-        info = self._cu.cuStreamGetCaptureInfo_v2(
-            other, ctypes.addressof(status), None, None, ctypes.addressof(nodes), ctypes.addressof(count)
-        )
-        _check(info, "cuStreamGetCaptureInfo")
-        _check(self._cu.cuStreamUpdateCaptureDependencies(stream, nodes, count, 1), "cuStreamUpdateCaptureDependencies")  # 1: replace
 
 
 @cache
@@ -393,7 +382,8 @@ class CudaDevice(Device):
         #: Make the device's context current, and undo that. Called in pairs, or by ``with device:``.
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
-        self._functions: dict[tuple[str, str], tuple[Any, int]] = {}
+        self._functions: dict[tuple[str, str], int] = {}
+        self._attributes = 1 if self.capability >= (9, 0) else 0  # _FOLLOWING, where the GPU knows it
         self._lock = threading.Lock()
         self._threads = threading.local()
         self._idle_streams: list[_Streams] = []
@@ -419,32 +409,34 @@ class CudaDevice(Device):
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: Step) -> Launcher:
-        function, skip = self._function(step)
-        grid, block, scalars, shared = (step.grid, 1, 1), (step.block, 1, 1), step.scalars, step.shared
-        # where prepared_async_call ends; its other work on the way costs 1 us of 5, and there is none to do here
-        call, count = function._launch_kernel, len(step.buffers)
-        whole = [place for place in step.buffers if isinstance(place, int)]
-        if not step.maps and len(whole) == count:
-            taken: Callable[[Sequence[Any]], Sequence[Any]] = itemgetter(*whole)
-            if count == 1:
-                taken = itemgetter(slice(whole[0], whole[0] + 1))
-            pack = Struct("P" * count + "q" * len(scalars)).pack
-
-            def launch(buffers: Sequence[Any], stream: Any) -> None:
-                call(grid, block, pack(*taken(buffers), *scalars), shared, stream)
-
-            return launch
+        function, count, scalars = self._function(step), len(step.buffers), step.scalars
+        parameters = "P" * count + "q" * len(scalars)
+        if step.maps:
+            with self:
+                parameters = f"{first_parameter(function)}x" + "128s" * len(step.maps) + parameters
+        packed = Struct(LAUNCH + parameters)
+        head = step.grid, 1, 1, step.block, 1, 1, step.shared
+        tail = ctypes.addressof(_FOLLOWING), self._attributes, packed.size - Struct(LAUNCH).size
+        call, pack_into, room_of = _libcuda().cuLaunchKernelEx, packed.pack_into, self._room
         places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
         maps = [(one.buffer, one.offset, lru_cache(maxsize=64)(partial(encoded, one))) for one in step.maps]
-        # a parameter aligned to more than 16 bytes starts at an address that only the driver knows
-        pack = Struct(f"{skip}x" + "128s" * len(maps) + "P" * count + "q" * len(scalars)).pack
 
-        def launch_with_maps(buffers: Sequence[Any], stream: Any) -> None:
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            room = room_of()
             described = [encode(buffers[i] + offset) for i, offset, encode in maps]
-            addresses = [buffers[i] + offset if offset else buffers[i] for i, offset in places]
-            call(grid, block, pack(*described, *addresses, *scalars), shared, stream)
+            addresses = [buffers[i] + offset for i, offset in places]
+            pack_into(room.memory, 0, *head, _handle(stream), *tail, *described, *addresses, *scalars)
+            code = call(room.launch, function, None, room.extra)
+            if code:
+                _check(code, f"launching {step.kernel}")
 
-        return launch_with_maps
+        return launch
+
+    def _room(self) -> _Room:
+        room = getattr(self._threads, "room", None)
+        if room is None:
+            room = self._threads.room = _Room()
+        return room
 
     def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
         """Several steps run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
@@ -482,8 +474,8 @@ class CudaDevice(Device):
         """What stream `second` does from now on waits for what `first` holds now; streams as for :meth:`launch_on`."""
         self._streams().order(_handle(first), _handle(second))
 
-    def _function(self, step: Step) -> tuple[Any, int]:
-        """The compiled kernel, and how many bytes of its parameters come before the first one."""
+    def _function(self, step: Step) -> int:
+        """The driver's handle of the compiled kernel."""
         source = step.source()
         key = step.kernel, source
         found = self._functions.get(key)
@@ -492,22 +484,20 @@ class CudaDevice(Device):
             with self._lock, self:
                 found = self._functions.get(key)
                 if found is None:
-                    function = self._drv.module_from_buffer(cubin).get_function(step.kernel)
+                    found = _function_of(cubin, step.kernel)
                     if step.shared:  # with what the kernel declares it may be more than every kernel gets
-                        function.set_attribute(self._drv.function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, step.shared)
-                    found = self._functions[key] = function, first_parameter(cubin, step.kernel) if step.maps else 0
+                        _check(_libcuda().cuFuncSetAttribute(found, 8, step.shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    self._functions[key] = found
         return found
 
     def describe(self, step: Step) -> dict[str, float]:
         """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
-        function, _ = self._function(step)
+        function = self._function(step)
         most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)
         with self:
-            blocks = blocks_at_once(self.compile(step.source(), step.arch), step.kernel, step.block, step.shared)
-            return {
-                "registers": function.num_regs, "local": function.local_size_bytes, "shared": function.shared_size_bytes + step.shared,
-                "occupancy": blocks * step.block / most,
-            }
+            registers, local, shared = (_attribute(function, which) for which in (4, 3, 1))
+            occupancy = blocks_at_once(function, step.block, step.shared) * step.block / most
+        return {"registers": registers, "local": local, "shared": shared + step.shared, "occupancy": occupancy}
 
     def capturing(self) -> bool:
         """Whether the current stream of torch or CuPy, or any that is ordered with the default one, is being captured."""
@@ -540,21 +530,6 @@ class CudaDevice(Device):
             )
 
         return cached((source, header, arch, *options, file_identity(compiler)), ".cubin", build)
-
-    # ---- streams
-
-    def launch_on(self, work: Callable[[Any], None], stream: Any) -> None:
-        """Call `work` with a PyCUDA stream that stands for `stream`.
-
-        `stream` is None or 0 for the default stream, a PyCUDA ``Stream``, or the handle (an int) of a stream that
-        somebody else made.
-        """
-        if not stream or stream == 1:  # 1: CU_STREAM_LEGACY, the default stream by another name
-            work(None)
-        elif isinstance(stream, int):
-            self._streams().launch(work, stream)
-        else:
-            work(stream)
 
     # ---- memory
 

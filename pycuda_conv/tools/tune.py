@@ -1,4 +1,4 @@
-"""The fastest configuration of every problem of the suite, measured and put into a table."""
+"""The fastest configuration of every problem that the benchmarks measure, measured and put into a table."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pycuda_conv.tools.measure import Compiler, WrongResultError, trials
 from pycuda_conv.tools.report import geometric_mean, microseconds, number
 from pycuda_conv.tools.suite import suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, table, track
+from pycuda_conv.tools.training import gradients
 
 LAYOUTS: tuple[Literal["NCHW", "NHWC"], ...] = ("NCHW", "NHWC")
 AHEAD = 3  # problems whose kernels are compiled while an earlier one is measured
@@ -60,15 +61,16 @@ COLUMNS = ("problem", "before us", "chosen", "after us", "gain")
 
 
 def problems(settings: Settings) -> list[ConvProblem]:
-    """The suite in the dtypes, precisions and layouts that were asked for."""
+    """The suite in the dtypes, precisions and layouts that were asked for; NCHW float32, the gradients of training too."""
     dtypes = DTYPE_BYTES if settings.dtype == "all" else (settings.dtype,)
     precisions = PRECISIONS if settings.precision == "both" else (settings.precision,)
     layouts = [layout for layout in LAYOUTS if settings.layout in (layout, "both")]
     found = [
         replace(problem, dtype=dtype, precision=precision, layout=layout)
-        for dtype in dtypes for layout in layouts for precision in (precisions if dtype == "float32" else ("fp32",)) for problem in suite()
+        for dtype in dtypes for layout in layouts for precision in (precisions if dtype == "float32" else ("fp32",))
+        for problem in suite() + (gradients(None) if (dtype, layout) == ("float32", "NCHW") else [])
     ]
-    found = [problem for problem in found if settings.match in str(problem)]
+    found = [problem for problem in dict.fromkeys(found) if settings.match in str(problem)]
     if not found:
         raise ToolError(f"--match {settings.match!r} is in no problem's text (--list shows them all)")
     return found
