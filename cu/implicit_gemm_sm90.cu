@@ -660,9 +660,9 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   if (thread == 0) {
 #pragma unroll
     for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
-      // tiles within an image end with it
-      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, (POINTWISE ? rows.pixel % (int)shape.plane : rows.pixel) + base,
-                POINTWISE ? rows.pixel / (int)shape.plane : rows.split);
+      // a tile within an image ends with it
+      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group,
+                (POINTWISE ? rows.pixel - rows.end + (int)shape.plane : rows.pixel) + base, POINTWISE ? rows.end / (int)shape.plane - 1 : rows.split);
     bulk_commit();
   }
 }
