@@ -19,8 +19,8 @@
 //          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
-// Halo     HALO = rows of a consumer, for filters of several taps, without stride, on NCHW results: a tile's pixels are patches of
-//          8 columns x HALO rows of an image, and x is loaded once for all taps, to a ring of its own: X_STAGES of what the patches'
+// Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
+//          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps, to a ring of its own: X_STAGES of what the patches'
 //          taps meet of 64 channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps
 //          from row to row of a patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Loading
 //          each pixel once for a tap is what bounds filters of 64 channels otherwise. Threads write two neighbours of y each, four of
@@ -152,7 +152,7 @@ struct Tile {
       pixel = image * plane + tile % tiles_image(shape) * PIXELS;
       end = (image + 1) * plane;
     } else if (HALO) {
-      const int across = ((int)shape.q + 7) / 8, number = tile % (int)shape.patches;
+      const int across = (int)shape.q / 8, number = tile % (int)shape.patches;
       patch = tile;
       column = number % across * 8;
       row = number / across * (PIXELS / 8);
@@ -423,23 +423,23 @@ template <int part = 0, class F> DEVICE void for_parts(const F& f) {
 // its two channels. Loaded while a tile is multiplied.
 struct Rows {
   int m, pixel, end, group, split;
-  [[maybe_unused]] int patch, high[2];  // of a patch: its number, and the rows of y from this consumer's first one on, 0 where there are none
-  [[maybe_unused]] long long at;        // offset in y of a thread's first pixel there
-  [[maybe_unused]] float scale_x;       // of its image
+  [[maybe_unused]] int patch;      // its number
+  [[maybe_unused]] bool real[2];   // whether there are a thread's two channels
+  [[maybe_unused]] long long at;   // offset in y of its first pixel there
+  [[maybe_unused]] float scale_x;  // of its image
   float scale_w[2], scale[2], bias[2];  // of the packed filter; of the epilogue
   DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
     if (HALO) {
       patch = ROWS == 128 ? of.patch : 2 * of.patch + consumer;
-      const int image = of.pixel / (int)shape.plane, wide = (int)shape.q, lane = threadIdx.x % 32;
+      const int image = of.pixel / (int)shape.plane, lane = threadIdx.x % 32;
       const int row = of.row + (ROWS == 128 ? 0 : HALO * consumer), column = of.column + 2 * (lane % 4);
       const int first = m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
       scale_x = SCALED ? scale_n[image] : 1;
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        high[half] = column < wide && first + 8 * half < (int)shape.rows_group ? (int)shape.plane / wide - row : 0;
-      at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * wide + column;
+      for (int half = 0; half < 2; ++half) real[half] = first + 8 * half < (int)shape.rows_group;
+      at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * (int)shape.q + column;
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -499,7 +499,7 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   }
 }
 #elif HALO
-// Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel; an image's rows are even in length.
+// Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel.
 template <int first, int last>
 DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const out_t* residual, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
@@ -513,7 +513,7 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
     [[maybe_unused]] Vector added[last - first];
 #if HAS_RESIDUAL
 #pragma unroll
-    for (int i = first; i < last; ++i) added[i - first] = i < rows.high[half] ? *(const Vector*)(residual + at + (i - first) * wide) : Vector();
+    for (int i = first; i < last; ++i) added[i - first] = rows.real[half] ? *(const Vector*)(residual + at + (i - first) * wide) : Vector();
 #endif
 #pragma unroll
     for (int i = first; i < last; ++i) {
@@ -521,7 +521,7 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
       EPILOGUE(left, rows.scale[half], rows.bias[half], to_float(added[i - first].v[0]))
       EPILOGUE(right, rows.scale[half], rows.bias[half], to_float(added[i - first].v[1]))
       const Vector out = {from_float<out_t>(left), from_float<out_t>(right)};
-      if (i < rows.high[half]) store_word(y + at + (i - first) * wide, *(const word<Vector>*)&out);
+      if (rows.real[half]) store_word(y + at + (i - first) * wide, *(const word<Vector>*)&out);
     }
   }
 }

@@ -366,11 +366,11 @@ def check_product(step, s, memory: Memory) -> None:
         assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     elif define["HALO"]:
         assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128 and define["KC"] == 64 and s.splits == 1
-        assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and s.q % 2 == 0
+        assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
         assert define["HALO_W"] == 8 + (s.tap_s - 1) * s.dilation_w and define["HALO_H"] == pixels // 8 + (s.tap_r - 1) * s.dilation_h
         assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
-        assert s.patches == ceil(s.plane // s.q, pixels // 8) * ceil(s.q, 8) and s.tiles_pixels == s.pixels // s.plane * s.patches
-        assert not define["MOMENTS"] or not (s.q % 8 or s.plane // s.q % (pixels // 8))
+        assert s.patches * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.patches
+        assert s.q % 8 == 0 and s.plane // s.q % (pixels // 8) == 0
         assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
@@ -494,9 +494,9 @@ def patches(step, s, memory: Memory, finite: bool) -> None:
     """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
     define, x_map = step.defines, step.maps[0]
     high = define["PIXELS"] // 8
-    across, down = ceil(s.q, 8), ceil(s.plane // s.q, high)
+    across = s.q // 8
     for m, tile, group, part in tiles_of(step, s):
-        image, place = divmod(tile, across * down)
+        image, place = divmod(tile, s.patches)
         row, column = place // across * high, place % across * 8
         total = np.zeros((define["ROWS"], define["PIXELS"]))
         for c in range(s.channel_blocks):
@@ -511,10 +511,9 @@ def patches(step, s, memory: Memory, finite: bool) -> None:
                     b = [v[at_r : at_r + high, at_s : at_s + 8].reshape(-1, 64) for v in met]
                     assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
                     multiply(total, a, b)
-        rows, columns = row + np.arange(high)[:, None], column + np.arange(8)[None]
-        pixel, counted = image * s.plane + rows * s.q + columns, (rows < s.plane // s.q) & (columns < s.q)
+        pixel = image * s.plane + (row + np.arange(high)[:, None]) * s.q + column + np.arange(8)[None]
         number = tile * (define["PIXELS"] // define["WGMMA_N"])
-        write_tile(step, s, memory, total, m, np.where(counted, pixel, image * s.plane).ravel(), counted.ravel(), group, part, number)
+        write_tile(step, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number)
 
 
 def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:

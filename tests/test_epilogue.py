@@ -422,7 +422,7 @@ EMULATED = [
     (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp16 last", ImplicitGemm(64, 32, 2)),
     (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
     *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, lying(64, 128)) for mode in ("fp32", "tf32", "fp16", "fp32 last", "tf32 last")),
-    *((WHOLE, mode, patches(64, 5)) for mode in ("fp32", "tf32")),
+    *((WHOLE, mode, patches(64, 4)) for mode in ("fp32", "tf32")),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
 
@@ -484,7 +484,7 @@ GPU_RUNS = [  # (case, mode, config)
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),
         fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3))),
     *((POINT, mode, lying(rows, pixels)) for mode in ("fp32", "tf32", "fp16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
-    *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, fprop((2, 64, 9, 10), (72, 64, 3, 3), padding=1))),
+    *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
         implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),
 ]  # fmt: skip

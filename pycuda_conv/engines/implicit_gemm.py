@@ -119,12 +119,12 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     packed, walks = packed_form(problem)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
-    if problem.layout != "NCHW" or packed.load != 64 or packed.level or not alone or few or problem.result_size[2] % 2 or config.POINTWISE:
-        return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, 64 channels a load, NCHW results of even rows"
-    if problem.itemsize != 4:
-        return "four threads write a row of 8 pixels, a whole sector of memory if they are float32"
-    if config.SPLIT != 1 or max(halo(problem, config)) > 256:
-        return "what all taps of a tile meet is at most 256 pixels wide and high, and such sums are not split"
+    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.POINTWISE:
+        return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, on NCHW float32 arrays, 64 channels a load"
+    if problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8:
+        return "tiles of 8 columns fill the result then"
+    if config.SPLIT != 1:
+        return "sums of patches are not split"
     if products(problem) == 3 and config.STAGES < 3:
         return "three stages are multiplied while the tile before is stored"
     if _x_stages(problem, config) < 2:
@@ -221,8 +221,6 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
-    if config.HALO and (problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8):
-        return None  # patches that are not whole
     sets, span = (problem.N, plane) if config.POINTWISE else (1, problem.N * plane)
     return Moments(sets, span, pixels, problem.result_channels)
 
@@ -376,7 +374,7 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
     plane = math.prod(phase.size)
     across = problem.N * ceil(plane, config.PIXELS) if config.POINTWISE else ceil(problem.N * plane, config.PIXELS)
     if config.HALO:
-        across = problem.N * ceil(phase.size[1], config.PIXELS // 8) * ceil(phase.size[2], 8)
+        across = problem.N * plane // config.PIXELS
     return ceil(problem.result_channels // problem.groups, config.ROWS), across
 
 
