@@ -95,7 +95,7 @@ constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : POINTWISE == 2 ? 64 * PIXELS
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && (POINTWISE == 2 || !NHWC)), "whole blocks of 64 pixels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
 constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
-constexpr int PARTS = PRODUCTS == 3 ? 3 : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
+constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
 static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");

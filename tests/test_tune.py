@@ -326,6 +326,12 @@ def measured(monkeypatch):
     return found
 
 
+def test_what_is_faster_by_chance_is_not_taken_for_the_planner_s():
+    own = Choice(engines.choose(PROBLEM, fake()), 10.3)
+    assert tune.best([Choice(ODD, 10.0), own], own.config) == own == tune.best([own, Choice(ODD, 10.4)], own.config)
+    assert tune.best([own, Choice(ODD, 9.9)], own.config) == Choice(ODD, 9.9)
+
+
 def test_an_untuned_problem_is_measured_once_and_the_best_is_kept(measured):
     assert tune.tuned(PROBLEM, fake()) == Choice(ODD, 10.0) == tune.tuned(PROBLEM, fake())
     assert measured == [PROBLEM] and Table(tune.user_table().path).get(GPU, tune.key(PROBLEM)) == Choice(ODD, 10.0)

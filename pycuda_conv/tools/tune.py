@@ -151,7 +151,7 @@ def _row(problem: ConvProblem, device: cuda.CudaDevice, compiler: Compiler) -> R
         print(f"WRONG: {error}", file=sys.stderr)
         return Row(problem, verdict="WRONG")
     own = engines.choose(problem, device)
-    return Row(problem, next(choice for choice in found if choice.config == own), found[0])
+    return Row(problem, next(choice for choice in found if choice.config == own), tune.best(found, own))
 
 
 def _store(target: tune.Table, device: cuda.CudaDevice, row: Row, strict: bool) -> None:
