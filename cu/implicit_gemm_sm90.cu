@@ -20,20 +20,21 @@
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
 // Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
-//          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps, to a ring of its own: X_STAGES of what the patches'
-//          taps meet of 64 channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps
-//          from row to row of a patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Loading
-//          each pixel once for a tap is what bounds filters of 64 channels otherwise. Threads write two neighbours of y each, four of
-//          them a sector, straight from their sums; one product's sums, too, are written while the next tile is multiplied.
+//          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps (each pixel once for each tap
+//          is what bounds filters of 64 channels otherwise), to a ring of its own: X_STAGES of what the patches' taps meet of 64
+//          channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
+//          patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
+//          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
+//          and are written while the next tile is multiplied.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on images as they lie, without packing: rows of a tile are 64 pixels of a channel, which wgmma takes
 //          turned, or, NHWC, a pixel's 64 channels. 16-bit NCHW images are loaded so (1). float32 ones (2) are loaded to a ring of
-//          their own, X_STAGES of [64 channels][PIXELS] or, NHWC, [PIXELS][64 channels]; further warpgroups split them into limbs, scaled by a guess, and note their
-//          extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not fit; a second launch, with
-//          `second`, does those again with their own scales. Tiles lie within an image.
+//          their own, X_STAGES of [64 channels][PIXELS] or, NHWC, [PIXELS][64 channels]; further warpgroups split them into limbs,
+//          scaled by a guess, and note their extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not
+//          fit; a second launch, with `second`, does those again with their own scales. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
@@ -203,6 +204,12 @@ struct Tap {
   }
 };
 
+// The rings in shared memory, and their barriers: that of stages, and that of x alone, where there is one.
+struct Rings {
+  uint32_t stages, full, empty;
+  uint32_t x, x_full, x_empty;
+};
+
 // ---- the producer
 
 // Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
@@ -210,7 +217,7 @@ DEVICE bool next_rows(const Tile& of, const Shape& shape) { return of.m / 64 + 1
 
 #if HALO
 // One thread asks for the filter, tap by tap, ...
-DEVICE void produce(const uint8_t* w, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
@@ -219,9 +226,9 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, uint32_t ring, uint32_
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       Tap tap;
       do {
-        const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
+        const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
         const long long number = shape.tap_base + tap.r * shape.tap_step_r + tap.s * shape.tap_step_s;
-        barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+        barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
         barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows)
@@ -233,25 +240,25 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, uint32_t ring, uint32_
 }
 
 // ... and another for what the taps of a tile meet of x.
-DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, uint32_t x_ring, uint32_t x_full, uint32_t x_empty) {
+DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, const Rings& rings) {
   prefetch_map(map_x);
   XPosition at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const int image = of.pixel / (int)shape.plane;
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
-      barrier_wait(x_empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(x_full + 8 * at.stage, LIMBS * HALO_W * HALO_H * 128);
+      barrier_wait(rings.x_empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(rings.x_full + 8 * at.stage, LIMBS * HALO_W * HALO_H * 128);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb)
-        load_box(x_ring + at.stage * X_BYTES + limb * HALO_BYTES, map_x, x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
+        load_box(rings.x + at.stage * X_BYTES + limb * HALO_BYTES, map_x, rings.x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
                  of.column + (int)shape.low_w, of.row + (int)shape.low_h, image + limb * (int)shape.limb_images);
       at.next();
     }
   }
 }
 #elif !POINTWISE
-DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
@@ -272,8 +279,8 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
     int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
     int s = tap % (int)shape.tap_s, r = tap / (int)shape.tap_s % (int)shape.tap_r, t = tap / (int)(shape.tap_s * shape.tap_r);
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
-      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
+      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
@@ -310,8 +317,7 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, ui
 // Of the images whose tiles are wanted: all at first, then those that are to be done again.
 DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
 
-DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty,
-                    uint32_t x_ring, uint32_t x_full, uint32_t x_empty) {
+DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, const Rings& rings) {
   const Shape& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
@@ -325,8 +331,8 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
     const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
     const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = ring + at.stage * STAGE_BYTES, arrived = full + 8 * at.stage;
-      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
+      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, POINTWISE == 1 ? STAGE_BYTES : A_BYTES);
 #pragma unroll
       for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
@@ -335,9 +341,9 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
       for (int block = 0; block < PIXELS / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
 #else
-      barrier_wait(x_empty + 8 * x_at.stage, x_at.parity ^ 1);
-      barrier_expect(x_full + 8 * x_at.stage, X_BYTES);
-      load_box(x_ring + x_at.stage * X_BYTES, map_x, x_full + 8 * x_at.stage, NHWC ? step * 64 : inside, NHWC ? inside : step * 64, image);
+      barrier_wait(rings.x_empty + 8 * x_at.stage, x_at.parity ^ 1);
+      barrier_expect(rings.x_full + 8 * x_at.stage, X_BYTES);
+      load_box(rings.x + x_at.stage * X_BYTES, map_x, rings.x_full + 8 * x_at.stage, NHWC ? step * 64 : inside, NHWC ? inside : step * 64, image);
       x_at.next();
 #endif
       at.next();
@@ -348,8 +354,7 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
 
 #if POINTWISE == 2
 // float32 pixels to limbs, by the converters. A thread takes 8 neighbouring pixels of a channel at a time.
-DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, uint32_t full, uint32_t empty, uint32_t x_full, uint32_t x_empty,
-                    const float* scale_n, const int* again, uint2* parts) {
+DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, const Rings& rings, const float* scale_n, const int* again, uint2* parts) {
   const int thread = threadIdx.x - 128 * (1 + CONSUMERS);
   Position at;
   XPosition x_at;
@@ -360,8 +365,8 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, ui
     const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
     Magnitudes found = {0, ~0u};
     for (int step = range.first; step < range.last; ++step) {
-      barrier_wait(x_full + 8 * x_at.stage, x_at.parity);
-      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
+      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       const float4* const from = (const float4*)(x_ring + x_at.stage * X_BYTES);
       uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
       // four neighbours at once, pixels or, NHWC, channels, so that a warp's reads and writes each meet every bank once
@@ -386,8 +391,8 @@ DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, ui
       fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
       __syncwarp();
       if (thread % 32 == 0) {
-        barrier_arrive(full + 8 * at.stage);
-        barrier_arrive(x_empty + 8 * x_at.stage);
+        barrier_arrive(rings.full + 8 * at.stage);
+        barrier_arrive(rings.x_empty + 8 * x_at.stage);
       }
       at.next();
       x_at.next();
@@ -735,13 +740,12 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 
 // ---- the multiplication
 
-DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t empty, [[maybe_unused]] uint32_t x_ring,
-                    [[maybe_unused]] uint32_t x_full, [[maybe_unused]] uint32_t x_empty, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
-                    const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales, const float* scale_n,
+                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
                     const int* again, [[maybe_unused]] float* moments, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
-  const uint32_t a0 = ring + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
-  const uint32_t b0 = HALO ? x_ring + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : ring + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+  const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
+  const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at;  // the stage to multiply next
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
@@ -758,9 +762,9 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
 #endif
   auto arrived = [&] {  // wait for the stage to multiply next
 #if HALO
-    if (tap.r == 0 && tap.s == 0) barrier_wait(x_full + 8 * x_at.stage, x_at.parity);
+    if (tap.r == 0 && tap.s == 0) barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
 #endif
-    barrier_wait(full + 8 * at.stage, at.parity);
+    barrier_wait(rings.full + 8 * at.stage, at.parity);
   };
   auto advance = [&] {
     at.next();
@@ -787,9 +791,9 @@ DEVICE void consume(const Shapes& shapes, uint32_t ring, uint32_t full, uint32_t
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
     if (threadIdx.x % 32 != 0) return;
-    barrier_arrive(empty + 8 * ((at.stage + STAGES - ago) % STAGES));
+    barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - ago) % STAGES));
 #if HALO
-    if (tap.number == ago - 1) barrier_arrive(x_empty + 8 * ((x_at.stage + X_STAGES - 1) % X_STAGES));  // it was of the last of at least 3 taps
+    if (tap.number == ago - 1) barrier_arrive(rings.x_empty + 8 * ((x_at.stage + X_STAGES - 1) % X_STAGES));  // it was of the last of at least 3 taps
 #endif
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
@@ -965,21 +969,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES];
-  const uint32_t ring = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  uint8_t* const aligned = dynamic + (ring - shared_address(dynamic));
+  Rings rings;
+  rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
+  rings.full = shared_address(barriers);
+  rings.empty = rings.full + 8 * STAGES;
+  rings.x_full = rings.empty + 8 * STAGES;
+  rings.x_empty = rings.x_full + 8 * X_STAGES;
+  uint8_t* const aligned = dynamic + (rings.stages - shared_address(dynamic));
   uint8_t* const x_ring = aligned + STAGES * STAGE_BYTES;
+  rings.x = shared_address(x_ring);
   uint8_t* const staging = x_ring + X_STAGES * X_BYTES;
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
-  [[maybe_unused]] const uint32_t x_full = empty + 8 * STAGES, x_empty = x_full + 8 * X_STAGES;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
-      barrier_init(empty + 8 * i, 4 * CONSUMERS);
+      barrier_init(rings.full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
+      barrier_init(rings.empty + 8 * i, 4 * CONSUMERS);
     }
     for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
-      barrier_init(x_full + 8 * i, 1);
-      barrier_init(x_empty + 8 * i, 4 * (HALO ? CONSUMERS : CONVERTERS));
+      barrier_init(rings.x_full + 8 * i, 1);
+      barrier_init(rings.x_empty + 8 * i, 4 * (HALO ? CONSUMERS : CONVERTERS));
     }
     barrier_init_done();
   }
@@ -1003,17 +1011,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup == 0) {
     registers_down<40>();
 #if POINTWISE
-    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, ring, full, empty, shared_address(x_ring), x_full, x_empty);
+    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, rings);
 #elif HALO
-    if (threadIdx.x == 0) produce(w, shapes.of[0], ring, full, empty);
-    if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], shared_address(x_ring), x_full, x_empty);
+    if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
+    if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
 #else
-    if (threadIdx.x == 0) produce(w, maps_x, shapes, ring, full, empty);
+    if (threadIdx.x == 0) produce(w, maps_x, shapes, rings);
 #endif
 #if POINTWISE == 2
   } else if (warpgroup > CONSUMERS) {
     registers_down<72>();
-    convert(shape, aligned, x_ring, full, empty, x_full, x_empty, scale_n, again, parts);
+    convert(shape, aligned, x_ring, rings, scale_n, again, parts);
 #endif
   } else {
     registers_up<POINTWISE == 2 ? 144 : 232>();
@@ -1023,7 +1031,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, ring, full, empty, shared_address(x_ring), x_full, x_empty, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n,
-            scale_k, bias, scale, residual, to, again, moments, y);
+    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to, again, moments, y);
   }
 }
