@@ -795,6 +795,17 @@ def simulated(monkeypatch):
     assert not Simulated.current.stack
 
 
+def test_an_error_of_the_driver_has_its_name(monkeypatch):
+    def name(code, place):
+        ctypes.cast(place, ctypes.POINTER(ctypes.c_char_p))[0] = b"CUDA_ERROR_INVALID_VALUE" if code == 1 else None
+
+    monkeypatch.setattr(cuda, "_libcuda", lambda: SimpleNamespace(cuGetErrorName=name))
+    cuda._check(0, "nothing")
+    for code, words in ((1, "CUDA_ERROR_INVALID_VALUE"), (12345, "an unknown error")):
+        with pytest.raises(RuntimeError, match=rf"launching pack failed: {words} \({code}\)"):
+            cuda._check(code, "launching pack")
+
+
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpus(request):
     """The GPUs: simulated ones, or the machine's."""

@@ -125,7 +125,9 @@ def _pinned() -> PinnedPool:
 
 def _check(code: int, what: str) -> None:
     if code:
-        raise RuntimeError(f"{what} failed with CUDA error {code}")
+        name = ctypes.c_char_p()
+        _libcuda().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"{what} failed: {(name.value or b'an unknown error').decode()} ({code})")
 
 
 # ---- tensor maps, of which PyCUDA knows nothing
