@@ -188,7 +188,8 @@ def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
 POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
     (case, mode, lying(rows, pixels))
     for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 120, 200), (8, 120, 1)))
-    for mode in ("fp32", "tf32", "fp16", "bf16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
+    for mode in ("fp32", "tf32", "fp16", "bf16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64))
+    if mode in MODES and not ("last" in mode and case.weight_shape[0] == 200)  # which takes 7 s a time
 ]  # fmt: skip
 
 
@@ -729,7 +730,6 @@ def _compiled_variants() -> list:
     for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256), ("fp32 last", 128, 64), ("tf32 last", 128, 128)):
         add(mode, lying(rows, pixels), POINT)
     for mode in ("fp32", "tf32"):
-        add(mode, patches(64, 8, 3), WHOLE)
         add(mode, patches(128, 16, 3), WHOLE)
         add(mode, patches(64, 14, 4), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))
     finished = [replace(problem, has_scale=True, has_residual=True, activation="relu") for problem, _ in found]
