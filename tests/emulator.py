@@ -516,13 +516,19 @@ def patches(step, s, memory: Memory, finite: bool) -> None:
         write_tile(step, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number)
 
 
-def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:
-    """The box at `start`, outermost axis first, zero outside the tensor."""
+def box_places(described, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Where the elements of the box at `start`, innermost first, lie, outermost axis first; and which of them are in the tensor."""
     size = np.dtype(described.dtype).itemsize
     at, ok = np.zeros(described.box[::-1], int), np.ones(described.box[::-1], bool)
     for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
         here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
         at, ok = at + here * (stride // size), ok & (here >= 0) & (here < n)
+    return at, ok
+
+
+def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:
+    """The box at `start`, outermost axis first, zero outside the tensor."""
+    at, ok = box_places(described, start)
     elements = memory.view((described.buffer, described.offset), described.dtype)
     return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)
 
@@ -637,11 +643,7 @@ def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, gr
 def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...], again: bool) -> None:
     """`values`, outermost axis first, to the box at `start`, innermost first, but for what lies outside the tensor."""
     assert values.shape == described.box[::-1]
-    size = np.dtype(described.dtype).itemsize
-    at, ok = np.zeros(values.shape, int), np.ones(values.shape, bool)
-    for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
-        here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
-        at, ok = at + here * (stride // size), ok & (here >= 0) & (here < n)
+    at, ok = box_places(described, start)
     store(memory.view((described.buffer, described.offset), described.dtype), at[ok], values[ok])
     if not again:
         memory.count(place, at[ok])

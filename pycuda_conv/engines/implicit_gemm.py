@@ -135,7 +135,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
     """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
     _, (walk, *_) = packed_form(problem)
-    reach_h, reach_w = ((max(walk.taps[i], 1) - 1) * walk.dilation[i] for i in (1, 2))
+    reach_h, reach_w = ((walk.taps[i] - 1) * walk.dilation[i] for i in (1, 2))
     return 8 + reach_w, config.PIXELS // 8 + reach_h
 
 
@@ -274,10 +274,6 @@ def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocesso
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
-    if config.HALO:
-        _, high, wide = packed.size
-        sizes, strides = (channels, wide, high, copies * problem.N), (2 * channels, 2 * channels * wide, 2 * channels * wide * high)
-        return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
     if walk.flat:
         axes, images = [problem.N * math.prod(packed.size)], copies
         stride, low, upper = [1], [0], [0]
@@ -286,11 +282,19 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
         axes, images = [packed.size[i] for i in inner], copies * problem.N
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
-    pitches = [2 * channels]
+    strides = [2 * channels]
     for n in axes:
-        pitches.append(pitches[-1] * n)
+        strides.append(strides[-1] * n)
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
-    return TensorMap(*place, (channels, *axes, images), tuple(pitches), walked, 2 * packed.load, _operand(problem))
+    return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
+
+
+def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
+    """Packed images, loaded at once for all taps of a tile."""
+    _, high, wide = packed.size
+    sizes = (problem.groups * packed.group, wide, high, limbs(problem) * problem.N)
+    strides = (2 * sizes[0], 2 * sizes[0] * wide, 2 * sizes[0] * wide * high)
+    return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
 
 
 def _operand(problem: ConvProblem) -> str:
@@ -336,6 +340,8 @@ def _product(
     }
     if pointwise:
         maps = [_plane_map(problem, config)]
+    elif config.HALO:
+        maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
     if tensor_store(problem, config):

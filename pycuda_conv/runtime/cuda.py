@@ -473,7 +473,7 @@ class CudaDevice(Device):
         return lease.streams
 
     def order(self, first: Any, second: Any) -> None:
-        """What stream `second` does from now on waits for what `first` holds now; streams as for :meth:`launch_on`."""
+        """What stream `second` does from now on waits for what `first` holds now; each PyCUDA's, a handle or None."""
         self._streams().order(_handle(first), _handle(second))
 
     def _function(self, step: Step) -> int:
@@ -497,7 +497,7 @@ class CudaDevice(Device):
         function = self._function(step)
         most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)
         with self:
-            registers, local, shared = (_attribute(function, which) for which in (4, 3, 1))
+            registers, local, shared = (_attribute(function, which) for which in (4, 3, 1))  # NUM_REGS, LOCAL_ and SHARED_SIZE_BYTES
             occupancy = blocks_at_once(function, step.block, step.shared) * step.block / most
         return {"registers": registers, "local": local, "shared": shared + step.shared, "occupancy": occupancy}
 
