@@ -621,19 +621,22 @@ def test_what_is_not_finite_reaches_its_own_results_only(case, mode, config):
 
 
 @pytest.mark.parametrize(
-    ("case", "mode", "scalars"),
+    ("case", "mode", "config", "scalars"),
     [
-        (fprop((3, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32",
+        (fprop((3, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32", TILES["fp32"],
          "tiles tiles_m splits channel_blocks rows_group rows row_blocks tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
          "load_q stride_h stride_w low_d low_h low_w"),
-        (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(1, 2, 0), groups=2), "tf32",
+        (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(1, 2, 0), groups=2), "tf32", TILES["tf32"],
          "tiles_pixels blocks_group tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),
+        (dgrad((2, 128, 8, 8), (128, 80, 3, 3), padding=1), "fp32", patches(64, 4),
+         "tiles tiles_m tiles_pixels blocks channel_blocks row_blocks rows_group tap_r tap_s tap_base tap_step_r tap_step_s dilation_h dilation_w low_h low_w "
+         "limb_images plane q patches out_image out_row"),
     ],
-    ids=["fprop", "dgrad"],
+    ids=["fprop", "dgrad", "patches"],
 )  # fmt: skip
-def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
+def test_the_emulator_notices_a_wrong_scalar(case, mode, config, scalars, monkeypatch):
     arrays = case.normals("float32")
-    problem, config, ref = asked(case, mode), TILES[mode], case.reference(*arrays)
+    problem, ref = asked(case, mode), case.reference(*arrays)
     allowed = limbs_bound(case, mode, *arrays[:2], ref)
     program, names = ig.program(problem, config, 5), emulator.fields("implicit_gemm_sm90")
     missed = scalars.split()
