@@ -30,11 +30,8 @@
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
-// 1x1      POINTWISE: 1x1 filters on images as they lie, without packing: rows of a tile are 64 pixels of a channel, which wgmma takes
-//          turned, or, NHWC, a pixel's 64 channels. 16-bit NCHW images are loaded so (1). float32 ones (2) are loaded to a ring of
-//          their own, X_STAGES of [64 channels][PIXELS] or, NHWC, [PIXELS][64 channels]; further warpgroups split them into limbs,
-//          scaled by a guess, and note their extremes, parts[image][tile][warp]. settle_scales (pack.cu) then says which images did not
-//          fit; a second launch, with `second`, does those again with their own scales. Tiles lie within an image.
+// 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
+//          wgmma takes turned. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
@@ -66,15 +63,14 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PHASES 1
-#define X_STAGES 2   // of the ring of x alone, where there is one
-#define SAMPLED 0    // POINTWISE 2: the scales are sample_images' (pack.cu)
+#define X_STAGES 2   // of the ring of x alone: HALO
 #define MOMENTS 0    // of y's channels are written too
 #define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
 #define HALO_W 0     // pixels of x that their taps meet: in a row, and rows
 #define HALO_H 0
 #define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
 #endif
-#if POINTWISE && !NHWC
+#if POINTWISE
 #define WGMMA_TURNED_B "1"
 #else
 #define WGMMA_TURNED_B "0"
@@ -88,12 +84,11 @@
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
-constexpr bool TURNED = POINTWISE && !NHWC;
 constexpr int HALO_BYTES = (HALO_W * HALO_H * 128 + 1023) / 1024 * 1024;  // of a limb
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
-constexpr int CONSUMERS = 2, CONVERTERS = POINTWISE == 2 ? 2 : 0, CHUNK = 32;  // warpgroups; pixels of a staging tile
-constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : POINTWISE == 2 ? 64 * PIXELS * 4 : 0;
-static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && (POINTWISE == 2 || !NHWC)), "whole blocks of 64 pixels");
+constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
+constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : 0;
+static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
 constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
@@ -123,7 +118,6 @@ struct Shape {
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
   long long patches;                                    // of an image; HALO
-  long long second;                                     // the launch that does images again
 };
 
 struct Shapes {
@@ -177,18 +171,8 @@ struct Range {
   }
 };
 
-// A ring's position: which stage, and the parity of the round.
-template <int stages> struct PositionOf {
-  int stage = 0, parity = 0;
-  DEVICE void next() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-typedef PositionOf<STAGES> Position;
-typedef PositionOf<X_STAGES> XPosition;
+typedef RingPosition<STAGES> Position;
+typedef RingPosition<X_STAGES> XPosition;
 
 // Which tap comes next, where one after the other is met: along s first.
 struct Tap {
@@ -314,18 +298,13 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, co
 #endif
 
 #if POINTWISE
-// Of the images whose tiles are wanted: all at first, then those that are to be done again.
-DEVICE bool wanted(const Tile& of, const Shape& shape, const int* again) { return !again || again[of.pixel / (int)shape.plane]; }
-
-DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const Shapes& shapes, const Rings& rings) {
+DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   const Shape& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
   Position at;
-  [[maybe_unused]] XPosition x_at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
-    if (!wanted(of, shape, again)) continue;
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
     const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
@@ -333,74 +312,13 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const int* again, const 
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
       barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(arrived, POINTWISE == 1 ? STAGE_BYTES : A_BYTES);
+      barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
-#if POINTWISE == 1
 #pragma unroll
       for (int block = 0; block < PIXELS / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
-#else
-      barrier_wait(rings.x_empty + 8 * x_at.stage, x_at.parity ^ 1);
-      barrier_expect(rings.x_full + 8 * x_at.stage, X_BYTES);
-      load_box(rings.x + x_at.stage * X_BYTES, map_x, rings.x_full + 8 * x_at.stage, NHWC ? step * 64 : inside, NHWC ? inside : step * 64, image);
-      x_at.next();
-#endif
       at.next();
-    }
-  }
-}
-#endif
-
-#if POINTWISE == 2
-// float32 pixels to limbs, by the converters. A thread takes 8 neighbouring pixels of a channel at a time.
-DEVICE void convert(const Shape& shape, uint8_t* ring, const uint8_t* x_ring, const Rings& rings, const float* scale_n, const int* again, uint2* parts) {
-  const int thread = threadIdx.x - 128 * (1 + CONSUMERS);
-  Position at;
-  XPosition x_at;
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
-    if (!wanted(of, shape, again)) continue;
-    const Range range(shape, of.split);
-    const float scale = SAMPLED || again ? 1 / scale_n[of.pixel / (int)shape.plane] : 1 << GUESS;
-    Magnitudes found = {0, ~0u};
-    for (int step = range.first; step < range.last; ++step) {
-      barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
-      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
-      const float4* const from = (const float4*)(x_ring + x_at.stage * X_BYTES);
-      uint8_t* const to = ring + at.stage * STAGE_BYTES + A_BYTES;
-      // four neighbours at once, pixels or, NHWC, channels, so that a warp's reads and writes each meet every bank once
-      constexpr int FOURS = 64 * PIXELS / 4 / (128 * CONVERTERS), BATCH = FOURS < 4 ? FOURS : 4;  // of a thread; read at once
-#pragma unroll
-      for (int first = 0; first < FOURS; first += BATCH) {
-        float v[BATCH][4];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) *(float4*)v[i] = from[thread + (first + i) * 128 * CONVERTERS];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          constexpr int FOURS_A_ROW = (NHWC ? 64 : PIXELS) / 4;
-          const int item = thread + (first + i) * 128 * CONVERTERS, row = item / FOURS_A_ROW, four = item % FOURS_A_ROW;
-          found.add(v[i]);
-          uint32_t limbs[LIMBS][2];
-          split<__half>(v[i], scale, limbs);
-          uint8_t* const place = to + four / 16 * (64 * 128) + row * 128 + ((four / 2 % 8 ^ row % 8) << 4) + four % 2 * 8;
-#pragma unroll
-          for (int limb = 0; limb < LIMBS; ++limb) *(uint2*)(place + limb * B_BYTES) = make_uint2(limbs[limb][0], limbs[limb][1]);
-        }
-      }
-      fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
-      __syncwarp();
-      if (thread % 32 == 0) {
-        barrier_arrive(rings.full + 8 * at.stage);
-        barrier_arrive(rings.x_empty + 8 * x_at.stage);
-      }
-      at.next();
-      x_at.next();
-    }
-    if (!again && of.m == 0) {
-      found.over_warp();
-      const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane / PIXELS;
-      if (thread % 32 == 0) parts[(image * Tile::tiles_image(shape) + inside) * (4 * CONVERTERS) + thread / 32] = make_uint2(found.largest, found.smallest);
     }
   }
 }
@@ -665,9 +583,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   if (thread == 0) {
 #pragma unroll
     for (int part = 0; part < (int)sizeof(out_t) / 2; ++part)
-      // a tile within an image ends with it
-      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group,
-                (POINTWISE ? rows.pixel - rows.end + (int)shape.plane : rows.pixel) + base, POINTWISE ? rows.end / (int)shape.plane - 1 : rows.split);
+      store_box(map_y, shared_address(tile) + part * CHUNK * 128, rows.m + part * 32, rows.group, rows.pixel + base, rows.split);
     bulk_commit();
   }
 }
@@ -742,7 +658,7 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales, const float* scale_n,
                     const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
-                    const int* again, [[maybe_unused]] float* moments, out_t* y) {
+                    [[maybe_unused]] float* moments, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
   const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
@@ -780,12 +696,12 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     const uint64_t b = wgmma_descriptor<SPAN>(b_place, HALO_W * SPAN);
 #else
     const uint32_t b_place = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
-    const uint64_t b = TURNED ? wgmma_turned_descriptor(b_place) : wgmma_descriptor<SPAN>(b_place);
+    const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_place) : wgmma_descriptor<SPAN>(b_place);
 #endif
 #pragma unroll
     for (int k = 0; k < 64; k += 16) {
       const int sub = k / KC, inner = 2 * (k % KC);
-      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (TURNED ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
     }
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
@@ -873,9 +789,6 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     const bool any = range.first < range.last;  // always, but a compiler that knows it gives main and total a fourth set of registers, and spills
 #else
     const Tile of(shape, tile / PHASES);
-#if POINTWISE
-    if (!wanted(of, shape, again)) continue;
-#endif
     const Range range(shape, of.split);
     const bool any = range.first < range.last;
     int step = range.first;
@@ -886,7 +799,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       named_barrier(1 + consumer, 128);  // the last tile's scales have been read
       for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
         const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
-        scales[i] = POINTWISE == 2 && !SAMPLED && !again ? 1.f / (1 << GUESS) : scale_n[image];
+        scales[i] = scale_n[image];
       }
       named_barrier(1 + consumer, 128);
 #endif
@@ -952,7 +865,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
 }
 
-constexpr int THREADS = 128 * (1 + CONSUMERS + CONVERTERS);
+constexpr int THREADS = 128 * (1 + CONSUMERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if TENSOR_STORE
@@ -963,9 +876,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if MOMENTS
                        float* __restrict__ moments,
 #endif
-#if POINTWISE == 2
-                       uint2* __restrict__ parts, const int* __restrict__ not_guessed,
-#endif
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES];
@@ -975,62 +885,43 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.empty = rings.full + 8 * STAGES;
   rings.x_full = rings.empty + 8 * STAGES;
   rings.x_empty = rings.x_full + 8 * X_STAGES;
-  uint8_t* const aligned = dynamic + (rings.stages - shared_address(dynamic));
-  uint8_t* const x_ring = aligned + STAGES * STAGE_BYTES;
-  rings.x = shared_address(x_ring);
-  uint8_t* const staging = x_ring + X_STAGES * X_BYTES;
+  rings.x = rings.stages + STAGES * STAGE_BYTES;
+  uint8_t* const staging = dynamic + (rings.x + X_STAGES * X_BYTES - shared_address(dynamic));
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
-      barrier_init(rings.full + 8 * i, 1 + 4 * CONVERTERS);  // the producer's bytes, and the converters' warps
+      barrier_init(rings.full + 8 * i, 1);
       barrier_init(rings.empty + 8 * i, 4 * CONSUMERS);
     }
     for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
       barrier_init(rings.x_full + 8 * i, 1);
-      barrier_init(rings.x_empty + 8 * i, 4 * (HALO ? CONSUMERS : CONVERTERS));
+      barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
     barrier_init_done();
   }
   __syncthreads();
   AFTER_LAST_LAUNCH
-#if POINTWISE == 2
-  const Shape& shape = shapes.of[0];
-  const int* const again = shape.second ? not_guessed : nullptr;
-  if (again) {  // the usual case first: nothing is
-    int any = 0;
-    for (int image = threadIdx.x; image < (int)(shape.pixels / shape.plane); image += THREADS) any |= again[image];
-    if (!__syncthreads_or(any)) return;
-  }
-#else
-  constexpr const int* again = nullptr;
-#endif
+  if (SCALED && PHASES == 1 && shapes.of[0].splits == 1) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
     registers_down<40>();
-#if POINTWISE
-    if (threadIdx.x == 0) produce(w, maps_x, again, shapes, rings);
-#elif HALO
+#if HALO
     if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
     if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
 #else
     if (threadIdx.x == 0) produce(w, maps_x, shapes, rings);
 #endif
-#if POINTWISE == 2
-  } else if (warpgroup > CONSUMERS) {
-    registers_down<72>();
-    convert(shape, aligned, x_ring, rings, scale_n, again, parts);
-#endif
   } else {
-    registers_up<POINTWISE == 2 ? 144 : 232>();
+    registers_up<232>();
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to, again, moments, y);
+    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to, moments, y);
   }
 }

@@ -50,6 +50,30 @@
 
 #define TURNED (!NHWC || (FOLDED && CHANNELS % 8))  // a tile passes through shared memory
 
+// ---- limbs
+
+constexpr int GUESS = 9;  // the exponent of the scale with which images are split before their extremes are known
+
+DEVICE __half2 from_floats(float a, float b, __half) { return __floats2half2_rn(a, b); }
+DEVICE __nv_bfloat162 from_floats(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
+DEVICE float2 to_floats(__half2 v) { return __half22float2(v); }
+DEVICE float2 to_floats(__nv_bfloat162 v) { return __bfloat1622float2(v); }
+
+// Some values as limbs, two to a word: words[limb].
+template <class T, int count, int values> DEVICE void split(const float (&v)[values], float scale, uint32_t (&words)[count][values / 2]) {
+#pragma unroll
+  for (int i = 0; i < values / 2; ++i) {
+    const float a = v[2 * i] * scale, b = v[2 * i + 1] * scale;
+    const auto high = from_floats(a, b, T());
+    words[0][i] = *(const uint32_t*)&high;
+    if (count == 2) {
+      const float2 rounded = to_floats(high);
+      const auto low = from_floats((a - rounded.x) * 2048, (b - rounded.y) * 2048, T());
+      words[count - 1][i] = *(const uint32_t*)&low;
+    }
+  }
+}
+
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
 
@@ -75,8 +99,22 @@ struct Shape {
 
 __device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
-struct Extremes : Magnitudes {
-  using Magnitudes::add;
+// The largest and the smallest magnitude of some floats, as bits.
+struct Extremes {
+  unsigned largest, smallest;  // smallest: less one, so that zero is the largest there is; ~0 of none
+  DEVICE void add(float a, float b) {
+    const unsigned first = __float_as_uint(a) & 0x7fffffff, second = __float_as_uint(b) & 0x7fffffff;
+    largest = __vimax3_u32(largest, first, second);
+    smallest = __viaddmin_u32(second, ~0u, __viaddmin_u32(first, ~0u, smallest));
+  }
+  template <int count> DEVICE void add(const float (&v)[count]) {
+#pragma unroll
+    for (int i = 0; i < count; i += 2) add(v[i], v[i + 1]);
+  }
+  DEVICE void over_warp() {
+    largest = __reduce_max_sync(~0u, largest);
+    smallest = __reduce_min_sync(~0u, smallest);
+  }
   __device__ void add(const Extremes& other) {
     largest = max(largest, other.largest);
     smallest = min(smallest, other.smallest);
@@ -419,14 +457,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* 
   }
 }
 
-// The extremes of an image whose tiles' are `parts`, to every thread.
-__device__ Extremes over_image(const Extremes* __restrict__ parts, long long image, long long tiles) {
-  Extremes found = {0, ~0u};
-#pragma unroll 4
-  for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
-  return over_block(found);
-}
-
 // scales[image] undoes the scale.
 extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
                                                                     const Extremes* __restrict__ parts, const float* __restrict__ guesses,
@@ -435,7 +465,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
-  const Extremes found = over_image(parts, image, tiles);
+  Extremes found = {0, ~0u};
+#pragma unroll 4
+  for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
+  found = over_block(found);
   const int guess = guess_of(guesses, image);
   const bool guessed = found.fits(guess);
   const float scale = guessed ? power_of_two(guess) : found.scale();
@@ -447,23 +480,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
     pack_tile(x, packed, shape, image, (int)tile, scale);
-  }
-}
-
-// For images that are not packed (POINTWISE in implicit_gemm_sm90.cu): block -> an image. again[image]: it did not fit the guess.
-extern "C" __global__ void __launch_bounds__(THREADS) settle_scales(const Extremes* __restrict__ parts, const float* __restrict__ guesses,
-                                                                    float* __restrict__ scales, int* __restrict__ flags, int* __restrict__ again,
-                                                                    const long long count) {
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  const long long image = blockIdx.x;
-  const Extremes found = over_image(parts, image, count);
-  if (threadIdx.x == 0) {
-    const int guess = guess_of(guesses, image);
-    const bool guessed = found.fits(guess);
-    scales[image] = 1 / (guessed ? power_of_two(guess) : found.scale());
-    again[image] = !guessed && found.usable();
-    flags[image] = guessed ? found.flag(guess) : found.flag();
   }
 }
 #endif

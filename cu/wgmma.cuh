@@ -3,6 +3,9 @@
 // A and B lie in shared memory, 16-bit and swizzled, and are named by descriptors; D, fp32, lies in the registers
 // of 128 threads: d[4 * i + 2 * h + e] is row 16 * warp + lane / 4 + 8 * h, column 8 * i + 2 * (lane % 4) + e.
 // The instruction names its registers one by one, so the text for N is that for N - 8 with four more.
+//
+// With float32 operands, TF32: A [64 x 8] lies in registers, a[0..3] of a thread being rows lane / 4 and + 8 of column lane % 4, then
+// the same rows of column lane % 4 + 4; B [N x 8] lies along k. Of each number the product ignores the last 13 bits.
 #pragma once
 #include "sm90.cuh"
 
@@ -124,6 +127,7 @@ template <int count> DEVICE void wgmma_arrived(float (&d)[count]) {
 #define WGMMA_OPERANDS_248(type) "setp.ne.b32 p, %126, 0; wgmma.mma_async.sync.aligned.m64n248k16.f32." type "." type " {" WGMMA_REGISTERS_248 "}, %124, %125, p, 1, 1, 0, " WGMMA_TURNED_B ";"
 #define WGMMA_OPERANDS_256(type) "setp.ne.b32 p, %130, 0; wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type " {" WGMMA_REGISTERS_256 "}, %128, %129, p, 1, 1, 0, " WGMMA_TURNED_B ";"
 
+#ifdef WGMMA_TYPE
 // wgmma(d, a, b, accumulate) for N = WGMMA_N, operands of WGMMA_TYPE ("f16" or "bf16"), and B with rows along k or, WGMMA_TURNED_B
 // being "1" instead of "0", along n: all set before this is included
 #define WGMMA_PASTE_(a, b) a##b
@@ -131,4 +135,17 @@ template <int count> DEVICE void wgmma_arrived(float (&d)[count]) {
 DEVICE void wgmma(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, int accumulate) {
   asm volatile("{.reg .pred p; " WGMMA_PASTE(WGMMA_OPERANDS_, WGMMA_N)(WGMMA_TYPE) "}"
                : WGMMA_PASTE(WGMMA_SUMS_, WGMMA_N) : "l"(a), "l"(b), "r"(accumulate));
+}
+#endif
+
+// wgmma_tf32(d, a, b, accumulate) for N as long as d says
+#define WGMMA_TF32(N, A0, A1, A2, A3, B_AT, P_AT)                                                                                               \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P_AT ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" WGMMA_REGISTERS_##N     \
+               "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B_AT ", p, 1, 1;}"                                                             \
+               : WGMMA_SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+template <int count> DEVICE void wgmma_tf32(float (&d)[count], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (count == 16) WGMMA_TF32(32, 16, 17, 18, 19, 20, 21);
+  if constexpr (count == 32) WGMMA_TF32(64, 32, 33, 34, 35, 36, 37);
+  if constexpr (count == 48) WGMMA_TF32(96, 48, 49, 50, 51, 52, 53);
+  if constexpr (count == 64) WGMMA_TF32(128, 64, 65, 66, 67, 68, 69);
 }

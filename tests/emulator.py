@@ -1,4 +1,4 @@
-"""The implicit GEMM engine's launches in numpy: memory, tensor maps and loads as an H200 treats them, sums in float64.
+"""The launches of the tensor cores' engines for Hopper in numpy: memory, tensor maps and loads as an H200 treats them, sums in float64.
 
 Everything is computed from a program's steps alone: from their scalars, whose names are read off the kernels' `struct Shape`,
 their defines, buffers and tensor maps. What a kernel must not do fails here: an address outside a buffer, a load of bytes
@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines import pointwise as pw
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
@@ -273,19 +274,6 @@ def settle_images(step, memory: Memory) -> None:
                 image_tile(step, s, memory, source, packed, image, tile, scale)
 
 
-def settle_scales(step, memory: Memory) -> None:
-    parts, guesses, scales, flags, again = step.buffers
-    (count,) = step.scalars
-    for image in range(step.grid):
-        largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * count + np.arange(count))[:, None] + np.arange(2)).T
-        found = Extremes(int(largest.max()), int(smallest.min()) + 1, step.defines["SLACK"])
-        guess = guess_of(step, memory, guesses, image)
-        guessed = found.fits(guess)
-        store(memory.view(scales, "float32"), image, 1 / (2.0**guess if guessed else found.scale()))
-        store(memory.view(again, "int32"), image, not guessed and found.usable())
-        store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
-
-
 # ---- tensor maps
 
 
@@ -360,9 +348,7 @@ def check_product(step, s, memory: Memory) -> None:
     for described in step.maps:
         check_map(described, memory)
     if pointwise:
-        last = define["NHWC"]
-        assert x_map.box == ((64, pixels, 1) if last else (pixels if pointwise == 2 else 64, 64, 1)) and x_map.span == (0 if pointwise == 2 else 128)
-        assert pointwise == 2 or not last
+        assert x_map.box == (64, 64, 1) and x_map.span == 128 and not define["NHWC"] and define["OUT"] != 32
         assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     elif define["HALO"]:
         assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128 and define["KC"] == 64 and s.splits == 1
@@ -374,18 +360,18 @@ def check_product(step, s, memory: Memory) -> None:
         assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert x_map.dtype == ("float32" if pointwise == 2 else "bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
+    assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["HALO"] else 256)
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
-    of_x = 64 * pixels * 4 if pointwise == 2 else 0  # a stage of the ring of x alone
+    of_x = 0  # a stage of the ring of x alone
     if define["HALO"]:
         of_x, staging = limbs_of(step) * ceil(define["HALO_W"] * define["HALO_H"] * 128, 1024) * 1024, 0
         assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
     ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"]) <= MOST_SHARED
-    assert step.block == (640 if pointwise == 2 else 384) and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -460,33 +446,18 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
 
 
 def pointwise(step, s, memory: Memory, finite: bool) -> None:
-    """1x1 filters on images as they lie; a second launch for those that did not fit the guessed scale."""
+    """1x1 filters on 16-bit images as they lie."""
     define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
     across = ceil(s.plane, pixels)
     assert s.tiles_pixels == across * (s.pixels // s.plane)
-    again = memory.view(step.buffers[-1], "int32") if s.second else None
     for m, tile, group, part in tiles_of(step, s):
         image, first = tile // across, tile % across * pixels
-        if s.second and not inside(again, image):
-            continue
-        scale = 2.0**GUESS
-        if s.second or define["SAMPLED"]:
-            scale = 1 / float(inside(memory.view(step.buffers[1], "float32"), image))
-        total, read = np.zeros((define["ROWS"], pixels)), []
+        total = np.zeros((define["ROWS"], pixels))
         for c in range(0, s.channel_blocks * 64, 64):
-            if define["NHWC"]:
-                values = boxed(x_map, memory, (c, first, image))[0].astype(np.float32)
-            else:
-                values = load_box(x_map, memory, (first, c, image), (pixels, 64)).T
-            read.append(values)
-            b = [values] if define["POINTWISE"] == 1 else split(values, scale, limbs_of(step), "float16")
+            b = [load_box(x_map, memory, (first, c, image), (pixels, 64)).T.astype(np.float64)]
             a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
-            assert not finite or all(np.isfinite(v).all() for v in (*a, values)), "a load met what nobody has written"
-            multiply(total, a, [v.astype(np.float64) for v in b])
-        if define["POINTWISE"] == 2 and not s.second and m == 0:
-            found, parts = Extremes.of(np.concatenate(read)), memory.view(step.buffers[-2], "uint32")
-            for warp in range(8):
-                store(parts, 2 * (8 * tile + warp) + np.arange(2), [found.largest, found.smallest - 1])
+            assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
+            multiply(total, a, b)
         write_pixels(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
 
 
@@ -574,10 +545,7 @@ def write_tile(
     m = m0 + np.arange(define["ROWS"])[:, None]
     k = group * s.rows_group + m
     if define["SCALED"]:
-        on_images = 2.0**-GUESS
-        if define["POINTWISE"] != 2 or s.second or define["SAMPLED"]:
-            on_images = inside(memory.view(scale_n, "float32"), pixel[None] // s.plane).astype(float)
-        total = total * on_images * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
+        total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
@@ -600,8 +568,7 @@ def write_tile(
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
     at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
     store(memory.view(y, kind), at, v[: m.size, counted])
-    if not s.second:
-        memory.count(y, at)
+    memory.count(y, at)
 
 
 def note_moments(step, s, memory: Memory, v: np.ndarray, k: np.ndarray, number: int) -> None:
@@ -636,17 +603,114 @@ def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, gr
     for m in range(0, step.defines["ROWS"], wide):
         for pixel in range(0, step.defines["PIXELS"], 32):
             values = v[m : m + wide, pixel : pixel + 32].T[None, :, None]
-            image, first = divmod(pixel0, s.plane) if step.defines["POINTWISE"] else (part, pixel0)
-            store_box(described, place, memory, values, (m0 + m, group, first + pixel, image), again=bool(s.second))
+            store_box(described, place, memory, values, (m0 + m, group, pixel0 + pixel, part))
 
 
-def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...], again: bool) -> None:
+def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple[int, ...]) -> None:
     """`values`, outermost axis first, to the box at `start`, innermost first, but for what lies outside the tensor."""
     assert values.shape == described.box[::-1]
     at, ok = box_places(described, start)
     store(memory.view((described.buffer, described.offset), described.dtype), at[ok], values[ok])
-    if not again:
-        memory.count(place, at[ok])
+    memory.count(place, at[ok])
+
+
+# ---- pointwise_sm90.cu
+
+LARGER = 512.0
+
+
+def tf32(values: np.ndarray) -> np.ndarray:
+    """`values`, rounded to TF32; halves away from zero, as cvt.rna does."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return np.where(np.isfinite(values), ((bits + 0x1000) & 0xFFFFE000).view(np.float32), values.astype(np.float32))
+
+
+def tf32_limbs(values: np.ndarray, count: int, truncates: bool) -> list[np.ndarray]:
+    values = values.astype(np.float32)
+    if count == 1:
+        return [tf32(values).astype(float)]
+    cut = (values.view(np.uint32) & 0xFFFFE000).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        high = cut if truncates else np.where(np.isinf(tf32(values)), cut, tf32(values))
+        return [high.astype(float), np.where(np.isfinite(values), tf32((values - high) * np.float32(LARGER)), 0).astype(float)]
+
+
+def split_filter(step, memory: Memory) -> None:
+    rows, channels, padded, row_step, channel_step = step.scalars
+    w, limbs = step.buffers
+    assert step.grid == ceil(rows * padded, step.block) and padded % 4 == 0 and padded >= channels
+    row, c = np.arange(rows)[:, None], np.arange(padded)
+    at = row * row_step + np.minimum(c, channels - 1) * channel_step
+    values = np.where(c < channels, inside(memory.view(w, "float32"), at), np.float32(0))
+    for i, limb in enumerate(tf32_limbs(values, step.defines["LIMBS"], False)):
+        store(memory.view(limbs, "float32"), (i * rows + row) * padded + c, limb.astype(np.float32))
+
+
+def pointwise_product(step, memory: Memory, finite: bool) -> None:
+    s, define, limbs = named(step), step.defines, step.defines["LIMBS"]
+    a_map, b_map = step.maps
+    warp_rows, columns, turned = 16 * define["BLOCKS"], define["COLUMNS"], not define["WGRAD"] and not define["NHWC"]
+    for described in step.maps:
+        check_map(described, memory)
+        assert described.span == 128 and described.dtype == "float32" and described.box[0] == 32
+    assert a_map.box == ((32, 32, 1) if turned else (32, 8 * warp_rows, 1)) and b_map.box == (32, columns, 1)
+    assert step.block == 384 and step.arch == "sm_90a" and define["STAGES"] * (8 * warp_rows + limbs * columns) * 128 + 1023 <= step.shared
+    assert step.shared + 16 * define["STAGES"] <= MOST_SHARED and 1 <= step.grid <= s.tiles < 2**31
+    assert columns % 32 == 0 and columns <= 128 and (not turned or define["BLOCKS"] == 2)
+    assert s.tiles == s.across * s.down * ceil(s.tiles, s.across * s.down) and s.each * ceil(s.tiles, s.across * s.down) >= s.steps
+    for tile in (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid)):
+        rest, column = divmod(tile, s.across)
+        part, row = divmod(rest, s.down)
+        main, cross = np.zeros((2, 8 * warp_rows, columns))
+        for k in range(min(part * s.each, s.steps), min(part * s.each + s.each, s.steps)):
+            if define["WGRAD"]:
+                image, pixel = divmod(k, s.boxes)
+                a = boxed(a_map, memory, (32 * pixel, row * 8 * warp_rows, image))[0]
+                b = tf32_limbs(boxed(b_map, memory, (32 * pixel, column * columns, image))[0], limbs, False)
+            else:
+                if turned:
+                    boxes = [divmod(8 * row + warp, s.boxes) for warp in range(8)]
+                    a = np.concatenate([boxed(a_map, memory, (32 * box, 32 * k, image))[0].T for image, box in boxes])
+                else:
+                    a = boxed(a_map, memory, (32 * k, row * 8 * warp_rows, 0))[0]
+                b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(limbs)]
+            assert not finite or all(np.isfinite(v).all() for v in (a, *b)), "a load met what nobody has written"
+            high, *low = tf32_limbs(a, limbs, True)
+            with np.errstate(invalid="ignore", over="ignore"):
+                main += high @ b[0].T
+                for rest in low:
+                    cross += rest @ b[0].T + high @ b[1].T
+        with np.errstate(invalid="ignore", over="ignore"):
+            total = main + np.where(np.isfinite(main.astype(np.float32)), cross / LARGER, 0)
+        for warp in range(8):
+            of_warp = slice(warp * warp_rows, (warp + 1) * warp_rows)
+            write_rows(step, s, memory, total[of_warp], 8 * row + warp, column * columns + np.arange(columns), part)
+
+
+def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np.ndarray, part: int) -> None:
+    """What a warp has of a tile, finished."""
+    define = step.defines
+    bias, scale, residual, y, *noted = step.buffers
+    if define["WGRAD"] or define["NHWC"]:
+        row = warp * len(total) + np.arange(len(total))
+        counted, at = row < s.rows, row * s.row_step
+    else:
+        image, first = divmod(warp, s.boxes)
+        pixel = 32 * first + np.arange(32)
+        counted, at = (image < s.rows) & (pixel < s.plane), image * s.row_step + pixel
+        assert not any(n % 4 for n in (s.plane, s.row_step, s.column_step)), "four pixels are written at once"
+    total, at, column = total[counted][:, column < s.columns], at[counted], column[column < s.columns]
+    at = at[:, None] + column * s.column_step
+    if define["PAIRS"] and (define["WGRAD"] or define["NHWC"]):
+        assert s.column_step == 1 and s.columns % 2 == 0 and s.row_step % 2 == 0 and s.size % 2 == 0
+    v = finished(define, memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
+    if define["MOMENTS"] and v.size:
+        mean = v.astype(float).mean(0)
+        store(memory.view(noted[0], "float32"), 2 * warp * s.columns + column, mean)
+        store(memory.view(noted[0], "float32"), (2 * warp + 1) * s.columns + column, ((v - mean) ** 2).sum(0))
+    at = at + part * s.size
+    store(memory.view(y, "float32"), at, v)
+    memory.count(y, at)
 
 
 # ---- the direct engine's kernels beside it
@@ -714,19 +778,27 @@ def direct_gemm(step, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "sample_images": sample_images, "settle_images": settle_images, "settle_scales": settle_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "sample_images": sample_images, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels["split_filter"] = split_filter
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
             if step.kernel == "implicit_gemm_sm90":
                 product(step, memory, finite)
+            elif step.kernel == "pointwise_sm90":
+                pointwise_product(step, memory, finite)
             else:
                 kernels[step.kernel](step, memory)
 
 
+def program_of(problem, config, multiprocessors: int, noted: bool = False):
+    engine = pw if isinstance(config, pw.Pointwise) else ig
+    return engine.program(problem, config, multiprocessors, noted)
+
+
 def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
     """The result of a launch that notes moments, each channel's mean and variance by them, and whether results were redone since."""
-    program = ig.program(problem, config, multiprocessors, True)
+    program = program_of(problem, config, multiprocessors, True)
     noted = program.moments
     memory = Memory(problem, program, x, w, b, None, None)
     launch(program.whole, memory, True)
@@ -746,7 +818,7 @@ def emulate(
 
     `mended` takes the number of results that were computed again.
     """
-    program = ig.program(problem, config, multiprocessors)
+    program = program_of(problem, config, multiprocessors)
     results = []
     for kept in (False, True)[: 1 + keep]:
         memory = Memory(problem, program, x, w, b, scale, residual)

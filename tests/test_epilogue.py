@@ -33,6 +33,7 @@ from pycuda_conv.engines import implicit_gemm as ig
 from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.pointwise import Pointwise
 
 try:
     import torch
@@ -421,7 +422,8 @@ EMULATED = [
     (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp32", ImplicitGemm(64, 32, 2)),
     (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "fp16 last", ImplicitGemm(64, 32, 2)),
     (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
-    *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, lying(64, 128)) for mode in ("fp32", "tf32", "fp16", "fp32 last", "tf32 last")),
+    *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, config) for mode, config in (
+        ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp16", lying(64, 128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
     *((WHOLE, mode, patches(64, 4)) for mode in ("fp32", "tf32")),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
@@ -465,8 +467,8 @@ def test_programs_say_whether_they_write_twice():
     def redoes(mode, config, case=POINT):
         return engines.program(finishing(asked(case, mode), "all"), config, H200).redoes
 
-    assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", lying(64, 128)) and redoes("fp32 last", ImplicitGemm80())
-    assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp16", lying(64, 128)) and not redoes("fp32", GEMM)
+    assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", ImplicitGemm(64, 128, 3)) and redoes("fp32 last", ImplicitGemm80())
+    assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp16", lying(64, 128)) and not redoes("fp32", Pointwise()) and not redoes("fp32", GEMM)
     assert not redoes("fp16 last", ImplicitGemm80())
 
 
@@ -483,7 +485,9 @@ GPU_RUNS = [  # (case, mode, config)
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),
         fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3))),
-    *((POINT, mode, lying(rows, pixels)) for mode in ("fp32", "tf32", "fp16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
+    *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
+        ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
+    (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)), *((POINT, "fp16", lying(rows, pixels)) for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
     *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
         implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),

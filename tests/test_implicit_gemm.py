@@ -134,7 +134,7 @@ def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, 
         config = TILES[mode]
         if problem.N * math.prod(problem.result_size) > 1000:
             config = replace(config, PIXELS=128)
-    assert ig.legal(problem, config) is None
+    assert engines.legal(problem, config, H200) is None
     return emulator.emulate(problem, config, *arrays, **options)
 
 
@@ -188,23 +188,14 @@ def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
 POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
     (case, mode, lying(rows, pixels))
     for case in (fprop((3, 64, 5, 16), (70, 64, 1, 1)), fprop((2, 100, 12, 12), (200, 100, 1, 1), bias=False), dgrad((3, 64, 4, 8), (64, 70, 1, 1)), fprop((2, 120, 200), (8, 120, 1)))
-    for mode in ("fp32", "tf32", "fp16", "bf16", "fp32 last", "tf32 last") for rows, pixels in ((64, 128), (128, 64))
-    if mode in MODES and not ("last" in mode and case.weight_shape[0] == 200)  # which takes 7 s a time
+    for mode in ("fp16", "bf16") for rows, pixels in ((64, 128), (128, 64)) if mode in MODES
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), POINTWISE, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in POINTWISE])
 def test_images_that_are_not_packed(case, mode, config):
-    """Of sizes that fit the guessed scale, that have to be done again, and, in turn, that take the exact path."""
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
-    if dtype_of(mode) == "float32":
-        for scales in ([1.0], [2.0**-40], [2.0**40], [1.0, 2.0**50, 2.0**70, 2.0**-70]):
-            x, w, b = case.normals("float32", seed=1)
-            given = _scaled(x, 0, scales), w, b
-            ref = case.reference(*given)
-            allowed = limbs_bound(case, mode, *given[:2], ref)
-            assert_close(emulated(case, mode, given, config, finite=False), ref, allowed, f"{case} {mode} {scales}")
 
 
 def patches(rows: int, high: int, stages: int = 3) -> ImplicitGemm:
@@ -374,10 +365,9 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
         (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
         *((case, mode, lying(64, 128), "images are multiplied as they lie for 1x1 filters") for case, mode in (
             (BASE, "fp32"), (POINT, "fp16 last"), (fprop((2, 128, 8, 8), (8, 64, 1, 1), groups=2), "fp16"), (fprop((2, 64, 8, 8), (8, 64, 1, 1), stride=2), "fp16"),
-            (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "tf32"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"))),
-        (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp32", lying(64, 128), "tensor loads take planes"), (fprop((2, 63, 5, 8), (8, 63, 1, 1)), "tf32 last", lying(64, 128), "a pixel's channels"), (POINT, "fp16", lying(64, 64), "in blocks of 64"),
-        (POINT, "fp32", lying(128, 128), "64 to 64 pixels"), (POINT, "tf32", lying(128, 256), "64 to 128 pixels"), (POINT, "fp32", lying(128, 64, 6), "shared memory"),
-        (POINT, "fp32", replace(lying(128, 64), SPLIT=2), "without splits"),
+            (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "fp16"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"), (POINT, "fp32"), (POINT, "tf32 last"))),
+        (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp16", lying(64, 128), "tensor loads take planes"), (POINT, "fp16", lying(64, 64), "64 pixels of such images, or a multiple"),
+        (POINT, "fp16", lying(128, 192, 6), "shared memory"), (POINT, "fp16", replace(lying(128, 64), SPLIT=2), "without splits"),
         *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (
             (BASE, "fp32"), (WHOLE, "fp32 last"), (WHOLE, "fp16"), (POINT, "fp32"), (fprop((2, 128, 9, 9), (8, 128, 1, 2), padding=1), "fp32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3), stride=2), "tf32"),
             (fprop((2, 64, 40), (8, 64, 3)), "fp32"), (fprop((2, 64, 4, 4, 4), (8, 64, 3, 3, 3), padding=1), "fp32"), (dgrad((2, 64, 9, 9), (64, 8, 2, 2), stride=2), "fp32"))),
@@ -439,18 +429,21 @@ def test_the_model_knows_that_more_work_takes_longer():
     assert us(small, ImplicitGemm(128, 128, 3, 4)) < us(small)
 
 
-def test_steps_fit_their_kernels():
+def check_steps(program, kernel: str) -> None:
     """The scalars are those of the kernel's Shape, one each, and every define is one that the kernel's file gives a default."""
+    for step in (step for stage in (*program.prepare, *program.stages, *program.whole) for step in stage):
+        text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
+        defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
+        assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
+        if step.kernel == kernel:
+            assert len(step.scalars) == len(emulator.fields(step.kernel)) * step.defines.get("PHASES", 1) and set(step.defines) == defaults
+        assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.scalars)
+
+
+def test_steps_fit_their_kernels():
     for case in (BASE, fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2)):
         for mode in MODES:
-            program = ig.program(asked(case, mode), replace(TILES[mode], SPLIT=2), 132)
-            for step in (step for stage in (*program.prepare, *program.stages, *program.whole) for step in stage):
-                text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
-                defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
-                assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
-                if step.kernel == "implicit_gemm_sm90":
-                    assert len(step.scalars) == len(emulator.fields(step.kernel)) * step.defines["PHASES"] and set(step.defines) == defaults
-                assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.scalars)
+            check_steps(ig.program(asked(case, mode), replace(TILES[mode], SPLIT=2), 132), "implicit_gemm_sm90")
 
 
 # ---- how far the limbs reach: the arithmetic of packing, in numpy here and on the GPU below
@@ -458,7 +451,6 @@ def test_steps_fit_their_kernels():
 WIDE = fprop((4, 24, 10, 9), (40, 24, 3, 3), padding=1, bias=False)
 DEEP = fprop((4, 256, 5, 8), (12, 256, 3, 3), padding=1, bias=False)
 BACK = dgrad((4, 24, 6, 5), (24, 40, 3, 3), stride=2, padding=1, bias=False)
-THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 
 
 def _even(shape, exponent: int, rng) -> np.ndarray:
@@ -562,7 +554,7 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
 
 
 RANGED = [
-    (case, config, scenario) for case, config in ((WIDE, None), (DEEP, None), (BACK, None), (THIN, lying(64, 128))) for scenario in SCENARIOS
+    (case, config, scenario) for case, config in ((WIDE, None), (DEEP, None), (BACK, None)) for scenario in SCENARIOS
     if case is not DEEP or scenario in NORMED
 ]  # fmt: skip
 
@@ -586,7 +578,7 @@ SPREAD = {  # by mode: where a number that is not one could reach results that d
 }  # fmt: skip
 SPREAD["tf32"] = SPREAD["fp32"]
 NOT_FINITE = [(replace(case, bias=False), mode, ImplicitGemm(64, 128, 3)) for mode, cases in SPREAD.items() for case in cases]
-NOT_FINITE += [(fprop((2, 100, 5, 8), (70, 100, 1, 1), bias=False), mode, lying(128, 64)) for mode in ("fp32", "tf32", "fp16")]
+NOT_FINITE += [(fprop((2, 100, 5, 8), (70, 100, 1, 1), bias=False), "fp16", lying(128, 64))]
 
 
 def check_not_finite(case: Case, mode: str, run) -> None:
@@ -730,8 +722,7 @@ def _compiled_variants() -> list:
     add("fp32", ImplicitGemm(128, 128, 3), fprop((2, 24, 200), (72, 24, 3)))
     add("fp32 last", ImplicitGemm(64, 128, 3), stem)
     add("bf16", ImplicitGemm(64, 128, 5), stem)
-    for mode, rows, pixels in (("fp32", 128, 64), ("tf32", 128, 128), ("fp16", 128, 256), ("fp32 last", 128, 64), ("tf32 last", 128, 128)):
-        add(mode, lying(rows, pixels), POINT)
+    add("fp16", lying(128, 256), POINT)
     for mode in ("fp32", "tf32"):
         add(mode, patches(128, 16, 3), WHOLE)
         add(mode, patches(64, 14, 4), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))
@@ -744,7 +735,7 @@ def _compiled_variants() -> list:
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     """Nor does ptxas say that it waits for a wgmma where none was asked for (C7508, C7510, C7517) or ignores setmaxnreg."""
-    sources = {}
+    steps = {}
     for problem, config in _compiled_variants():
         assert ig.legal(problem, config) is None, f"{problem} {config}: {ig.legal(problem, config)}"
         programs = [ig.program(problem, config, 132)]
@@ -752,19 +743,24 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
             programs.append(ig.program(problem, config, 132, True))
         for step in (step for program in programs for stage in program.whole for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
-                sources.setdefault(step.source(), (step, f"{problem} {config}"))
+                steps.setdefault(step.source(), (step, f"{problem} {config}"))
+    check_compiled(steps, tmp_path)
+
+
+def check_compiled(steps: dict, folder) -> None:
+    """`steps`: by source, a step and what it is for."""
 
     def compiled(item):
         i, (source, (step, _)) = item
-        file = tmp_path / f"{i}.cu"
+        file = folder / f"{i}.cu"
         file.write_text(source)
         command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={step.arch or 'sm_90'}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
         return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(compiled, enumerate(sources.items())))
+        done = list(pool.map(compiled, enumerate(steps.items())))
     wrong = []
-    for (step, what), result in zip(sources.values(), done, strict=True):
+    for (step, what), result in zip(steps.values(), done, strict=True):
         said = result.stderr
         spills = re.findall(r"(\d+) bytes spill stores", said)
         if result.returncode or not spills or any(int(n) for n in spills) or re.search(r"warning|C75(08|10|17)|setmaxnreg", said, re.I):
@@ -800,8 +796,7 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((WIDER, mode, config) for mode in ("tf32 last", "bf16", "fp16 last") for config in (
         widest(mode, 128, 2), ImplicitGemm(64, 128, 4, 2), ImplicitGemm(128, 8, 8), ImplicitGemm(128, 112, 4, 30), ImplicitGemm(64, 96, 5))),
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
-    *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)), (POINT, "tf32", lying(128, 128, 2)), (POINT, "tf32 last", lying(128, 128, 2)), (POINT, "fp32 last", lying(64, 128)),
-    (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp32", lying(128, 64, 3)), (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "tf32", lying(64, 128, 3)),
+    *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
     *HALOS, *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
     *((fprop((3, 256, 28, 24), (200, 256, 3, 3), padding=1), mode, patches(128, 14, 3)) for mode in ("fp32", "tf32")),
@@ -819,7 +814,7 @@ AWKWARD_RUNS = [
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
         (WIDE, ImplicitGemm(64, 128, 3)), (BACK, ImplicitGemm(64, 128, 3)),
-        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)), (THIN, lying(64, 128)),
+        (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)),
         (fprop((6, 64, 12, 8), (40, 64, 3, 3), padding=1, bias=False), patches(64, 6)))
 ]  # fmt: skip
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200

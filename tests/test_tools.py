@@ -19,7 +19,7 @@ from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
 from pycuda_conv import cli
-from pycuda_conv.engines import ImplicitGemm
+from pycuda_conv.engines import ImplicitGemm, Pointwise
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
@@ -233,10 +233,10 @@ def test_images_that_are_multiplied_as_they_lie_are_read_once():
 
 @pytest.mark.parametrize("words, config, expected", [
     (THIN, ImplicitGemm(), tensor_floor), (THIN, Batched(), plain_floor), (POINTWISE, ImplicitGemm(POINTWISE=True), lambda problem: tensor_floor(problem, packed=False)),
-    (POINTWISE, ImplicitGemm(), tensor_floor),
-], ids=["thin groups on tensor cores", "thin groups", "not packed", "packed"])
+    (POINTWISE, Pointwise(), lambda problem: tensor_floor(problem, packed=False)), (POINTWISE, ImplicitGemm(), tensor_floor),
+], ids=["thin groups on tensor cores", "thin groups", "not packed", "read as they lie", "packed"])
 def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
-    mode = "fp16-nhwc" if words is THIN else "fp16"
+    mode = "fp16-nhwc" if words is THIN else "fp32" if isinstance(config, Pointwise) else "fp16"
     problem = _layer(words, mode)
     found = bench._blank(SimpleNamespace(problem=problem, config=config), mode)
     least = expected(problem)

@@ -6,20 +6,22 @@ The modules of this package know forward convolutions and their transposes only:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 
-from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80
+from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80, pointwise
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.packed import Program, packed_form
+from pycuda_conv.engines.pointwise import Pointwise
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: A kernel and its tile.
-Config = direct.Config | ImplicitGemm | ImplicitGemm80
+Config = direct.Config | ImplicitGemm | ImplicitGemm80 | Pointwise
 
 #: The classes of those that run on tensor cores.
-TENSOR_CORES = (ImplicitGemm, ImplicitGemm80)
+TENSOR_CORES = (ImplicitGemm, ImplicitGemm80, Pointwise)
 
 __all__ = ["TENSOR_CORES", "Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
@@ -35,6 +37,8 @@ def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
         return implicit_gemm.unsupported(device) or implicit_gemm.legal(problem, config)
     if isinstance(config, ImplicitGemm80):
         return implicit_gemm_sm80.unsupported(device) or implicit_gemm_sm80.legal(problem, config)
+    if isinstance(config, Pointwise):
+        return pointwise.unsupported(device) or pointwise.legal(problem, config)
     return direct.legal(problem, config)
 
 
@@ -45,13 +49,14 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     plain = direct.choose(problem, units, device.backend)
     read_as_is = problem.layout == "NHWC" and problem.itemsize == 2
     if isinstance(plain, direct.Gemm) and (problem.macs >= LEAST_MACS or read_as_is):
-        found: tuple[float, Config] | None = None
+        found: list[tuple[float, Config] | None] = []
         if implicit_gemm.unsupported(device) is None:
-            found = implicit_gemm.choose(problem, units)
+            found = [implicit_gemm.choose(problem, units), pointwise.choose(problem, units)]
         elif implicit_gemm_sm80.unsupported(device) is None:
-            found = implicit_gemm_sm80.choose(problem, units, device.capability)
-        if found is not None and found[0] < direct.gemm_time(problem, plain, units):
-            return found[1]
+            found = [implicit_gemm_sm80.choose(problem, units, device.capability)]
+        us, best = min((one for one in found if one), key=lambda one: one[0], default=(math.inf, plain))
+        if us < direct.gemm_time(problem, plain, units):
+            return best
     return plain
 
 
@@ -63,6 +68,7 @@ def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Confi
     if implicit_gemm.unsupported(device) is None:
         if implicit_gemm.why_not(problem) is None:
             found += [(implicit_gemm.time(problem, config, units), config) for config in implicit_gemm.configs(problem)]
+        found += [(pointwise.time(problem, config, units), config) for config in pointwise.configs(problem)]
     elif implicit_gemm_sm80.unsupported(device) is None and implicit_gemm_sm80.why_not(problem) is None:
         configs, capability = implicit_gemm_sm80.configs(problem), device.capability
         found += [(implicit_gemm_sm80.time(problem, config, units, capability), config) for config in configs]
@@ -92,6 +98,8 @@ def program(problem: ConvProblem, config: Config, device: Device, noted: bool = 
         return implicit_gemm.program(problem, config, device.multiprocessors, noted)
     if isinstance(config, ImplicitGemm80):
         return implicit_gemm_sm80.program(problem, config, device.multiprocessors)
+    if isinstance(config, Pointwise):
+        return pointwise.program(problem, config, device.multiprocessors, noted)
     stages, workspace_bytes = direct.stages(problem, config)
     return Program([], stages, stages, workspace_bytes, 0)
 
@@ -101,6 +109,8 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     if not isinstance(config, TENSOR_CORES):
         return None
     problem = problem.launched
+    if isinstance(config, Pointwise):
+        return "split", problem.direction, problem.precision, problem.C, problem.K
     packed, _ = packed_form(problem)
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
     return (*asked, packed.folded, packed.group, packed.load)

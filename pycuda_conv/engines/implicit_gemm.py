@@ -14,7 +14,6 @@ from itertools import chain, groupby, islice
 
 from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
-    PACK_THREADS,
     Moments,
     Noting,
     Operands,
@@ -25,14 +24,12 @@ from pycuda_conv.engines.packed import (
     arithmetic,
     assemble,
     filter_sizes,
-    images_of,
     limbs,
     overhead,
     pack_operands,
     packed_form,
     products,
     row_blocks,
-    sample_step,
     tap_numbers,
     why_not,
     written_places,
@@ -42,7 +39,6 @@ from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
 THREADS = 384
-CONVERTERS = 2  # warpgroups that convert float32 images
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
@@ -50,7 +46,7 @@ MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameter
 class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
 
-    Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the images of a 1x1
+    Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
     convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then.
     """
 
@@ -101,16 +97,12 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
     packed, walks = packed_form(problem)
-    taken = problem.layout == "NCHW" or (problem.layout == "NHWC" and problem.itemsize == 4)
-    if not taken or problem.groups != 1 or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
-        return "images are multiplied as they lie for 1x1 filters on NCHW or float32 arrays, without groups, stride or padding"
-    if (math.prod(problem.operand_size) if problem.layout == "NCHW" else problem.operand_channels) * problem.itemsize % 16:
-        return "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes"
-    most = 256 if problem.itemsize == 2 else 64 if products(problem) == 3 else 128
-    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or _consumer_pixels(config) > most or config.PIXELS > 256:
-        return f"a consumer takes 64 to {most} pixels of such images, in blocks of 64, without splits"
-    if problem.itemsize == 4 and _x_stages(problem, config) < 2:
-        return "its shared memory leaves no room for the images as they are"
+    if problem.layout != "NCHW" or problem.itemsize != 2 or problem.groups != 1 or packed.load != 64 or packed.level or not walks[0].flat:
+        return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
+    if math.prod(problem.operand_size) % 8:
+        return "tensor loads take planes of a multiple of 16 bytes"
+    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or config.PIXELS > 256:
+        return "a consumer takes 64 pixels of such images, or a multiple, without splits"
     return None
 
 
@@ -141,9 +133,7 @@ def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
 
 def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of a stage of the ring of x alone, if there is one."""
-    if config.HALO:
-        return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024
-    return 64 * 4 * config.PIXELS if config.POINTWISE and problem.itemsize == 4 else 0
+    return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024 if config.HALO else 0
 
 
 def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -244,32 +234,14 @@ def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
 
 
 def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None) -> Program:
-    """The launches where images are not packed: what did not fit the guessed scale is multiplied again."""
+    """The launches where images are not packed."""
     packed, (walk,) = packed_form(problem)
     scratch = Room(WORKSPACE)
     filters, noting = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors), Noting(moments, scratch, multiprocessors)
     noted: tuple[Place, ...] = (noting.parts,) if moments else ()
-    if problem.itemsize == 2:
-        buffers: tuple[Place, ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted)
-        stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments)]]
-        return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, moments=noting.moments)
-    # parts of an image: one a tile and converting warp
-    count = 4 * CONVERTERS * ceil(math.prod(problem.result_size), config.PIXELS)
-    parts = scratch.take(8 * problem.N * count)
-    guesses, scales, flags, again = (scratch.take(4 * problem.N) for _ in range(4))
-
-    def multiply(scales: tuple[int, int], second: int) -> Step:
-        buffers = (filters.w_limbs, scales, filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted, parts, again)
-        return _product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments, second)
-
-    images = images_of(problem, packed)
-    settle = Step("settle_scales", images.defines, problem.N, PACK_THREADS, (parts, guesses, scales, flags, again), (count,), "pack")
-    stages = [[multiply(guesses, 0)], [settle], [multiply(scales, 1)]]
-    if images.sampled:
-        stages.insert(0, [sample_step(images, INPUT, guesses)])
-    found = flags, filters.w_flags, scales, filters.w_scales
-    stages += [[step] for step in noting.guarded(problem, found)]
-    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, True, noting.moments)
+    buffers: tuple[Place, ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted)
+    stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments)]]
+    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, moments=noting.moments)
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
@@ -302,63 +274,53 @@ def _operand(problem: ConvProblem) -> str:
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
 
 
-def _plane_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
-    """Images that are multiplied as they lie: 16 bits in blocks of 64 pixels, swizzled; float32 in rows of pixels or of channels."""
-    plane, channels, size = math.prod(problem.operand_size), problem.operand_channels, problem.itemsize
-    if problem.layout == "NHWC":
-        strides = (4 * channels, 4 * channels * plane)
-        return TensorMap(INPUT, 0, (channels, plane, problem.N), strides, (64, config.PIXELS, 1), 0, problem.dtype)
-    box = (64 if size == 2 else config.PIXELS, 64, 1)
-    strides = (plane * size, channels * plane * size)
-    return TensorMap(INPUT, 0, (plane, channels, problem.N), strides, box, 128 if size == 2 else 0, problem.dtype)
+def _plane_map(problem: ConvProblem) -> TensorMap:
+    """Images that are multiplied as they lie, in blocks of 64 pixels and channels."""
+    plane, channels = math.prod(problem.operand_size), problem.operand_channels
+    return TensorMap(INPUT, 0, (plane, channels, problem.N), (2 * plane, 2 * plane * channels), (64, 64, 1), 128, problem.dtype)
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
     """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     size, groups, rows = _stored_bytes(problem, config), problem.groups, problem.result_channels
-    # tiles within an image must not write to the next one
-    plane = math.prod(problem.result_size)
-    pixels, count = (plane, problem.N) if config.POINTWISE else (problem.N * plane, config.SPLIT)
-    sizes, strides = (rows // groups, groups, pixels, count), (size * (rows // groups), size * rows, size * rows * pixels)
+    pixels = problem.N * math.prod(problem.result_size)
+    sizes, strides = (rows // groups, groups, pixels, config.SPLIT), (size * (rows // groups), size * rows, size * rows * pixels)
     return TensorMap(buffer, offset, sizes, strides, (128 // size, 1, 32, 1), 128, "float32" if size == 4 else problem.dtype)
 
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
-    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, second: int = 0,
+    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None,
 ) -> Step:
     """The launch of some phases."""
-    pointwise = 0 if not config.POINTWISE else 1 if problem.itemsize == 2 else 2
-    sampled = pointwise == 2 and images_of(problem, packed).sampled
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": pointwise,
-        "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "SAMPLED": int(sampled),
-        "MOMENTS": int(moments is not None), "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
+        "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
+        "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
     }
-    if pointwise:
-        maps = [_plane_map(problem, config)]
+    if config.POINTWISE:
+        maps = [_plane_map(problem)]
     elif config.HALO:
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
-    shapes = [_shape(problem, config, packed, walk, second) for walk in walks]
+    shapes = [_shape(problem, config, packed, walk) for walk in walks]
     # what a block takes at a time: a tile, or that of two phases; it must meet all of them
     side_by_side = 2 if paired(problem) else 1
     tiles, turns = sum(shape[0] for shape in shapes) // side_by_side, len(walks) // side_by_side
     grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
-    threads = THREADS + 128 * CONVERTERS * (pointwise == 2)
     return Step(
-        "implicit_gemm_sm90", defines, min(tiles, grid), threads, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
+        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
         shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
-def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, second: int) -> tuple[int, ...]:
+def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk) -> tuple[int, ...]:
     """The kernel's scalars of a phase."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles = _tiles(problem, config, phase)
@@ -371,7 +333,7 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *written_places(problem, phase), tiles[1] // problem.N, second,
+        *written_places(problem, phase), tiles[1] // problem.N,
     )
 
 
@@ -389,7 +351,6 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
-CONVERT_CYCLES = 14.0  # for a limb of 64 channels of a float32 pixel, by the converting warpgroups
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
@@ -432,9 +393,8 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
     step = max(cycles, ROW_CYCLES * pixel_rows) / CLOCK
-    if config.POINTWISE:  # limited by the conversion, or by memory for each tile of pixels' first use
-        conversion = CONVERT_CYCLES * limbs(problem) * config.PIXELS if problem.itemsize == 4 else 0
-        step = max(cycles / CLOCK, conversion / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
+    if config.POINTWISE:  # limited by memory for each tile of pixels' first use
+        step = max(cycles / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
     between = TILE_TIME + stores
     if config.HALO:  # neither loads nor stores are waited for

@@ -316,11 +316,6 @@ class Packed:
         return (filter_rows, self.images, slices, *self.scalars)
 
 
-def images_of(problem: ConvProblem, packed: Packing) -> Packed:
-    """The images of `problem`, to be packed."""
-    return _packed(problem, packed, problem.direction == "dgrad", False)
-
-
 def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bool) -> Packed:
     """The images of `problem`, or its filter as such; the magnitude of a gradient can't be guessed."""
     groups, all_taps, count = problem.groups, math.prod(problem.filter_size), limbs(problem)
@@ -356,11 +351,6 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     return Packed(defines, scalars, images, rows * tiles, tiles)
 
 
-def sample_step(images: Packed, array: int, guesses: tuple[int, int]) -> Step:
-    """The launch that guesses the scales of images that lie in `array`."""
-    return Step("sample_images", images.defines, images.images, PACK_THREADS, (array, guesses), images.shape(0), "pack")
-
-
 def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int) -> Operands:
     """Pack the operands, the images into `scratch`."""
     wide, count, written = problem.dtype == "float32", limbs(problem), problem.result_channels
@@ -386,7 +376,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         scalars = (images.tiles, *images.shape(0, slices))
         return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
 
-    images = images_of(problem, packed)
+    images = _packed(problem, packed, problem.direction == "dgrad", False)
     parts = guesses = nowhere
     if not packed.as_is:
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * problem.groups * packed.group)
@@ -398,13 +388,18 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
         return [Step("pack", images.defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
 
-    guess_x = [sample_step(images, INPUT, guesses)] if images.sampled else []
+    def sample(images: Packed, array: int, guesses: tuple[int, int]) -> list[Step]:
+        if not images.sampled:
+            return []
+        return [Step("sample_images", images.defines, images.images, PACK_THREADS, (array, guesses), images.shape(0), "pack")]
+
+    guess_x = sample(images, INPUT, guesses)
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
         w_parts, w_guesses = places(rows, kept)
         buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
-        guess_w = [sample_step(rows, WEIGHT, w_guesses)] if rows.sampled else []
+        guess_w = sample(rows, WEIGHT, w_guesses)
         pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
         prepare, alone = [guess_w, pack_w, settle_w], [guess_x, pack_x, settle_x]

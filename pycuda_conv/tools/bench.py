@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pycuda_conv
-from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm
+from pycuda_conv.engines import TENSOR_CORES, Pointwise
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
@@ -227,7 +227,8 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = isinstance(config, TENSOR_CORES)
-    least = floor(problem, tensor_cores=tensor_cores, packed=not (isinstance(config, ImplicitGemm) and config.POINTWISE))
+    as_it_lies = isinstance(config, Pointwise) or getattr(config, "POINTWISE", False)
+    least = floor(problem, tensor_cores=tensor_cores, packed=not as_it_lies)
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
         least.traffic, least.us, **known,

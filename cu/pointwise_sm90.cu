@@ -1,0 +1,425 @@
+// pointwise_sm90.cu: 1x1 convolutions of float32 arrays as they lie in memory, and their gradients, on Hopper's tensor cores in TF32.
+//
+//   D[row, column] = sum over k of A[row, k] * B[column, k]
+//                         row             column            k                   A     B
+//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter
+//   the same, NHWC        pixel           channel of y      channel of x        x     the same
+//   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
+//
+// TF32 takes a float32 number's exponent and the first 11 bits of it, so that nothing has to be scaled: Inf, NaN and 1e-38 are numbers
+// like others. LIMBS = 2, fp32 accuracy: a number is what TF32 takes of it and the rest, TF32 again; the product of two rests is left out
+// (2^-22). The products of the firsts are added into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
+// products stay there. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
+//
+// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x COLUMNS columns.
+//          Tile order, fastest first: columns, rows, split: blocks that share A run together.
+//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; a warp has 16 * BLOCKS of them, of its own.
+// A        goes through registers: nothing else turns an operand of 32 bits, or splits it without being written once more.
+// Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][COLUMNS][32 k].
+//          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
+//          WGRAD: the consumers make the second limb of B, or round it, as it has arrived.
+// NCHW     a warp's 32 pixels are neighbours in an image, and a thread's four are, so that y is written 16 bytes at once, a channel's
+//          128 by 8 lanes: lane / 4 names the four, lane % 4 the channel. Which row of the product is which pixel is of no account.
+// Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct_reduce.cu adds them in order.
+// Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a warp's pixels, the mean of y and the sum of squares of what
+//          y is off by: moments[slice][2][channel].
+#ifndef COLUMNS
+#define COLUMNS 64
+#define BLOCKS 2     // of 16 rows, of a warp; 2 for NCHW
+#define STAGES 4
+#define LIMBS 2
+#define WGRAD 0
+#define NHWC 0
+#define PAIRS 1      // neighbouring columns are neighbours in y, at multiples of 2
+#define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
+#define MOMENTS 0
+#endif
+#include "wgmma.cuh"
+
+constexpr bool TURNED = !WGRAD && !NHWC;
+constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
+constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+constexpr int LOADED_BYTES = A_BYTES + (WGRAD ? 1 : LIMBS) * B_BYTES;
+static_assert(!TURNED || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
+static_assert(COLUMNS % 32 == 0 && COLUMNS <= 128, "see wgmma_tf32");
+
+// 64 bits each so that the host can pack it without knowing types
+struct Shape {
+  long long tiles, across, down;          // all, along the columns, along the rows
+  long long steps, each;                  // stages of k, and how many of them a split takes at the most
+  long long rows, columns;                // that there are; NCHW: images instead of rows
+  long long boxes, plane;                 // of an image: runs of 32 pixels, and pixels
+  long long row_step, column_step, size;  // elements of y from one row, and column, to the next, and of y
+};
+
+struct Tile {
+  int row, column, split, first, last;  // in tiles, but for column; stages of k
+  DEVICE Tile(const Shape& shape, int tile) {
+    column = tile % (int)shape.across * COLUMNS;
+    tile /= (int)shape.across;
+    row = tile % (int)shape.down;
+    split = tile / (int)shape.down;
+    first = min(split * (int)shape.each, (int)shape.steps);
+    last = min(first + (int)shape.each, (int)shape.steps);
+  }
+};
+typedef RingPosition<STAGES> Position;
+
+DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
+  prefetch_map(map_a);
+  prefetch_map(map_b);
+  Position at;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+    const Tile of(shape, tile);
+    for (int step = of.first; step < of.last; ++step) {
+      const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
+      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(arrived, LOADED_BYTES);
+      if (WGRAD) {
+        const int image = step / (int)shape.boxes, pixel = step % (int)shape.boxes * 32;
+        load_box(a, map_a, arrived, pixel, of.row * ROWS, image);
+        load_box(b, map_b, arrived, pixel, of.column, image);
+      } else {
+        if (NHWC) {
+          load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
+        } else {
+#pragma unroll
+          for (int warp = 0; warp < WARPS; ++warp) {
+            const int box = of.row * WARPS + warp;
+            load_box(a + warp * A_WARP, map_a, arrived, box % (int)shape.boxes * 32, step * 32, box / (int)shape.boxes);
+          }
+        }
+#pragma unroll
+        for (int limb = 0; limb < LIMBS; ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+      }
+      at.next();
+    }
+  }
+}
+
+// ---- limbs: the product ignores the last 13 bits of each number
+
+DEVICE uint32_t rounded(float v) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  return bits;
+}
+DEVICE float truncated(float v) { return __uint_as_float(__float_as_uint(v) & ~0x1fffu); }
+// The second limb is so much larger than what the first one leaves, so that it is there as long as v is no subnormal.
+constexpr float LARGER = 512;
+
+// An element of A: the product itself truncates it to the first limb. The second one of Inf and NaN, 0x7fffffff + 0x1000, is next to 0.
+DEVICE uint32_t rest(float v) { return __float_as_uint((v - truncated(v)) * LARGER) + 0x1000; }
+
+// An element of B: rounded, so that what is left out, the products of second limbs, has both signs; but for what would become Inf.
+struct Split {
+  uint32_t high, low;
+  DEVICE Split(float v) : high(rounded(v)), low(0) {
+    if (LIMBS == 1) return;
+    const uint32_t bits = __float_as_uint(v);
+    high = ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
+    low = __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
+  }
+};
+
+#if WGRAD
+// B as it has arrived to limbs, by all consumers.
+DEVICE void make_limbs(uint8_t* b) {
+#pragma unroll
+  for (int i = 0; i < COLUMNS * 8 / (128 * CONSUMERS); ++i) {
+    uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x - 128) * 16;
+    const float4 v = *(const float4*)place;
+    const Split split[4] = {v.x, v.y, v.z, v.w};
+    *(uint4*)place = make_uint4(split[0].high, split[1].high, split[2].high, split[3].high);
+    if (LIMBS == 2) *(uint4*)(place + B_BYTES) = make_uint4(split[0].low, split[1].low, split[2].low, split[3].low);
+  }
+  fence_for_bulk();  // wgmma reads shared memory as the bulk copies do
+  named_barrier(1, 128 * CONSUMERS);
+}
+#endif
+
+// ---- a tile's sums
+
+struct Sums {
+  float of[BLOCKS][COLUMNS / 2];
+};
+
+// The thread's elements of A for 8 of k: a[block] as wgmma_tf32 wants them.
+DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
+  const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    if constexpr (TURNED) {  // groups of four pixels in an order that lets 8 lanes meet every bank once
+      const float4 v = *(const float4*)(of_warp + (k + c + 4 * j) * 128 + (((r % 2 * 4 + r / 2) ^ (c + 4 * j)) << 4));
+      a[0][2 * j] = v.x;
+      a[0][2 * j + 1] = v.y;
+      a[1][2 * j] = v.z;
+      a[1][2 * j + 1] = v.w;
+    } else {
+#pragma unroll
+      for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          a[block][2 * j + half] = *(const float*)(of_warp + (16 * block + 8 * half + r) * 128 + (((k / 4 + j) ^ r) << 4) + 4 * c);
+    }
+  }
+}
+
+DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, uint32_t empty, Position& at) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) total.of[block][i] = 0;
+#if LIMBS == 2
+  Sums main, cross;
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i) cross.of[block][i] = 0;
+#else
+  Sums& main = total;
+#endif
+  for (int step = of.first; step < of.last; ++step) {
+    barrier_wait(full + 8 * at.stage, at.parity);
+    uint8_t* const stage = ring + at.stage * STAGE_BYTES;
+#if WGRAD
+    make_limbs(stage + A_BYTES);
+#endif
+    const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
+    const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
+    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || WGRAD ? 8 : 32 / BLOCKS;  // of k: as many as there are registers for
+#pragma unroll
+    for (int first = 0; first < 32; first += AT_ONCE) {
+      uint32_t a[AT_ONCE / 8][BLOCKS][4];
+      [[maybe_unused]] uint32_t low[AT_ONCE / 8][BLOCKS][4];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 8; ++i) {
+        float v[BLOCKS][4];
+        load_a(v, of_warp, first + 8 * i);
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            a[i][block][e] = LIMBS == 2 ? __float_as_uint(v[block][e]) : rounded(v[block][e]);
+            low[i][block][e] = rest(v[block][e]);
+          }
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < AT_ONCE / 8; ++i)
+#pragma unroll
+        for (int block = 0; block < BLOCKS; ++block) {
+          const uint64_t b_high = b + (first + 8 * i) * 4 / 16;
+          wgmma_tf32(main.of[block], a[i][block], b_high, LIMBS == 1 || first + i > 0);
+#if LIMBS == 2
+          wgmma_tf32(cross.of[block], low[i][block], b_high, true);
+          wgmma_tf32(cross.of[block], a[i][block], b_high + B_BYTES / 16, true);
+#endif
+        }
+      wgmma_commit();
+      wgmma_wait<0>();
+    }
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) wgmma_arrived(main.of[block]);
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
+    at.next();
+#if LIMBS == 2
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) total.of[block][i] += main.of[block][i];
+#endif
+  }
+#if LIMBS == 2
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block) {
+    wgmma_arrived(cross.of[block]);
+#pragma unroll
+    for (int i = 0; i < COLUMNS / 2; ++i)  // Inf times a rest of 0 is no part of the result
+      if (fabsf(total.of[block][i]) < INFINITY) total.of[block][i] = fmaf(cross.of[block][i], 1 / LARGER, total.of[block][i]);
+  }
+#endif
+}
+
+// ---- and what becomes of them
+
+// What a thread has of a column, its rows in the order of v, finished but for the residual.
+DEVICE void finish(float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, float scale, float bias) {
+#pragma unroll
+  for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      v[2 * block + half] = sum.of[block][4 * i + 2 * half + e];
+      SCALE_AND_SHIFT(v[2 * block + half], scale, bias)
+    }
+}
+
+#if MOMENTS
+// 8 lanes have a channel's pixels; the squares are summed relative to its first one, so that a large mean costs no digits.
+DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 * BLOCKS], int count, bool real, float* to, int columns) {
+  const int lane = threadIdx.x % 32;
+  const float first = __shfl_sync(~0u, v[0], lane % 4);
+  float all = 0, squares = 0;
+#pragma unroll
+  for (int row = 0; row < 2 * BLOCKS; ++row) {
+    const float off = counted[row] ? v[row] - first : 0;
+    all += off;
+    squares = fmaf(off, off, squares);
+  }
+#pragma unroll
+  for (int beside = 4; beside < 32; beside *= 2) {
+    all += __shfl_xor_sync(~0u, all, beside);
+    squares += __shfl_xor_sync(~0u, squares, beside);
+  }
+  if (lane < 4 && real) {
+    to[0] = first + all / count;
+    to[columns] = fmaxf(squares - all * (all / count), 0);
+  }
+}
+#endif
+
+DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const float* bias, const float* scale, const float* residual,
+                  [[maybe_unused]] float* moments, float* y) {
+  const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
+  const int warp = of.row * WARPS + threadIdx.x / 32 - 4, column0 = of.column + 2 * (lane % 4);
+  long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
+  bool counted[2 * BLOCKS];
+  if (TURNED) {
+    const int image = warp / (int)shape.boxes, pixel = warp % (int)shape.boxes * 32 + 4 * (r % 2 * 4 + r / 2);
+    counted[0] = counted[1] = counted[2] = counted[3] = image < (int)shape.rows && pixel < (int)shape.plane;
+    at[0] = image * shape.row_step + pixel;
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int row = warp * WARP_ROWS + 8 * i + r;
+      counted[i] = row < (int)shape.rows;
+      at[i] = row * shape.row_step;
+    }
+  }
+  y += of.split * shape.size;
+#if MOMENTS
+  const int begin = TURNED ? warp % (int)shape.boxes * 32 : warp * WARP_ROWS, end = TURNED ? (int)shape.plane : (int)shape.rows;
+  const int count = TURNED && warp / (int)shape.boxes >= (int)shape.rows ? 0 : min(end - begin, WARP_ROWS);
+#endif
+  constexpr int BATCH = 8;  // loads under way at once; more would spill
+  float scales[BATCH], biases[BATCH];
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 8; ++i) {
+    if (i % (BATCH / 2) == 0)
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
+        scales[j] = HAS_SCALE ? scale[column] : 1;
+        biases[j] = HAS_BIAS ? bias[column] : 0;
+      }
+    float v[2][2 * BLOCKS];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int j = (2 * i + e) % BATCH;
+      finish(v[e], sum, i, e, scales[j], biases[j]);
+#if MOMENTS
+      const int column = column0 + 8 * i + e;
+      if (count > 0) store_moments(v[e], counted, count, column < columns, moments + (long long)warp * 2 * columns + column, columns);
+#endif
+    }
+#if !WGRAD && !NHWC
+    {
+      [[maybe_unused]] float4 added[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (HAS_RESIDUAL && counted[0] && column0 + 8 * i + e < columns)
+          added[e] = *(const float4*)(residual + at[0] + (column0 + 8 * i + e) * shape.column_step);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float(&out)[4] = v[e];
+        ADD_AND_ACTIVATE(out[0], added[e].x)
+        ADD_AND_ACTIVATE(out[1], added[e].y)
+        ADD_AND_ACTIVATE(out[2], added[e].z)
+        ADD_AND_ACTIVATE(out[3], added[e].w)
+        if (counted[0] && column0 + 8 * i + e < columns) store_word(y + at[0] + (column0 + 8 * i + e) * shape.column_step, *(const uint4*)out);
+      }
+    }
+#else
+#pragma unroll
+      for (int row = 0; row < 2 * BLOCKS; ++row) {
+        const bool real[2] = {counted[row] && column0 + 8 * i < columns, counted[row] && column0 + 8 * i + 1 < columns};
+        const long long place = at[row] + (column0 + 8 * i) * shape.column_step;
+#if PAIRS
+        const float2 added = HAS_RESIDUAL && real[0] ? *(const float2*)(residual + place) : float2();
+        float left = v[0][row], right = v[1][row];
+        ADD_AND_ACTIVATE(left, added.x)
+        ADD_AND_ACTIVATE(right, added.y)
+        if (real[0]) store_word(y + place, make_uint2(__float_as_uint(left), __float_as_uint(right)));
+#else
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (real[e]) {
+            float out = v[e][row];
+            ADD_AND_ACTIVATE(out, residual[place + e * shape.column_step])
+            y[place + e * shape.column_step] = out;
+          }
+#endif
+      }
+#endif
+  }
+}
+
+constexpr int THREADS = 128 * (1 + CONSUMERS);
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    pointwise_sm90(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, const float* __restrict__ bias,
+                   const float* __restrict__ scale, const float* residual, float* __restrict__ y,
+#if MOMENTS
+                   float* __restrict__ moments,
+#endif
+                   const __grid_constant__ Shape shape) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  uint8_t* const ring = dynamic + (-shared_address(dynamic) & 1023);  // swizzle patterns follow absolute addresses
+  const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(full + 8 * i, 1);
+      barrier_init(empty + 8 * i, WARPS);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+#if !MOMENTS
+  float* const moments = nullptr;
+#endif
+  if (threadIdx.x < 128) {
+    registers_down<24>();
+    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, shared_address(ring), full, empty);
+  } else {
+    registers_up<240>();
+    Position at;
+    for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
+      const Tile of(shape, tile);
+      Sums sum;
+      multiply(sum, of, ring, full, empty, at);
+      store(sum, of, shape, bias, scale, residual, moments, y);
+    }
+  }
+}
+
+// ---- the filter
+
+struct Filter {
+  long long rows, channels, padded;  // channels: of the filter, and of its limbs
+  long long row_step, channel_step;  // elements of w from one to the next
+};
+
+// thread -> one element of the limbs [limb][row][channel], of which those without a channel are zeros
+extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const Filter filter) {
+  AFTER_LAST_LAUNCH
+  NEXT_LAUNCH_MAY_COME
+  const int i = blockIdx.x * 256 + threadIdx.x, row = i / (int)filter.padded, channel = i % (int)filter.padded;
+  if (row >= (int)filter.rows) return;
+  const Split split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
+  limbs[i] = split.high;
+  if (LIMBS == 2) limbs[filter.rows * filter.padded + i] = split.low;
+}

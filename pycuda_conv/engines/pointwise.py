@@ -1,0 +1,246 @@
+"""1x1 convolutions of float32 arrays, and their gradients, on Hopper's tensor cores in TF32 (``cu/pointwise_sm90.cu``).
+
+The arrays are read as they lie: there is nothing to pack but the filter, nothing to scale, and no number that needs a path of
+its own. A product of TF32 numbers takes twice the time of one of 16 bits, so that where there is more to multiply than to read
+the packed operands of :mod:`pycuda_conv.engines.implicit_gemm` win; :func:`time` says where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
+from pycuda_conv.engines.implicit_gemm import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.packed import Moments, Noting, Program, Room, limbs, products
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Place, Step, TensorMap
+
+__all__ = ["Pointwise", "choose", "configs", "legal", "program", "time", "unsupported"]
+
+WARPS = 8  # of the consumers
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """One tile of ``pointwise_sm90.cu``.
+
+    Its columns, the blocks of 16 rows of a warp, the stages of its ring, and splits of k. TURNED lets the gradient of a filter
+    have its input channels in rows and its output channels in columns, instead of the other way.
+    """
+
+    COLUMNS: int = 64
+    BLOCKS: int = 2
+    STAGES: int = 4
+    SPLIT: int = 1
+    TURNED: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return 16 * WARPS * self.BLOCKS
+
+
+# ---- what is legal
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.dtype != "float32" or problem.groups != 1:
+        return "it takes float32 arrays of one group"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    ones = (1, 1, 1)
+    if _wgrad(problem):
+        alike = problem.operand_size == problem.filter_size and problem.result_size == ones == problem.stride == problem.dilation
+    else:
+        alike = problem.filter_size == ones and problem.operand_size == problem.result_size and problem.stride == ones
+    if not alike or any(problem.padding_before):
+        return "it takes 1x1 filters without stride and padding"
+    if (problem.operand_channels if problem.layout == "NHWC" else math.prod(problem.operand_size)) % 4:
+        return "tensor loads take planes, or a pixel's channels, of a multiple of 16 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def legal(problem: ConvProblem, config: Pointwise) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    most = 128 if products(problem) == 3 else 256  # sums three times, or once, fill the registers
+    if config.COLUMNS not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.COLUMNS * config.BLOCKS > most:
+        return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
+    if config.BLOCKS == 1 and problem.layout == "NCHW":
+        return "a thread takes four neighbouring pixels of an image"
+    if (config.TURNED or config.SPLIT > 1) and not _wgrad(problem):
+        return "the gradient of a filter alone is turned or split"
+    if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
+        return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if config.SPLIT < 1:
+        return "it has at least one split"
+    return None
+
+
+def _wgrad(problem: ConvProblem) -> bool:
+    return problem.layout == "CNHW"
+
+
+def _stage_bytes(problem: ConvProblem, config: Pointwise) -> tuple[int, int]:
+    """Of the rows, and of the columns."""
+    return 128 * config.rows, 128 * config.COLUMNS * limbs(problem)
+
+
+def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
+    """Shared memory of a block: the ring, and room to align it."""
+    return config.STAGES * sum(_stage_bytes(problem, config)) + 1024
+
+
+# ---- launches
+
+
+@dataclass(frozen=True)
+class _Product:
+    """The matrix product of a problem: see the head of the kernel. Counts of tiles and stages, and the kernel's scalars."""
+
+    across: int
+    down: int
+    steps: int
+    scalars: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: Pointwise) -> _Product:
+        plane, read, written = math.prod(problem.operand_size), problem.operand_channels, problem.result_channels
+        boxes, images = ceil(plane, 32), problem.N
+        if _wgrad(problem):
+            rows, columns = (images, written) if config.TURNED else (written, images)
+            down, steps = ceil(rows, config.rows), read * boxes
+            places = (1, images) if config.TURNED else (images, 1)
+        elif problem.layout == "NHWC":
+            rows, columns, steps = images * plane, written, ceil(read, 32)
+            down, places = ceil(rows, config.rows), (written, 1)
+        else:
+            rows, columns, steps = images, written, ceil(read, 32)
+            down, places = ceil(images * boxes, WARPS), (written * plane, plane)
+        across = ceil(columns, config.COLUMNS)
+        each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
+        tiles = across * down * config.SPLIT
+        return cls(across, down, steps, (tiles, across, down, steps, each, rows, columns, boxes, plane, *places, size))
+
+    @property
+    def tiles(self) -> int:
+        return self.scalars[0]
+
+
+def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted: bool = False) -> Program:
+    """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
+    scratch, kept = Room(WORKSPACE), Room(PACKED)
+    noting = Noting(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    product, split = _Product.of(problem, config), config.SPLIT > 1
+    defines = {
+        "COLUMNS": config.COLUMNS, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
+        "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.scalars[-2] == 1 and product.scalars[6] % 2 == 0),
+        **direct.epilogue(problem), "MOMENTS": int(noting.moments is not None),
+    }
+    target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
+    prepare: list[list[Step]] = []
+    if _wgrad(problem):
+        maps = [_planes(problem, INPUT, problem.N, config.rows if config.TURNED else config.COLUMNS)]
+        maps.append(_planes(problem, WEIGHT, problem.K, config.COLUMNS if config.TURNED else config.rows))
+        if not config.TURNED:
+            maps.reverse()
+    else:
+        step, of_filter = _filter(problem, config, kept, defines)
+        prepare, maps = [[step]], [_images(problem, config), of_filter]
+    noted_at: tuple[Place, ...] = (noting.parts,) if noting.moments else ()
+    buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
+    shared = shared_bytes(problem, config)
+    stages = [[Step("pointwise_sm90", defines, grid, THREADS, buffers, product.scalars, maps=tuple(maps), shared=shared, arch="sm_90a")]]
+    if split:
+        stages.append([direct.reduce_step(problem, config.SPLIT, target)])
+    return Program(prepare, stages, prepare + stages, scratch.used, kept.used, moments=noting.moments)
+
+
+def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
+    """What the product can note of its result: forward, where nothing is added to it."""
+    if problem.direction != "fprop" or _wgrad(problem) or problem.has_residual or problem.activation:
+        return None
+    plane = math.prod(problem.result_size)
+    sets, span = (problem.N, plane) if problem.layout == "NCHW" else (1, problem.N * plane)
+    return Moments(sets, span, 16 * config.BLOCKS, problem.result_channels)
+
+
+def _planes(problem: ConvProblem, array: int, channels: int, rows: int) -> TensorMap:
+    """An array of images as the gradient of a filter reads it: so many rows of 32 pixels at once."""
+    plane, images = math.prod(problem.operand_size), problem.operand_channels
+    return TensorMap(array, 0, (plane, channels, images), (4 * plane, 4 * plane * channels), (32, rows, 1), 128, "float32")
+
+
+def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
+    """The images: 32 channels of 32 pixels at once, or, NHWC, of all pixels of a tile."""
+    plane, channels = math.prod(problem.operand_size), problem.operand_channels
+    if problem.layout == "NHWC":
+        pixels = problem.N * plane
+        strides = (4 * channels, 4 * channels * pixels)
+        return TensorMap(INPUT, 0, (channels, pixels, 1), strides, (32, config.rows, 1), 128, "float32")
+    return TensorMap(INPUT, 0, (plane, channels, problem.N), (4 * plane, 4 * plane * channels), (32, 32, 1), 128, "float32")
+
+
+def _filter(problem: ConvProblem, config: Pointwise, kept: Room, defines: dict[str, int]) -> tuple[Step, TensorMap]:
+    """The launch that splits the filter into limbs, and how these are read."""
+    rows, channels = problem.result_channels, problem.operand_channels
+    padded = ceil(channels, 4) * 4
+    place = kept.take(4 * limbs(problem) * rows * padded)
+    _, row_step, channel_step = direct.filter_strides(problem)
+    scalars = (rows, channels, padded, row_step, channel_step)
+    step = Step("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
+    sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
+    return step, TensorMap(*place, sizes, strides, (32, config.COLUMNS, 1), 128, "float32")
+
+
+# ---- the choice
+
+# Measured on an H200.
+CLOCK, WAIT_CYCLES = 1400.0, 300  # cycles a microsecond, and of a stage beside its products
+FILL, MOVED = 43e3, 30e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
+STORE_TIME = 1.2  # microseconds to store 256 rows x 64 columns
+LAUNCHES_TIME = {False: 5.0, True: 3.0}  # microseconds of launches; of the gradient of a filter, before parts are added
+
+
+def configs(problem: ConvProblem) -> Iterator[Pointwise]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    turned, steps = (False, True) if _wgrad(problem) else (False,), _Product.of(problem, Pointwise()).steps
+    splits = direct.splits(problem, steps // 8) if _wgrad(problem) else (1,)
+    for blocks in (1, 2):
+        for columns in (32, 64, 96, 128):
+            deepest = next((n for n in (6, 5, 4, 3) if legal(problem, Pointwise(columns, blocks, n)) is None), None)
+            if deepest:
+                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in splits for swap in turned)
+
+
+def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float:
+    """Microseconds that `config` should take: arithmetic, bytes from memory and from the caches, rounds of tiles."""
+    product, (of_rows, of_columns) = _Product.of(problem, config), _stage_bytes(problem, config)
+    wgrad, steps = _wgrad(problem), ceil(product.steps, config.SPLIT)
+    if wgrad:
+        of_columns //= limbs(problem)
+    cycles = 4 * products(problem) * config.BLOCKS * config.COLUMNS  # of 4 times 8 of k, by two consumers
+    step = max((cycles + WAIT_CYCLES) / CLOCK, (of_rows + of_columns) / FILL)
+    # memory is met by the first of the tiles that share something
+    written = config.rows * min(config.COLUMNS, product.scalars[6]) * 4
+    moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
+    tile = max(steps * step + STORE_TIME * config.rows * config.COLUMNS / 2**14, moved / MOVED)
+    time = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
+    if config.SPLIT > 1:
+        time += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
+    return time + (0 if wgrad else math.prod(problem.weight_shape) * 12 / 3.5e6)
+
+
+def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, Pointwise] | None:
+    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
+    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0], default=None)
