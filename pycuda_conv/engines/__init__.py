@@ -6,7 +6,6 @@ The modules of this package know forward convolutions and their transposes only:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 
 from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80, pointwise
@@ -54,9 +53,9 @@ def choose(problem: ConvProblem, device: Device) -> Config:
             found = [implicit_gemm.choose(problem, units), pointwise.choose(problem, units)]
         elif implicit_gemm_sm80.unsupported(device) is None:
             found = [implicit_gemm_sm80.choose(problem, units, device.capability)]
-        us, best = min((one for one in found if one), key=lambda one: one[0], default=(math.inf, plain))
-        if us < direct.gemm_time(problem, plain, units):
-            return best
+        best = min((one for one in found if one), key=lambda one: one[0], default=None)
+        if best is not None and best[0] < direct.gemm_time(problem, plain, units):
+            return best[1]
     return plain
 
 
