@@ -28,6 +28,7 @@
 //          and are written while the next tile is multiplied.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
+//          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
@@ -62,6 +63,7 @@
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
+#define FILTER_MAP 0
 #define PHASES 1
 #define X_STAGES 2   // of the ring of x alone: HALO
 #define MOMENTS 0    // of y's channels are written too
@@ -205,8 +207,8 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
-    const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
-    const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
+    [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
+    [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       Tap tap;
       do {
@@ -242,7 +244,10 @@ DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, const Ri
   }
 }
 #elif !POINTWISE
-DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+#if FILTER_MAP
+  prefetch_map(map_w);
+#endif
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
@@ -257,8 +262,8 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, co
     const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
     const int channel = of.group * (int)shape.channels_group;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
-    const long long w_next = next_rows(of, shape) ? w_block : 0;
-    const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
+    [[maybe_unused]] const long long w_next = next_rows(of, shape) ? w_block : 0;
+    [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
     int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
     int s = tap % (int)shape.tap_s, r = tap / (int)shape.tap_s % (int)shape.tap_r, t = tap / (int)(shape.tap_s * shape.tap_r);
@@ -271,9 +276,16 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, co
         // blocks past the end, to fill the last stage: the zeros at the end of w's, and of x what lies past the last channel
         const bool real = block < (int)shape.blocks;
         const long long tap = shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s;
+#if FILTER_MAP
+#pragma unroll
+        for (int rows = 0; rows < ROWS / 64; ++rows)
+          load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, (int)tap,
+                   of.group * (int)shape.rows_group + of.m + 64 * rows);
+#else
         const uint8_t* const from = w_tile + (real ? tap * shape.channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
+#endif
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<RANK>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
@@ -298,23 +310,31 @@ DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, co
 #endif
 
 #if POINTWISE
-DEVICE void produce(const uint8_t* w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   const Shape& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
+#if FILTER_MAP
+  prefetch_map(map_w);
+#endif
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
     const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
-    const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
-    const uint8_t* const w_tile = w + (of.m / 64) * w_block;
+    [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
+    [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
       barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
-      for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
+      for (int rows = 0; rows < ROWS / 64; ++rows)
+#if FILTER_MAP
+        load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
+#else
+        load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
+#endif
 #pragma unroll
       for (int block = 0; block < PIXELS / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
@@ -868,6 +888,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
+#if FILTER_MAP
+                       const __grid_constant__ CUtensorMap map_w,
+#endif
 #if TENSOR_STORE
                        const __grid_constant__ CUtensorMap map_y,
 #endif
@@ -912,7 +935,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
     if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
 #else
-    if (threadIdx.x == 0) produce(w, maps_x, shapes, rings);
+#if FILTER_MAP
+    const CUtensorMap* const filters = &map_w;
+#else
+    const CUtensorMap* const filters = nullptr;
+#endif
+    if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);
 #endif
   } else {
     registers_up<232>();

@@ -360,7 +360,8 @@ class DeviceKind(ArrayKind):
             copies = {}
             if x % ALIGNMENT or not (contiguous(input) if order is None else self.lies(input, order)):
                 copies["input"] = input
-            if w % ALIGNMENT or not contiguous(weight):
+            filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and self.lies(weight, plan.filter_order)
+            if not filter_last and (w % ALIGNMENT or not contiguous(weight)):
                 copies["weight"] = weight
             if bias is not None and not contiguous(bias):
                 copies["bias"] = bias
@@ -376,16 +377,16 @@ class DeviceKind(ArrayKind):
                 x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
             result = self.empty(plan.result_shape, input, device, order) if out is None else out
             if not plan.empty:
-                nbytes, at = plan.workspace_bytes, 0
+                nbytes, at = plan.program.workspace_bytes if filter_last else plan.workspace_bytes, 0
                 if packed is not None:
                     nbytes, at = plan.program.workspace_bytes, pointer(packed)
                 workspace = self.workspace(nbytes, input, device) if nbytes else None
                 buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
                 if stream is None:
-                    plan.launch(buffers, on, at, s, r)
+                    plan.launch(buffers, on, at, s, r, filter_last)
                 else:  # memory of the current stream's is used on another: it was written before and is given back after
                     device.order(home, on)
-                    plan.launch(buffers, on, at, s, r)
+                    plan.launch(buffers, on, at, s, r, filter_last)
                     if out is None or copies or workspace is not None or at:
                         device.order(on, home)
             return result

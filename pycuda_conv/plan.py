@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import engines
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.tune import Choice, caches, lookup, tuned
 
@@ -69,12 +69,16 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = program.workspace_bytes + program.filter_bytes
         self.empty = 0 in problem.result_shape
+        unpacked = program.filter_last or []
         if not self.empty:
-            self.device.compile_all([step for stage in program.whole for step in stage])
-        self._prepare, self._launchers, self._whole = (
+            self.device.compile_all([step for stage in (*program.whole, *unpacked) for step in stage])
+        self._prepare, self._launchers, self._whole, self._unpacked = (
             [] if self.empty else [self.device.stage_launcher(stage) for stage in stages]
-            for stages in (program.prepare, program.stages, program.whole)
+            for stages in (program.prepare, program.stages, program.whole, unpacked)
         )
+        #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order, without packing it
+        self.reads_filter_last = bool(self._unpacked)
+        self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
         self.order = problem.order
         self.result_shape = problem.result_shape
@@ -87,16 +91,19 @@ class Plan:
         self.accepted: dict[Hashable, Hashable] = {}
         self.accepted_out: dict[Hashable, Hashable] = {}
 
-    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0) -> None:
+    def launch(
+        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0, filter_last: bool = False
+    ) -> None:
         """Launch the kernels on (input, weight, bias, result, workspace), `scale` and `residual`: addresses, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
-        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. The residual
+        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace, but with
+        `filter_last`, for plans of :attr:`reads_filter_last`: there the filter lies in :attr:`filter_order`. The residual
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         place = packed or (buffers[4] + self.program.workspace_bytes if self.filter_bytes else 0)
         buffers = (*buffers, place, scale, residual)
-        for launcher in self._launchers if packed else self._whole:
+        for launcher in self._launchers if packed else self._unpacked if filter_last else self._whole:
             launcher(buffers, stream)
 
     def launch_all(self, buffers: Sequence[Any], stream: Any = None) -> None:

@@ -344,6 +344,10 @@ def check_pairs(step, shapes) -> None:
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
     define, (x_map, *y_map) = step.defines, step.maps
+    if define["FILTER_MAP"]:
+        w_map, *y_map = y_map
+        kc = define["KC"]
+        assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype and define["PHASES"] == 1
     rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
@@ -437,7 +441,10 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
             assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
-            a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
+            if define["FILTER_MAP"]:
+                a = load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)
+            else:
+                a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
             channel = group * s.channels_group + c * kc if real else s.channels
             b = [load_im2col(x_map, memory, channel, walk, offsets[:rank]) for walk in walks]
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
@@ -455,7 +462,10 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
         total = np.zeros((define["ROWS"], pixels))
         for c in range(0, s.channel_blocks * 64, 64):
             b = [load_box(x_map, memory, (first, c, image), (pixels, 64)).T.astype(np.float64)]
-            a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
+            if define["FILTER_MAP"]:
+                a = load_filter_box(step, memory, c, 0, m)
+            else:
+                a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
             multiply(total, a, b)
         write_pixels(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
@@ -527,6 +537,11 @@ def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> 
     return np.concatenate(found, axis=1).astype(np.float64)
 
 
+def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int) -> list[np.ndarray]:
+    """[row][channel] of a tile, of the filter as it lies."""
+    return [np.concatenate([boxed(step.maps[1], memory, (channel, tap, row + 64 * i))[:, 0] for i in range(step.defines["ROWS"] // 64)])]
+
+
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
     pixel, plane, per = pixel0 + np.arange(step.defines["PIXELS"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
@@ -595,7 +610,7 @@ def finished(define, memory: Memory, kind: str, total, scale, bias, residual, ch
 
 def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
     """A tile by TMA, 32 pixels and 128 bytes of channels at a time."""
-    described, place = step.maps[1], step.buffers[6]
+    described, place = step.maps[-1], step.buffers[6]
     assert step.defines["DENSE"] and step.defines["NHWC"] and step.defines["WGMMA_N"] % 32 == 0
     assert place in (described.buffer, (described.buffer, described.offset)) and described.dtype == ELEMENT[step.defines["OUT"]]
     wide = 128 // np.dtype(described.dtype).itemsize
@@ -829,5 +844,10 @@ def emulate(
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:
             mended.append(memory.mended)
-    assert results[0].tobytes() == results[-1].tobytes(), "a kept filter gives other bits"
+    if program.filter_last:
+        memory = Memory(problem, program, x, np.moveaxis(w, 1, -1), b, scale, residual)
+        memory.buffers[PACKED] = np.zeros(0, np.uint8)
+        launch(program.filter_last, memory, finite)
+        results.append(memory.result(problem, x.dtype.name))
+    assert len({result.tobytes() for result in results}) == 1, "a kept filter, or one that is not packed, gives other bits"
     return results[0]

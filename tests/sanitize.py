@@ -13,6 +13,7 @@ from itertools import product
 
 import numpy as np
 import test_epilogue as epilogue
+import test_pointwise as pointwise
 from test_implicit_gemm import SANITIZED, asked, dtype_of
 from test_kernels import AWKWARD, RUNS
 
@@ -83,7 +84,7 @@ def main(wanted: str = "") -> int:
             good = run(plan, epilogue.arrays(case, dtype, parts, integers=True) if parts else case.integers(dtype))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
-    runs = [(*run, "") for run in SANITIZED] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
+    runs = [(*run, "") for run in (*SANITIZED, *pointwise.RUNS[::7])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
     for case, mode, config, parts in runs if device.capability == (9, 0) else ():
         arrays = epilogue.arrays(case, dtype_of(mode), parts, integers=True) if parts else case.integers(dtype_of(mode))
         problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)
@@ -95,6 +96,14 @@ def main(wanted: str = "") -> int:
                 good = run(Plan(problem, device, config=config), arrays)
                 print("ok " if good else "BAD", line, flush=True)
                 bad += not good
+    filters = [(*case, config, precision) for case in pointwise.FILTERS for config in pointwise.FILTER_TILES for precision in ("fp32", "tf32")]
+    for x_shape, k, config, precision in filters[::5] if device.capability == (9, 0) else ():
+        line = f"{config} gradient by the filter {x_shape} {k} {precision}"
+        if wanted in line:
+            given = pointwise.filters_arrays(x_shape, k, np.ones)
+            good = run(Plan(pointwise.filters_problem(x_shape, k, precision), device, config=config), (*given, None))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
     if wanted in "copy_strided":
         good = copy_strided()
         print("ok " if good else "BAD", "copy_strided", flush=True)

@@ -355,6 +355,19 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     assert [step.kernel for stage in program.stages for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
 
 
+def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
+    def reads(case, mode="fp16 last", config=ImplicitGemm(64, 128, 3)):  # noqa: B008
+        return ig.program(asked(case, mode), config, 132).filter_last is not None
+
+    assert reads(BASE) and reads(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2)) and reads(fprop((2, 32, 50), (9, 32, 5)))
+    assert reads(POINT, "fp16", lying(64, 128))  # 1x1: channels are last anyway
+    assert not reads(BASE, "fp16") and not reads(BASE, "fp32 last") and not reads(POINT, "fp16")  # images are packed
+    assert not reads(fprop((2, 20, 5, 5), (4, 20, 3, 3))) and not reads(fprop((2, 4, 9, 9), (4, 4, 3, 3)))  # not rows of 16 bytes; folded
+    assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3)))  # whose output channels are last
+    program = ig.program(asked(BASE, "fp16 last"), ImplicitGemm(64, 64, 3, 2), 132)
+    assert [step.kernel for stage in program.filter_last for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
+
+
 @pytest.mark.parametrize(
     ("case", "mode", "config", "reason"),
     [
@@ -431,7 +444,7 @@ def test_the_model_knows_that_more_work_takes_longer():
 
 def check_steps(program, kernel: str) -> None:
     """The scalars are those of the kernel's Shape, one each, and every define is one that the kernel's file gives a default."""
-    for step in (step for stage in (*program.prepare, *program.stages, *program.whole) for step in stage):
+    for step in (step for stage in (*program.prepare, *program.stages, *program.whole, *(program.filter_last or ())) for step in stage):
         text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
         defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
@@ -741,7 +754,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         programs = [ig.program(problem, config, 132)]
         if problem.groups == 1 and problem.dtype == "float32" and ig._moments(problem, config):
             programs.append(ig.program(problem, config, 132, True))
-        for step in (step for program in programs for stage in program.whole for step in stage):
+        for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
     check_compiled(steps, tmp_path)
@@ -897,17 +910,20 @@ class Arrays:
             whole[MARGIN : MARGIN + size] = self.torch.from_numpy(content.copy()).cuda()
         return whole
 
-    def launch(self, kept: bool = False) -> np.ndarray:
+    def launch(self, kept: bool = False, filter_last: bool = False) -> np.ndarray:
         plan, torch = self.plan, self.torch
         result = self._surrounded(math.prod(plan.result_shape) * self.dtype.itemsize)
         workspace = self._surrounded(plan.program.workspace_bytes if kept else plan.workspace_bytes)
         packed = self._surrounded(plan.filter_bytes)
         wholes = [*self.given, result, workspace]
+        if filter_last:
+            w = np.frombuffer(wholes[1][MARGIN:-MARGIN].cpu().numpy().tobytes(), self.dtype).reshape(plan.problem.weight_shape)
+            wholes[1] = self._surrounded(np.frombuffer(np.moveaxis(w, 1, -1).tobytes(), np.uint8))
         x, w, b, scale, residual, y, scratch = (0 if whole is None else whole.data_ptr() + MARGIN for whole in wholes)
         with plan.device:
             if kept:
                 plan.pack(w, packed.data_ptr() + MARGIN)
-            plan.launch((x, w, b, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, scale, residual)
+            plan.launch((x, w, b, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, scale, residual, filter_last)
         torch.cuda.synchronize()
         for whole in filter(lambda whole: whole is not None, (*wholes, packed)):
             assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
@@ -942,7 +958,10 @@ def test_random_data_stays_within_the_bound(torch, run):
 def test_twice_and_with_a_kept_filter_the_same_bits(torch, run):
     case, mode, _ = run
     arrays = Arrays(torch, plans("runs")[str(run)], *case.normals(dtype_of(mode), seed=2))
-    assert arrays.launch().tobytes() == arrays.launch().tobytes() == arrays.launch(kept=True).tobytes()
+    found = arrays.launch().tobytes()
+    assert found == arrays.launch().tobytes() == arrays.launch(kept=True).tobytes()
+    if arrays.plan.reads_filter_last:
+        assert found == arrays.launch(filter_last=True).tobytes()
 
 
 @pytest.mark.gpu
@@ -1064,6 +1083,8 @@ def test_the_public_functions(torch, case, mode):
     out = torch.full_like(y, float("nan"))
     assert function(*given, **options, out=out) is out and torch.equal(out, y)
     assert torch.equal(plan(*given), y) and torch.equal(plan.bind(*given[1:])(given[0]), y)
+    turned = given[1].movedim(1, -1).contiguous().movedim(-1, 1)
+    assert torch.equal(function(given[0], turned, *given[2:], **options), y) and torch.equal(plan.bind(turned, *given[2:])(given[0]), y)
     side, late = torch.cuda.Stream(), torch.full_like(given[0], float("nan"))
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

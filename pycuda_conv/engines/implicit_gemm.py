@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice
 
-from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WORKSPACE, Phase, ceil, splits
+from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     Moments,
     Noting,
@@ -191,15 +191,23 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 
 def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool = False) -> Program:
     """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
+    made = _program(problem, config, multiprocessors, noted, None)
+    if not _reads_filter(problem, config):
+        return made
+    return replace(made, filter_last=_program(problem, config, multiprocessors, noted, _filter_map(problem)).stages)
+
+
+def _program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None) -> Program:
+    """:func:`program` with the filter packed, or read as it lies by `map_w`."""
     moments = _moments(problem, config) if noted else None
     if config.POINTWISE:
-        return _pointwise_program(problem, config, multiprocessors, moments)
+        return _pointwise_program(problem, config, multiprocessors, moments, map_w)
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         noted = (parts,) if moments else ()
         buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
-        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments) for group in groups]
+        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
     return assemble(problem, config.SPLIT, multiprocessors, products, moments)
 
@@ -233,14 +241,16 @@ def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
     return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
 
 
-def _pointwise_program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None) -> Program:
+def _pointwise_program(
+    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None, map_w: TensorMap | None
+) -> Program:
     """The launches where images are not packed."""
     packed, (walk,) = packed_form(problem)
     scratch = Room(WORKSPACE)
     filters, noting = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors), Noting(moments, scratch, multiprocessors)
     noted: tuple[Place, ...] = (noting.parts,) if moments else ()
     buffers: tuple[Place, ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted)
-    stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments)]]
+    stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments, map_w)]]
     return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, moments=noting.moments)
 
 
@@ -280,6 +290,22 @@ def _plane_map(problem: ConvProblem) -> TensorMap:
     return TensorMap(INPUT, 0, (plane, channels, problem.N), (2 * plane, 2 * plane * channels), (64, 64, 1), 128, problem.dtype)
 
 
+def _filter_map(problem: ConvProblem) -> TensorMap:
+    """A 16-bit filter with its channels last, as it lies: of 64 rows a load's channels of a tap."""
+    packed, _ = packed_form(problem)
+    channels, taps = problem.C // problem.groups, math.prod(problem.filter_size)
+    return TensorMap(
+        WEIGHT, 0, (channels, taps, problem.K), (2 * channels, 2 * channels * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype
+    )
+
+
+def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether a filter with its channels last can be read as it lies: forward, on 16-bit images that are not packed either."""
+    packed, _ = packed_form(problem)
+    forward = problem.direction == "fprop" and problem.layout != "CNHW" and problem.itemsize == 2
+    return forward and problem.C // problem.groups % 8 == 0 and not packed.level and (packed.as_is or config.POINTWISE)
+
+
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
     """The result, or the parts of a split one, as the product writes them; the axes keep tails out of the next group or part."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
@@ -291,12 +317,13 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
-    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None,
+    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None,
 ) -> Step:
     """The launch of some phases."""
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
+        "FILTER_MAP": int(map_w is not None),
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
         "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
@@ -307,6 +334,8 @@ def _product(
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
+    if map_w is not None:
+        maps.append(map_w)
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk) for walk in walks]

@@ -229,9 +229,10 @@ class Program:
     """The launches of a plan.
 
     `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later
-    ones may write parts of the result once more, so that a residual must not be the result's own memory. `moments`: what is
-    noted of the result, if that was asked for and the kernels can.
+    `whole` does both. `filter_last`, where there is one, does the same with a filter whose input channels are last, unpacked.
+    Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later ones may write parts of
+    the result once more, so that a residual must not be the result's own memory. `moments`: what is noted of the result, if that
+    was asked for and the kernels can.
     """
 
     prepare: list[list[Step]]
@@ -241,6 +242,7 @@ class Program:
     filter_bytes: int
     redoes: bool = False
     moments: Moments | None = None
+    filter_last: list[list[Step]] | None = None
 
 
 class Room:

@@ -134,15 +134,18 @@ def list_problems(settings: Settings) -> int:
 class Operands:
     """Several sets of arrays of one problem, so that a launch does not find in the cache what the last one left.
 
-    `out` and `kept` are for the results of calls that pack the filter and of those that find it packed.
+    `out` and `kept` are for the results of calls that pack the filter and of those that find it packed. Filters have the order
+    of their axes in memory that is given, outermost first, or C order.
     """
 
-    def __init__(self, torch: Any, problem: ConvProblem, place: str, count: int, generator: Any) -> None:
+    def __init__(
+        self, torch: Any, problem: ConvProblem, place: str, count: int, generator: Any, filter_order: Sequence[int] | None = None
+    ) -> None:
         dtype = getattr(torch, problem.dtype)
 
-        def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any]) -> Any:
-            """What `make` makes, laid out as the problem has it."""
-            order = problem.order or tuple(range(len(shape)))
+        def lying(shape: Sequence[int], make: Callable[[Sequence[int]], Any], order: Sequence[int] | None = problem.order) -> Any:
+            """What `make` makes, with its axes in that order in memory."""
+            order = order or tuple(range(len(shape)))
             return make([shape[i] for i in order]).permute([order.index(i) for i in range(len(shape))])
 
         def draw(shape: Sequence[int]) -> Any:
@@ -153,7 +156,7 @@ class Operands:
 
         self.count, self._torch = count, torch
         self.x = [lying(problem.input_shape, draw) for _ in range(count)]
-        self.w = [draw(problem.weight_shape) for _ in range(count)]
+        self.w = [lying(problem.weight_shape, draw, filter_order) for _ in range(count)]
         self.out, self.kept = ([lying(problem.result_shape, unwritten) for _ in range(count)] for _ in range(2))
 
     def poison(self) -> None:
@@ -240,7 +243,8 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     problem, on_gpu = plan.problem, plan.device.backend == "cuda"
     place = plan.device.name if on_gpu else "cpu"
     generator = torch.Generator(place).manual_seed(seed)
-    sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator)
+    filter_order = plan.filter_order if plan.reads_filter_last else None  # as both sides read it the fastest
+    sets = Operands(torch, problem, place, operand_sets(problem, cache_bytes) if on_gpu else 1, generator, filter_order)
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
     turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
     if turned:  # as the public functions do it: to NCHW and back, with a filter that is packed in the call if at all
