@@ -777,6 +777,7 @@ NOTING = {  # input, filter, dtype, channels last: on tensor cores; the last kin
     "fp16": ((8, 64, 56, 55), (200, 64, 3, 3), "float16", False), "bf16 last": ((8, 64, 56, 56), (64, 64, 3, 3), "bfloat16", True),
     "small images": ((67, 256, 7, 7), (256, 256, 3, 3), "float32", False),
     "1x1": ((8, 256, 56, 56), (128, 256, 1, 1), "float32", False), "1x1 fp16": ((9, 128, 28, 28), (160, 128, 1, 1), "float16", False),
+    "1x1 last": ((9, 72, 40, 41), (130, 72, 1, 1), "float32", True),
 }  # fmt: skip
 
 
@@ -803,10 +804,10 @@ def test_statistics_noted_by_the_convolution(name, small):
     padding = filters[-1] // 2
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
-    assert plan.program.moments is not None and plan.config.HALO == (name == "fp32")
+    assert plan.program.moments is not None and getattr(plan.config, "HALO", False) == (name == "fp32")
     how = fused_modules.fused._How(False, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
     exact = y.double()
-    near(mean, exact.mean((0, 2, 3)), 1e-6)
+    near(mean, exact.mean((0, 2, 3)), 1e-6, float(exact.square().mean().sqrt()))
     near(invstd, (exact.var((0, 2, 3), correction=0) + 1e-3).rsqrt(), 2e-6)
