@@ -216,16 +216,28 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
 #endif
 }
 
-// One tile of an image, scaled; returns the extremes of what this thread read.
+#if FILTER
+// The row of the filter that becomes row `line` of the packed one, where a group's are filled up to blocks of 64; -1: none. And back.
+__device__ int row_of(const Shape& shape, int line) {
+  const int padded = (int)shape.blocks_group * 64, m = line % padded;
+  return m < (int)shape.rows_group ? line / padded * (int)shape.rows_group + m : -1;
+}
+__device__ int line_of(const Shape& shape, int row) {
+  return row / (int)shape.rows_group * ((int)shape.blocks_group * 64) + row % (int)shape.rows_group;
+}
+#endif
+
+// One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read.
 __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, float scale) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
   const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
   const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
-  x += image * shape.x_image;
 #if FILTER
   // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
   constexpr int PIECES = KC / 8;
-  const bool real = image < shape.images;
+  const int from = row_of(shape, (int)image);
+  const bool real = from >= 0;
+  x += max(from, 0) * shape.x_image;
   const int row = (int)(image % 64), whole = pixels + (KC < 64);
   packed += image / 64 * (shape.row_blocks * (LIMBS * 64 * PIECES)) + row * PIECES;
   auto wanted = [&](int pixel, int chunk) { return pixel < whole && chunk < (pixel < pixels ? chunks : PIECES); };
@@ -235,6 +247,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   };
 #else
   constexpr bool real = true;
+  x += image * shape.x_image;
   const long long limb_size = shape.images * pixels * (long long)chunks;
   packed += image * pixels * (long long)chunks;
   auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks; };
@@ -422,12 +435,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
   const int block = turns ? blockIdx.x / 2 : blockIdx.x - filter_rows;
 #if FILTER
   // neighbouring rows side by side: they are neighbours in the packed filter
-  const int rows = (int)shape.blocks_group * 64, image = block % rows, tile = block / rows;
+  const int rows = (int)(shape.images / shape.rows_group * shape.blocks_group) * 64, line = block % rows, tile = block / rows;
+  const int image = row_of(shape, line);
 #else
-  const int rows = (int)shape.images, image = block / (blocks / rows), tile = block % (blocks / rows);
+  const int rows = (int)shape.images, line = block / (blocks / rows), tile = block % (blocks / rows), image = line;
 #endif
-  const bool guessing = IN == 32 && (!FILTER || image < shape.images);
-  const Extremes found = pack_tile(x, x_packed, shape, image, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
+  const bool guessing = IN == 32 && image >= 0;
+  const Extremes found = pack_tile(x, x_packed, shape, line, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
 #if IN == 32
   const Extremes all = over_block(found);
   if (threadIdx.x == 0 && guessing) parts[image * (blocks / rows) + tile] = all;
@@ -479,7 +493,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
+#if FILTER
+    pack_tile(x, packed, shape, line_of(shape, (int)image), (int)tile, scale);
+#else
     pack_tile(x, packed, shape, image, (int)tile, scale);
+#endif
   }
 }
 #endif

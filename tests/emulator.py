@@ -178,6 +178,12 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
             store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
 
 
+def row_of(s, line: int) -> int:
+    """The row of a filter that becomes row `line` of the packed one; -1 if none does."""
+    group, m = divmod(line, 64 * s.blocks_group)
+    return group * s.rows_group + m if m < s.rows_group else -1
+
+
 def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, scale: float) -> np.ndarray:
     """Pack one tile of an image; what was read."""
     define = step.defines
@@ -202,8 +208,10 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
         assert (s.packed_d, s.packed_h, s.packed_w) == (s.d, s.h, s.w)
         c, ok, at = j, (j < channels) & (pixel >= 0), pixel + 0 * j
     assert define["NHWC"] or s.x_pixel == 1
-    place = image * s.x_image + group * s.x_group + c * s.x_channel + at * s.x_pixel
-    ok = ok & (pixel < pixels) & (image < s.images)
+    row = image if not define["FILTER"] else row_of(s, image)
+    ok = ok & (row >= 0)
+    place = max(row, 0) * s.x_image + group * s.x_group + c * s.x_channel + at * s.x_pixel
+    ok = ok & (pixel < pixels) & (row < s.images)
     x = memory.view(source, kind)
     values = np.where(ok, inside(x, np.where(ok, place, 0)), x.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
@@ -243,12 +251,13 @@ def pack(step, memory: Memory) -> None:
         filter_row(step, s, memory, m)
     source, _, packed, parts, guesses, *_ = step.buffers
     blocks = step.grid - s.filter_rows
-    rows = 64 * s.blocks_group if step.defines["FILTER"] else s.images
+    rows = s.images // s.rows_group * 64 * s.blocks_group if step.defines["FILTER"] else s.images
     assert blocks % rows == 0
     tiles, wide = blocks // rows, step.defines["IN"] == 32
-    for image, tile in np.ndindex(rows, tiles):
-        real = image < s.images
-        values = image_tile(step, s, memory, source, packed, image, tile, 2.0 ** guess_of(step, memory, guesses, image) if wide and real else 1.0)
+    for line, tile in np.ndindex(rows, tiles):
+        image = row_of(s, line) if step.defines["FILTER"] else line
+        real = image >= 0
+        values = image_tile(step, s, memory, source, packed, line, tile, 2.0 ** guess_of(step, memory, guesses, image) if wide and real else 1.0)
         if wide and real:
             found = Extremes.of(values)
             store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
@@ -271,7 +280,8 @@ def settle_images(step, memory: Memory) -> None:
             store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
         if not guessed and found.usable():
             for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
-                image_tile(step, s, memory, source, packed, image, tile, scale)
+                line = divmod(image, s.rows_group)[0] * 64 * s.blocks_group + image % s.rows_group if step.defines["FILTER"] else image
+                image_tile(step, s, memory, source, packed, line, tile, scale)
 
 
 # ---- tensor maps

@@ -180,8 +180,6 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why no kernel on packed operands can run `problem`, or None if one can."""
     if problem.dtype not in ELEMENTS:
         return f"it takes {', '.join(ELEMENTS)} arrays"
-    if problem.layout == "CNHW" and problem.groups > 1:
-        return "it takes one group for the gradient of a filter"
     if 0 in problem.result_shape or 0 in problem.input_shape:
         return "there is nothing to compute"
     images = problem.N * limbs(problem)
@@ -329,7 +327,8 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
 
     if as_filter:
-        images, rows, group = written, 64 * blocks, channel_blocks * packed.load
+        # a row's channels are those of its own group
+        images, rows, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
         size, packed_size = problem.filter_size, size3([n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)])
         strides = direct.Strides(w_row, w_group, w_channel, 1)
     else:
