@@ -361,7 +361,7 @@ def test_device_arrays_are_read_where_they_lie_or_copied(redoes):
     x, w, b, s, r = map(tensor, given)
     plan, kind, seen = Recorder(case, given[:3]).plan, TorchKind(), {}
     plan.problem, plan.redoes, plan.operand_bytes = finishing(plan.problem, "all"), redoes, [a.nbytes for a in given]
-    plan.launch = lambda buffers, stream, packed, scale, residual: seen.update(out=buffers[3], scale=scale, residual=residual)
+    plan.launch = lambda buffers, stream, packed, scale, residual, *_: seen.update(out=buffers[3], scale=scale, residual=residual)
     kind._current_stream = lambda ordinal: 0
 
     def convolve(scale, residual, out=None):

@@ -323,6 +323,7 @@ class Recorder:
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
             operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
+            program=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None,
         )  # fmt: skip
         self._case = case
 
@@ -338,7 +339,8 @@ class Recorder:
         assert self.depth
         self.events.append(("order", first, second))
 
-    def _launch(self, buffers, stream, packed, scale, residual):
+    def _launch(self, buffers, stream, packed, scale, residual, filter_last):
+        assert not filter_last
         self.events.append(("launch", stream))
         problem = self.plan.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
@@ -376,6 +378,31 @@ def test_what_is_turned_on_a_gpu_is_ordered_with_the_streams(monkeypatch, transp
         with pytest.raises(pc.ConvArgumentError, match="out must"):
             DeviceKind.convolve(kind, device.plan, channels_last(x), w, b, bad, stream, layout="NHWC")
     assert device.events == []
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_a_filter_with_its_channels_last_is_read_where_it_lies_by_kernels_that_can(ndim):
+    """And by no others; one that was packed before is not looked at, one that is not aligned is copied."""
+    case = small(False, ndim)
+    arrays = case.integers("float32")
+    kind, seen = TorchKind(), {}
+    kind._current_stream = lambda ordinal: HOME
+    plan = Recorder(case, arrays).plan
+    plan.filter_order = (0, *range(2, ndim + 2), 1)
+    plan.launch = lambda buffers, stream, packed, scale, residual, filter_last: seen.update(w=buffers[1], packed=packed, last=filter_last)
+    x, w, b = (torch.from_numpy(a) for a in arrays)
+    lasting = channels_last(w)
+    off = torch.cat([lasting.flatten()[:1], lasting.movedim(1, -1).flatten()])[1:].view(lasting.movedim(1, -1).shape).movedim(-1, 1)
+
+    def launched(filters, packed=None) -> tuple:
+        DeviceKind.convolve(kind, plan, x, filters, b, None, None, packed=packed)
+        return seen["w"] == filters.data_ptr(), seen["last"]
+
+    for plan.reads_filter_last in (True, False):
+        assert launched(w) == (True, False)
+        assert launched(lasting) == (plan.reads_filter_last,) * 2
+        assert launched(off) == (False, False)
+        assert launched(w, packed=x) == (True, False) and seen["packed"] == x.data_ptr()
 
 
 def test_every_kind_of_tensor_can_be_filled():
