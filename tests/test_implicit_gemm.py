@@ -378,7 +378,7 @@ def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
         (BASE, "fp16", ImplicitGemm(128, 128, 8), "bytes of shared memory"), (BASE, "fp32", ImplicitGemm(128, 128, 3, 0), "at least one split"),
         *((case, mode, lying(64, 128), "images are multiplied as they lie for 1x1 filters") for case, mode in (
             (BASE, "fp32"), (POINT, "fp16 last"), (fprop((2, 128, 8, 8), (8, 64, 1, 1), groups=2), "fp16"), (fprop((2, 64, 8, 8), (8, 64, 1, 1), stride=2), "fp16"),
-            (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "fp16"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"), (POINT, "fp32"), (POINT, "tf32 last"))),
+            (fprop((2, 64, 8, 8), (8, 64, 1, 1), padding=1), "fp16"), (fprop((2, 16, 8, 8), (8, 16, 1, 1)), "fp16"), (POINT, "fp32"), (POINT, "tf32 last"), (dgrad((2, 64, 8, 8), (64, 72, 1, 1), stride=2), "fp16"))),
         (fprop((2, 64, 5, 7), (8, 64, 1, 1)), "fp16", lying(64, 128), "tensor loads take planes"), (POINT, "fp16", lying(64, 64), "64 pixels of such images, or a multiple"),
         (POINT, "fp16", lying(128, 192, 6), "shared memory"), (POINT, "fp16", replace(lying(128, 64), SPLIT=2), "without splits"),
         *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (

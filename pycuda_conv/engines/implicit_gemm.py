@@ -97,7 +97,8 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
     packed, walks = packed_form(problem)
-    if problem.layout != "NCHW" or problem.itemsize != 2 or problem.groups != 1 or packed.load != 64 or packed.level or not walks[0].flat:
+    plain = problem.layout == "NCHW" and problem.itemsize == 2 and problem.groups == 1
+    if not plain or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
         return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
     if math.prod(problem.operand_size) % 8:
         return "tensor loads take planes of a multiple of 16 bytes"
