@@ -27,7 +27,7 @@ WARPS = 8  # of the consumers
 class Pointwise:
     """One tile of ``pointwise_sm90.cu``.
 
-    Its columns, the blocks of 16 rows of a warp, the stages of its ring, and splits of k. TURNED lets the gradient of a filter
+    Its columns, the blocks of 16 rows of a warp, the stages of its ring, and splits of k. SWAPPED lets the gradient of a filter
     have its input channels in rows and its output channels in columns, instead of the other way.
     """
 
@@ -35,7 +35,7 @@ class Pointwise:
     BLOCKS: int = 2
     STAGES: int = 4
     SPLIT: int = 1
-    TURNED: bool = False
+    SWAPPED: bool = False
 
     @property
     def rows(self) -> int:
@@ -76,8 +76,8 @@ def legal(problem: ConvProblem, config: Pointwise) -> str | None:
         return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
     if config.BLOCKS == 1 and problem.layout == "NCHW":
         return "a thread takes four neighbouring pixels of an image"
-    if (config.TURNED or config.SPLIT > 1) and not _wgrad(problem):
-        return "the gradient of a filter alone is turned or split"
+    if (config.SWAPPED or config.SPLIT > 1) and not _wgrad(problem):
+        return "the gradient of a filter alone is swapped or split"
     if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
         return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
     if config.SPLIT < 1:
@@ -104,11 +104,16 @@ def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
 
 @dataclass(frozen=True)
 class _Product:
-    """The matrix product of a problem: see the head of the kernel. Counts of tiles and stages, and the kernel's scalars."""
+    """The matrix product of a problem: see the head of the kernel.
+
+    Tiles along its columns, and rows; stages of k; columns, and elements of the result from one to the next; the kernel's scalars.
+    """
 
     across: int
     down: int
     steps: int
+    columns: int
+    column_step: int
     scalars: tuple[int, ...]
 
     @classmethod
@@ -116,9 +121,9 @@ class _Product:
         plane, read, written = math.prod(problem.operand_size), problem.operand_channels, problem.result_channels
         boxes, images = ceil(plane, 32), problem.N
         if _wgrad(problem):
-            rows, columns = (images, written) if config.TURNED else (written, images)
+            rows, columns = (images, written) if config.SWAPPED else (written, images)
             down, steps = ceil(rows, config.rows), read * boxes
-            places = (1, images) if config.TURNED else (images, 1)
+            places = (1, images) if config.SWAPPED else (images, 1)
         elif problem.layout == "NHWC":
             rows, columns, steps = images * plane, written, ceil(read, 32)
             down, places = ceil(rows, config.rows), (written, 1)
@@ -128,7 +133,8 @@ class _Product:
         across = ceil(columns, config.COLUMNS)
         each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
         tiles = across * down * config.SPLIT
-        return cls(across, down, steps, (tiles, across, down, steps, each, rows, columns, boxes, plane, *places, size))
+        scalars = (tiles, across, down, steps, each, rows, columns, boxes, plane, *places, size)
+        return cls(across, down, steps, columns, places[1], scalars)
 
     @property
     def tiles(self) -> int:
@@ -142,16 +148,16 @@ def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted
     product, split = _Product.of(problem, config), config.SPLIT > 1
     defines = {
         "COLUMNS": config.COLUMNS, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
-        "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.scalars[-2] == 1 and product.scalars[6] % 2 == 0),
+        "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.column_step == 1 and product.columns % 2 == 0),
         **direct.epilogue(problem), "MOMENTS": int(noting.moments is not None),
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[Step]] = []
     if _wgrad(problem):
-        maps = [_planes(problem, INPUT, problem.N, config.rows if config.TURNED else config.COLUMNS)]
-        maps.append(_planes(problem, WEIGHT, problem.K, config.COLUMNS if config.TURNED else config.rows))
-        if not config.TURNED:
-            maps.reverse()
+        operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
+        if config.SWAPPED:
+            operands.reverse()
+        maps = [_planes(problem, *operand, rows) for operand, rows in zip(operands, (config.rows, config.COLUMNS), strict=True)]
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
@@ -214,13 +220,15 @@ def configs(problem: ConvProblem) -> Iterator[Pointwise]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    turned, steps = (False, True) if _wgrad(problem) else (False,), _Product.of(problem, Pointwise()).steps
-    splits = direct.splits(problem, steps // 8) if _wgrad(problem) else (1,)
+    swaps: tuple[bool, ...] = (False,)
+    splits: tuple[int, ...] = (1,)
+    if _wgrad(problem):
+        swaps, splits = (False, True), direct.splits(problem, _Product.of(problem, Pointwise()).steps // 8)
     for blocks in (1, 2):
         for columns in (32, 64, 96, 128):
             deepest = next((n for n in (6, 5, 4, 3) if legal(problem, Pointwise(columns, blocks, n)) is None), None)
             if deepest:
-                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in splits for swap in turned)
+                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in splits for swap in swaps)
 
 
 def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float:
@@ -232,7 +240,7 @@ def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float
     cycles = 4 * products(problem) * config.BLOCKS * config.COLUMNS  # of 4 times 8 of k, by two consumers
     step = max((cycles + WAIT_CYCLES) / CLOCK, (of_rows + of_columns) / FILL)
     # memory is met by the first of the tiles that share something
-    written = config.rows * min(config.COLUMNS, product.scalars[6]) * 4
+    written = config.rows * min(config.COLUMNS, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
     tile = max(steps * step + STORE_TIME * config.rows * config.COLUMNS / 2**14, moved / MOVED)
     time = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
