@@ -7,9 +7,10 @@
 //   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
 //
 // TF32 takes a float32 number's exponent and the first 11 bits of it, so that nothing has to be scaled: Inf, NaN and 1e-38 are numbers
-// like others (a NaN that is one by its last 13 bits alone, which no arithmetic makes, counts as Inf). LIMBS = 2, fp32 accuracy: a number is what TF32 takes of it and the rest, TF32 again; the product of two rests is left out
-// (2^-22). The products of the firsts are added into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
-// products stay there. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
+// like others (a NaN that is one by its last 13 bits alone, which no arithmetic makes, counts as Inf). LIMBS = 2, fp32 accuracy: a number
+// is what TF32 takes of it and the rest, TF32 again; the product of two rests is left out (2^-22). The products of the firsts are added
+// into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross products stay there. Method: Ootomo and
+// Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x COLUMNS columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.
