@@ -287,7 +287,7 @@ GPU_RUNS = [
     (case, mode, config) for case in CASES for mode, config in zip(
         MODES, (ImplicitGemm(64, 128, 3, 1), ImplicitGemm(128, 64, 4, 5), ImplicitGemm(128, 128, 4, 1), ImplicitGemm(64, 64, 4, 16)), strict=False)
 ]  # fmt: skip
-GPU_RUNS += [(case, mode, config) for case in CASES[:6] for mode, config in (("fp32", ImplicitGemm80(64, 64, 3, 1)), ("fp16", ImplicitGemm80(128, 128, 3, 4)))]
+GPU_RUNS += [(case, mode, config) for case in (*CASES[:6], CASES[7]) for mode, config in (("fp32", ImplicitGemm80(64, 64, 3, 1)), ("fp16", ImplicitGemm80(128, 128, 3, 4)))]
 
 
 @pytest.fixture(scope="module")
