@@ -12,26 +12,24 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice
 
-from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Phase, ceil, splits
+from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Phase, ceil, splits
 from pycuda_conv.engines.packed import (
     Moments,
-    Noting,
     Operands,
     Packing,
     Program,
-    Room,
     Walk,
     arithmetic,
     assemble,
     filter_sizes,
     limbs,
     overhead,
-    pack_operands,
     packed_form,
     products,
     row_blocks,
     tap_numbers,
     why_not,
+    why_not_so_many,
     written_places,
 )
 from pycuda_conv.problem import ConvProblem
@@ -87,11 +85,7 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         reason = _no_halo(problem, config)
         if reason:
             return reason
-    if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
-        return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if config.SPLIT < 1:
-        return "it has at least one split"
-    return None
+    return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
 
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
@@ -201,8 +195,6 @@ def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, no
 def _program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None) -> Program:
     """:func:`program` with the filter packed, or read as it lies by `map_w`."""
     moments = _moments(problem, config) if noted else None
-    if config.POINTWISE:
-        return _pointwise_program(problem, config, multiprocessors, moments, map_w)
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         noted = (parts,) if moments else ()
@@ -210,7 +202,7 @@ def _program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, n
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    return assemble(problem, config.SPLIT, multiprocessors, products, moments)
+    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images=not config.POINTWISE)
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -240,19 +232,6 @@ def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
     """Walks that are made alike, so that those of neighbouring columns share a launch: all along as many axes."""
     rank = max(walk.rank for walk in walks)
     return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
-
-
-def _pointwise_program(
-    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, moments: Moments | None, map_w: TensorMap | None
-) -> Program:
-    """The launches where images are not packed."""
-    packed, (walk,) = packed_form(problem)
-    scratch = Room(WORKSPACE)
-    filters, noting = pack_operands(problem, packed, Room(WORKSPACE), multiprocessors), Noting(moments, scratch, multiprocessors)
-    noted: tuple[Place, ...] = (noting.parts,) if moments else ()
-    buffers: tuple[Place, ...] = (filters.w_limbs, (RESULT, 0), filters.w_scales, BIAS, SCALE, RESIDUAL, RESULT, *noted)
-    stages = [[_product(problem, config, packed, [walk], (INPUT, 0), buffers, multiprocessors, moments, map_w)]]
-    return Program(filters.prepare, stages, filters.prepare + stages, scratch.used, filters.filter_bytes, moments=noting.moments)
 
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:

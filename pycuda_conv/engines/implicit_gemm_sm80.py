@@ -25,6 +25,7 @@ from pycuda_conv.engines.packed import (
     products,
     row_blocks,
     tap_numbers,
+    why_not_so_many,
     written_places,
 )
 from pycuda_conv.engines.packed import why_not as why_not_packed
@@ -78,12 +79,11 @@ def legal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     if config.PIXELS == 256 and (config.ROWS != 128 or products(problem) != 1):
         return "a tile of 256 pixels has 128 rows and takes one product"
     stages, staging = shared_bytes(problem, config), _staging_bytes(problem, config)
-    if config.STAGES < 2 or stages + _corner_bytes(config) > SHARED_BYTES:
-        return f"its {config.STAGES} stages take {stages + _corner_bytes(config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    reason = why_not_so_many(config.STAGES, stages + _corner_bytes(config), SHARED_BYTES, config.SPLIT)
+    if reason:
+        return reason
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    if config.SPLIT < 1:
-        return "it has at least one split"
     if any(_blocks(problem, config, walk) > direct.GRID_LIMIT for walk in packed_form(problem)[1]):
         return f"its grid is larger than {direct.GRID_LIMIT:,} blocks"
     return None

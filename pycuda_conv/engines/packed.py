@@ -190,6 +190,13 @@ def why_not(problem: ConvProblem) -> str | None:
     return None
 
 
+def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
+    """Why no tile has so many stages, of `nbytes` of shared memory where a block has `most`, and splits; None if one has."""
+    if stages < 2 or nbytes > most:
+        return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
+    return "it has at least one split" if split < 1 else None
+
+
 # ---- launches
 
 
@@ -427,13 +434,17 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
-    moments: Moments | None = None,
+    moments: Moments | None = None, packs_images: bool = True,
 ) -> Program:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
+
+    Without `packs_images` these stay what they are.
 
     What `products` is given last is the place of the parts of `moments`.
     """
     packed, walks = packed_form(problem)
+    if not packs_images:
+        packed = replace(packed, as_is=True)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors)
     target: Place = RESULT

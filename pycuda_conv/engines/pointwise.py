@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
 from pycuda_conv.engines.implicit_gemm import SHARED_BYTES, THREADS, unsupported
-from pycuda_conv.engines.packed import Moments, Noting, Program, Room, limbs, products
+from pycuda_conv.engines.packed import Moments, Noting, Program, Room, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Place, Step, TensorMap
 
@@ -78,11 +78,7 @@ def legal(problem: ConvProblem, config: Pointwise) -> str | None:
         return "a thread takes four neighbouring pixels of an image"
     if (config.SWAPPED or config.SPLIT > 1) and not _wgrad(problem):
         return "the gradient of a filter alone is swapped or split"
-    if config.STAGES < 2 or shared_bytes(problem, config) > SHARED_BYTES:
-        return f"its {config.STAGES} stages take {shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
-    if config.SPLIT < 1:
-        return "it has at least one split"
-    return None
+    return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
 
 
 def _wgrad(problem: ConvProblem) -> bool:
