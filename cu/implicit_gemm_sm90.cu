@@ -207,8 +207,8 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
-    [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
-    [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
+    const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
+    const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       Tap tap;
       do {
@@ -610,7 +610,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #endif
 
 #if MOMENTS
-// Four lanes have a channel's pixels; the squares are summed relative to its first one, so that a large mean costs no digits.
+// Four lanes have a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const float* scales, float* moments) {
   const int lane = threadIdx.x % 32, count = HALO ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
   if (count <= 0) return;
@@ -631,34 +631,22 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
       return to_float(from_float<out_t>(v));
     };
     const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
-    float all = 0, squares = 0;
+    Deviations of;
     if (alike) {
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 8; ++i)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float off = sum[4 * i + 2 * half + e] - first;
-          all += off;
-          squares = fmaf(off, off, squares);
-        }
+        for (int e = 0; e < 2; ++e) of.add(sum[4 * i + 2 * half + e] - first);
     } else {
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 8; ++i)
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float off = 8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0;
-          all += off;
-          squares = fmaf(off, off, squares);
-        }
+        for (int e = 0; e < 2; ++e) of.add(8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0);
     }
-#pragma unroll
-    for (int beside = 1; beside < 4; beside *= 2) {
-      all += __shfl_xor_sync(~0u, all, beside);
-      squares += __shfl_xor_sync(~0u, squares, beside);
-    }
+    of.add_lanes<1, 4>();
     const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
     if (lane % 4 == 0 && m < (int)shape.rows_group) {
-      float mean = first + all / count, square = fmaxf(squares - all * (all / count), 0);
+      float mean = of.mean(first, count), square = of.off_mean(count);
       if (alike) {
         mean *= factor;
         square *= factor;

@@ -40,6 +40,27 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- moments of y
+
+// Of numbers, how far they are off a first one, summed, and the squares of that: a large mean costs no digits.
+struct Deviations {
+  float all = 0, squares = 0;
+  DEVICE void add(float off) {
+    all += off;
+    squares = fmaf(off, off, squares);
+  }
+  // what lanes have whose numbers differ in these bits
+  template <int from, int to> DEVICE void add_lanes() {
+#pragma unroll
+    for (int beside = from; beside < to; beside *= 2) {
+      all += __shfl_xor_sync(~0u, all, beside);
+      squares += __shfl_xor_sync(~0u, squares, beside);
+    }
+  }
+  DEVICE float mean(float first, int count) const { return first + all / count; }
+  DEVICE float off_mean(int count) const { return fmaxf(squares - all * (all / count), 0); }  // squared, summed
+};
+
 // ---- where pixel number `inside` of an image of a launch lies in a plane of y; dense: there too it is number `inside`
 
 template <bool dense, class Shape> DEVICE int plane_offset(const Shape& shape, int inside) {

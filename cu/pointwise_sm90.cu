@@ -146,15 +146,24 @@ DEVICE void make_limbs(uint8_t* b) {
 
 struct Sums {
   float of[BLOCKS][COLUMNS / 2];
+  DEVICE void clear() {
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) of[block][i] = 0;
+  }
 };
+
+// NCHW: which four pixels of a warp's 32 are those of lanes 4 r and up: in this order 8 lanes meet every bank once.
+DEVICE int four(int r) { return r % 2 * 4 + r / 2; }
 
 // The thread's elements of A for 8 of k: a[block] as wgmma_tf32 wants them.
 DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if constexpr (TURNED) {  // groups of four pixels in an order that lets 8 lanes meet every bank once
-      const float4 v = *(const float4*)(of_warp + (k + c + 4 * j) * 128 + (((r % 2 * 4 + r / 2) ^ (c + 4 * j)) << 4));
+    if constexpr (TURNED) {
+      const float4 v = *(const float4*)(of_warp + (k + c + 4 * j) * 128 + ((four(r) ^ (c + 4 * j)) << 4));
       a[0][2 * j] = v.x;
       a[0][2 * j + 1] = v.y;
       a[1][2 * j] = v.z;
@@ -170,16 +179,10 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
 }
 
 DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, uint32_t empty, Position& at) {
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) total.of[block][i] = 0;
+  total.clear();
 #if LIMBS == 2
   Sums main, cross;
-#pragma unroll
-  for (int block = 0; block < BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) cross.of[block][i] = 0;
+  cross.clear();
 #else
   Sums& main = total;
 #endif
@@ -259,25 +262,17 @@ DEVICE void finish(float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, float 
 }
 
 #if MOMENTS
-// 8 lanes have a channel's pixels; the squares are summed relative to its first one, so that a large mean costs no digits.
+// 8 lanes have a channel's pixels.
 DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 * BLOCKS], int count, bool real, float* to, int columns) {
   const int lane = threadIdx.x % 32;
   const float first = __shfl_sync(~0u, v[0], lane % 4);
-  float all = 0, squares = 0;
+  Deviations of;
 #pragma unroll
-  for (int row = 0; row < 2 * BLOCKS; ++row) {
-    const float off = counted[row] ? v[row] - first : 0;
-    all += off;
-    squares = fmaf(off, off, squares);
-  }
-#pragma unroll
-  for (int beside = 4; beside < 32; beside *= 2) {
-    all += __shfl_xor_sync(~0u, all, beside);
-    squares += __shfl_xor_sync(~0u, squares, beside);
-  }
+  for (int row = 0; row < 2 * BLOCKS; ++row) of.add(counted[row] ? v[row] - first : 0);
+  of.add_lanes<4, 32>();
   if (lane < 4 && real) {
-    to[0] = first + all / count;
-    to[columns] = fmaxf(squares - all * (all / count), 0);
+    to[0] = of.mean(first, count);
+    to[columns] = of.off_mean(count);
   }
 }
 #endif
@@ -289,7 +284,7 @@ DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const flo
   long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
   bool counted[2 * BLOCKS];
   if (TURNED) {
-    const int image = warp / (int)shape.boxes, pixel = warp % (int)shape.boxes * 32 + 4 * (r % 2 * 4 + r / 2);
+    const int image = warp / (int)shape.boxes, pixel = warp % (int)shape.boxes * 32 + 4 * four(r);
     counted[0] = counted[1] = counted[2] = counted[3] = image < (int)shape.rows && pixel < (int)shape.plane;
     at[0] = image * shape.row_step + pixel;
   } else {
