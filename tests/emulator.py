@@ -392,9 +392,14 @@ def limbs_of(step) -> int:
     return 2 if step.defines["PRODUCTS"] == 3 else 1
 
 
+def numbers_of(step, s):
+    """Each tile of every block."""
+    return (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid))
+
+
 def tiles_of(step, s):
     """Each tile of every block: its first row, the number of its pixels' tile, group and split."""
-    for tile in (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid)):
+    for tile in numbers_of(step, s):
         rest, m = divmod(tile, s.tiles_m)
         rest, part = divmod(rest, s.splits)
         group, pixel = divmod(rest, s.tiles_pixels)
@@ -471,7 +476,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
         image, first = tile // across, tile % across * pixels
         total = np.zeros((define["ROWS"], pixels))
         for c in range(0, s.channel_blocks * 64, 64):
-            b = [load_box(x_map, memory, (first, c, image), (pixels, 64)).T.astype(np.float64)]
+            b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
             if define["FILTER_MAP"]:
                 a = load_filter_box(step, memory, c, 0, m)
             else:
@@ -524,16 +529,6 @@ def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:
     return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)
 
 
-def load_box(described, memory: Memory, start: tuple[int, ...], shape: tuple[int, int]) -> np.ndarray:
-    """[channel][pixel] of the boxes that cover `shape` from `start` on, zero outside."""
-    pixel, channel = start[0] + np.arange(shape[0])[None], start[1] + np.arange(shape[1])[:, None]
-    size = np.dtype(described.dtype).itemsize
-    ok = (pixel < described.sizes[0]) & (channel < described.sizes[1]) & (0 <= start[2] < described.sizes[2])
-    at = pixel + channel * (described.strides[0] // size) + start[2] * (described.strides[1] // size)
-    elements = memory.view((described.buffer, described.offset), described.dtype)
-    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0))
-
-
 def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> np.ndarray:
     """[limb][row][channel] of KC channels of one tap of the packed filter, from 64 rows or twice as many."""
     define = step.defines
@@ -565,7 +560,7 @@ def write_tile(
 ) -> None:
     """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`."""
     define = step.defines
-    _, scale_n, scale_k, bias, scale, residual, y, *_ = step.buffers
+    _, scale_n, scale_k, bias, scale, residual, y, *noted = step.buffers
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["ROWS"])[:, None]
     k = group * s.rows_group + m
@@ -583,7 +578,8 @@ def write_tile(
     places[np.ix_(np.arange(m.size), counted)] = at
     v = finished(define, memory, kind, total, scale, bias, residual, channel, places).astype(kind)
     if define["MOMENTS"] and pixel.size:
-        note_moments(step, s, memory, v[: m.size, counted].astype(float), k.ravel(), number)
+        for i, first in enumerate(range(0, pixel.size, define["WGMMA_N"])):  # what one consumer has
+            note_moments(memory.view(noted[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
@@ -596,14 +592,11 @@ def write_tile(
     memory.count(y, at)
 
 
-def note_moments(step, s, memory: Memory, v: np.ndarray, k: np.ndarray, number: int) -> None:
-    """Of each channel `k` over each consumer's pixels, the mean and the sum of squares of what they are off by."""
-    per, noted = step.defines["WGMMA_N"], memory.view(step.buffers[7], "float32")
-    for first in range(0, v.shape[1], per):
-        part = v[:, first : first + per]
-        store(noted, 2 * number * s.rows + k, part.mean(1))
-        store(noted, (2 * number + 1) * s.rows + k, ((part - part.mean(1)[:, None]) ** 2).sum(1))
-        number += 1
+def note_moments(noted: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray, number: int) -> None:
+    """Of each channel `k` over the pixels [k][pixel] of the slice `number`, the mean and the sum of squares of what they are off by."""
+    v = v.astype(float)
+    store(noted, 2 * number * channels + k, v.mean(1))
+    store(noted, (2 * number + 1) * channels + k, ((v - v.mean(1)[:, None]) ** 2).sum(1))
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -683,7 +676,7 @@ def pointwise_product(step, memory: Memory, finite: bool) -> None:
     assert step.shared + 16 * define["STAGES"] <= MOST_SHARED and 1 <= step.grid <= s.tiles < 2**31
     assert columns % 32 == 0 and columns <= 128 and (not turned or define["BLOCKS"] == 2)
     assert s.tiles == s.across * s.down * ceil(s.tiles, s.across * s.down) and s.each * ceil(s.tiles, s.across * s.down) >= s.steps
-    for tile in (tile for block in range(step.grid) for tile in range(block, s.tiles, step.grid)):
+    for tile in numbers_of(step, s):
         rest, column = divmod(tile, s.across)
         part, row = divmod(rest, s.down)
         main, cross = np.zeros((2, 8 * warp_rows, columns))
@@ -730,9 +723,7 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
         assert s.column_step == 1 and s.columns % 2 == 0 and s.row_step % 2 == 0 and s.size % 2 == 0
     v = finished(define, memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
     if define["MOMENTS"] and v.size:
-        mean = v.astype(float).mean(0)
-        store(memory.view(noted[0], "float32"), 2 * warp * s.columns + column, mean)
-        store(memory.view(noted[0], "float32"), (2 * warp + 1) * s.columns + column, ((v - mean) ** 2).sum(0))
+        note_moments(memory.view(noted[0], "float32"), s.columns, v.T, column, warp)
     at = at + part * s.size
     store(memory.view(y, "float32"), at, v)
     memory.count(y, at)

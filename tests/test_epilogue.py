@@ -23,7 +23,7 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
-from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, lying, patches
+from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, lying, patches
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
 from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TRANSPOSED
 
@@ -429,12 +429,8 @@ EMULATED = [
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
 
 
-def _ids(runs) -> list[str]:
-    return [f"{mode}-{'_'.join(str(v) for v in vars(config).values())}-{case}" for case, mode, config in runs]
-
-
 @pytest.mark.parametrize("parts", ["all", "scale", "residual"])
-@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=_ids(EMULATED))
+@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=ids_of(EMULATED))
 def test_planning(monkeypatch, case, mode, config, parts):
     """Exact integers, and, of float32, an image and a filter that take the exact path."""
     monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), parts))
@@ -511,13 +507,13 @@ def launched(plan: Plan, *given) -> np.ndarray:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("parts", ["all", "residual", "scale and relu"])
-@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=_ids(GPU_RUNS))
+@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_tensor_core_kernels(hopper, case, mode, config, parts):  # noqa: F811
     check(Plan(finishing(asked(case, mode), parts), "cuda", config=config), case, parts, launched)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "mode", "config"), RANGES, ids=_ids(RANGES))
+@pytest.mark.parametrize(("case", "mode", "config"), RANGES, ids=ids_of(RANGES))
 def test_images_and_filters_that_take_the_exact_path(hopper, case, mode, config):  # noqa: F811
     """Within the bound; what is not finite where it belongs; the others keep their bits."""
     plan = Plan(finishing(asked(case, mode), "all"), "cuda", config=config)

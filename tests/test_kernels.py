@@ -205,10 +205,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "config", "reason"), REFUSED, ids=[f"{_short(c)}-{r[:24]}" for _, c, r in REFUSED])
 def test_a_configuration_says_why_it_cannot(case, config, reason):
-    problem = case.problem()
-    assert reason in direct.legal(problem, config)
+    check_refused(direct.legal, direct.stages, case.problem(), config, reason)
+
+
+def check_refused(legal, build, problem, config, reason: str) -> None:
+    """`legal` gives the reason, and `build` raises with it."""
+    assert reason in legal(problem, config)
     with pytest.raises(ValueError, match="can't run") as raised:
-        direct.stages(problem, config)
+        build(problem, config)
     assert reason in str(raised.value) and str(problem) in str(raised.value)
 
 

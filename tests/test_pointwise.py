@@ -22,14 +22,19 @@ from test_implicit_gemm import (
     asked,
     bound,
     check_compiled,
+    check_moments,
     check_norm,
     check_not_finite,
+    check_noticed,
     check_range,
     check_steps,
     data,
     emulated,
+    ids_of,
+    limbs_bound,
     torch,  # noqa: F401 -- a fixture
 )
+from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import pointwise as pw
@@ -56,9 +61,8 @@ PLANNED = [(case, mode) for case in CASES for mode in MODES if tiles(case, mode)
 IDS = [f"{mode}-{case}" for case, mode in PLANNED]
 
 
-def limbs_bound(case: Case, mode: str, x, w, ref) -> np.ndarray:
-    """What limbs lose without any rounding of sums: of each factor, and the product of what is second in both."""
-    return (2.0**-9.9 if "tf32" in mode else 2.0**-20.6) * case.reference(np.abs(x), np.abs(w)) + EPS["float32"] * np.abs(ref)
+#: What limbs lose of a product: some of each factor, and the product of what is second in both.
+BITS = 20.6
 
 
 @pytest.mark.parametrize(("case", "mode"), PLANNED, ids=IDS)
@@ -69,7 +73,7 @@ def test_the_plan_computes_the_convolution(case, mode):
         assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), config)
         arrays = case.normals("float32", seed=1)
         ref = case.reference(*arrays)
-        assert_close(emulated(case, mode, arrays, config, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref), config)
+        assert_close(emulated(case, mode, arrays, config, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref, BITS), config)
 
 
 def test_every_kind_of_case_is_among_them():
@@ -86,18 +90,10 @@ def test_every_grid(multiprocessors):
         assert_exact(got, case.reference(*arrays))
 
 
-@pytest.mark.parametrize(("case", "mode"), [(case, mode) for case, mode in PLANNED if not case.transposed], ids=lambda v: str(v))
+@pytest.mark.parametrize(("case", "mode"), [(case, mode) for case, mode in PLANNED if not case.transposed and case.problem().batched], ids=str)
 def test_moments_are_noted(case, mode):
-    """For a batch norm: they are the result's own."""
     for arrays in (case.integers("float32"), case.normals("float32", seed=1)):
-        problem = asked(case, mode)
-        if not problem.batched:
-            continue
-        y, mean, variance, redone = emulator.emulate_moments(problem, tiles(case, mode)[0], *arrays)
-        y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
-        scale = np.sqrt((y**2).mean(1))
-        assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()
-        assert not redone
+        check_moments(asked(case, mode), tiles(case, mode)[0], arrays)
 
 
 @st.composite
@@ -155,7 +151,7 @@ def test_the_plan_computes_the_gradient_by_the_filter(x_shape, k, precision):
         assert_exact(emulator.emulate(problem, config, x, dy), filters_gradient(x, dy), config)
     x, dy = filters_arrays(x_shape, k, rng.standard_normal)
     ref = filters_gradient(x, dy)
-    allowed = (2.0**-9.9 if precision == "tf32" else 2.0**-20.6) * filters_gradient(np.abs(x), np.abs(dy)) + 3 * EPS["float32"] * np.abs(ref)
+    allowed = (2.0**-9.9 if precision == "tf32" else 2.0**-BITS) * filters_gradient(np.abs(x), np.abs(dy)) + 3 * EPS["float32"] * np.abs(ref)
     assert_close(emulator.emulate(problem, FILTER_TILES[0], x, dy), ref, allowed)
 
 
@@ -179,11 +175,7 @@ POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    problem = asked(case, mode)
-    assert reason in pw.legal(problem, config)
-    with pytest.raises(ValueError, match="can't run") as raised:
-        engines.program(problem, config, H200)
-    assert reason in str(raised.value) and str(problem) in str(raised.value)
+    check_refused(pw.legal, lambda problem, config: engines.program(problem, config, H200), asked(case, mode), config, reason)
 
 
 def test_other_gpus_do_not_have_it():
@@ -276,24 +268,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
     else:
         problem, config, arrays = asked(case, mode), Pointwise(32), case.integers("float32")
         ref = case.reference(*arrays)
-    program, names, missed = pw.program(problem, config, 5), emulator.fields("pointwise_sm90"), scalars.split()
-    for name in scalars.split():
-        at = names.index(name)
-
-        def changed(step, at=at):
-            if step.kernel != "pointwise_sm90":
-                return step
-            return replace(step, scalars=(*step.scalars[:at], step.scalars[at] - 1, *step.scalars[at + 1 :]))
-
-        wrong = [[changed(step) for step in stage] for stage in program.whole]
-        monkeypatch.setattr(pw, "program", lambda *_, wrong=wrong: replace(program, whole=wrong))
-        try:
-            assert_exact(emulator.emulate(problem, config, *arrays, keep=False), ref)
-        except (AssertionError, ZeroDivisionError, ValueError, pytest.fail.Exception):
-            missed.remove(name)
-        monkeypatch.undo()
-    assert not missed
-    assert_exact(emulator.emulate(problem, config, *arrays), ref)
+    check_noticed(pw, "pointwise_sm90", problem, config, arrays, scalars, -1, lambda got: assert_exact(got, ref), monkeypatch)
 
 
 # ---- the kernel, compiled
@@ -336,12 +311,8 @@ def plans() -> dict:
         return dict(zip(runs, pool.map(lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs.values()), strict=True))
 
 
-def _ids(runs) -> list[str]:
-    return [f"{mode}-{config.COLUMNS}_{config.BLOCKS}_{config.STAGES}-{case}" for case, mode, config in runs]
-
-
 @pytest.mark.gpu
-@pytest.mark.parametrize("run", RUNS, ids=_ids(RUNS))
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
 def test_on_the_gpu(torch, run):  # noqa: F811
     """Integers exactly, numbers at random within the bound, the same bits every time and with a kept filter."""
     case, mode, _ = run
