@@ -1,4 +1,4 @@
-// packed.cuh: what the kernels of the tensor cores share: element types, wide stores, places in the result, the epilogue.
+// packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, places in the result, the epilogue.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
