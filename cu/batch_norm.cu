@@ -269,6 +269,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
     const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT var, const GLOBAL_MEM acc_t* RESTRICT gamma,
     const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT bias, GLOBAL_MEM data_t* RESTRICT scale,
     GLOBAL_MEM data_t* RESTRICT shift, const long_t channels, const long_t eps) {
+  NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const index_t channel = (index_t)GID_0 * THREADS + LID_0;
   if (channel < channels) {

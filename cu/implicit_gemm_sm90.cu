@@ -12,6 +12,8 @@
 //          Tile order, fastest first: channels, split, pixels, group: blocks that share pixels run together.
 //          warpgroup 0: one thread, the producer, asks for the tiles of x and w. Two consumer warpgroups multiply:
 //          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
+//          PINGPONG: they take tiles by turns, all of one, and one multiplies while the other stores (ROWS = 128, one product).
+//          turn[consumer]: the other one has taken all stages of its tile. Before that, parities say nothing of the stages behind them.
 // Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
 //          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
 //          empty[stage]: the 8 consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
@@ -28,7 +30,8 @@
 //          and are written while the next tile is multiplied.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
-//          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them.
+//          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them. That of
+//          the gradient of the input has its output channels last: FILTER_MAP = 2, rows of 64 of them, which wgmma takes turned.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
@@ -63,6 +66,7 @@
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
+#define PINGPONG 0   // consumers take tiles by turns
 #define FILTER_MAP 0
 #define PHASES 1
 #define X_STAGES 2   // of the ring of x alone: HALO
@@ -76,6 +80,11 @@
 #define WGMMA_TURNED_B "1"
 #else
 #define WGMMA_TURNED_B "0"
+#endif
+#if FILTER_MAP == 2
+#define WGMMA_TURNED_A "1"
+#else
+#define WGMMA_TURNED_A "0"
 #endif
 #if BF16
 #define WGMMA_TYPE "bf16"
@@ -91,8 +100,10 @@ constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS 
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
 constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : 0;
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
+static_assert(FILTER_MAP != 2 || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
-constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
+static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
+[[maybe_unused]] constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
 static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
@@ -190,10 +201,11 @@ struct Tap {
   }
 };
 
-// The rings in shared memory, and their barriers: that of stages, and that of x alone, where there is one.
+// The rings in shared memory, and their barriers: that of stages, and that of x alone, where there is one; and those of whose turn it is.
 struct Rings {
   uint32_t stages, full, empty;
   uint32_t x, x_full, x_empty;
+  uint32_t turn;
 };
 
 // ---- the producer
@@ -279,8 +291,12 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
 #if FILTER_MAP
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows)
+#if FILTER_MAP == 2
+          load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, (int)tap, channel + c * KC);
+#else
           load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, (int)tap,
                    of.group * (int)shape.rows_group + of.m + 64 * rows);
+#endif
 #else
         const uint8_t* const from = w_tile + (real ? tap * shape.channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
@@ -662,8 +678,101 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 }
 #endif
 
+#if !HALO
+// A consumer's 64 channels of a tile, their moments too.
+DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
+                       const float* scales, const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
+#if MOMENTS
+  store_moments(sum, rows, shape, scales, moments);
+#endif
+#if PAIRED
+  store_pair(sum, rows, shape, tile % 2, (float2*)staging, scales, y);
+#else
+  for_chunks([&](auto base) {
+#if TENSOR_STORE
+    store_chunk_by_tensor<decltype(base)::value>(sum, rows, shape, consumer, staging, scales, residual, map_y);
+#else
+    store_chunk<decltype(base)::value>(sum, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
+#endif
+  });
+#endif
+}
+
+// The scales of a consumer's pixels, to its part of shared memory.
+DEVICE void load_scales(const Rows& rows, const Shape& shape, int consumer, float* scales, const float* scale_n) {
+  named_barrier(1 + consumer, 128);  // the last tile's have been read
+  for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
+    const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
+    scales[i] = scale_n[image];
+  }
+  named_barrier(1 + consumer, 128);
+}
+#endif
+
 // ---- the multiplication
 
+// The products of 64 of k, 16 at a time; `fresh` begins new sums.
+DEVICE void multiply(float (&d)[WGMMA_N / 2], uint32_t a_place, uint32_t b_place, bool fresh) {
+  const uint64_t a = FILTER_MAP == 2 ? wgmma_turned_descriptor(a_place) : wgmma_descriptor<SPAN>(a_place);
+  const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_place) : HALO ? wgmma_descriptor<SPAN>(b_place, HALO_W * SPAN) : wgmma_descriptor<SPAN>(b_place);
+#pragma unroll
+  for (int k = 0; k < 64; k += 16) {
+    const int sub = k / KC, inner = 2 * (k % KC);
+    wgmma(d, a + (FILTER_MAP == 2 ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+  }
+}
+
+#if PINGPONG
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, const float* scale_n, const float* scale_k,
+                    const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
+  Position at;
+  float sum[2][WGMMA_N / 2];
+  bool mine = consumer == 0;
+  int parity = consumer == 0;  // the first turn comes without waiting
+  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile), mine = !mine) {
+    const Shape& shape = shapes.of[phase_of(tile)];
+    const Tile of(shape, tile / PHASES);
+    const Range range(shape, of.split);
+    if (!mine) {
+      at.skip(range.last - range.first);
+      continue;
+    }
+    barrier_wait(rings.turn + 8 * consumer, parity);
+    parity ^= 1;
+    auto give_back = [&] {  // the stage before
+      if (threadIdx.x % 32 == 0) barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
+    };
+    for (int step = range.first; step < range.last; ++step) {
+      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES;
+      barrier_wait(rings.full + 8 * at.stage, at.parity);
+      wgmma_fence();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply(sum[half], stage + half * SUB_TILES * A_SUB, stage + A_BYTES, step == range.first);
+      wgmma_commit();
+      wgmma_wait<1>();  // the stage before this one has been read
+      if (step > range.first) give_back();
+      at.next();
+    }
+    if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));
+    wgmma_wait<0>();
+    wgmma_arrived(sum[0]);
+    wgmma_arrived(sum[1]);
+    const bool any = range.first < range.last;
+    if (any) give_back();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 2; ++i) sum[half][i] = any ? sum[half][i] : 0;
+      const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
+      if (SCALED && half == 0) load_scales(rows, shape, consumer, scales, scale_n);
+      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, residual, map_y, moments, y);
+    }
+  }
+#if TENSOR_STORE
+  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
+#endif
+}
+#else
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales, const float* scale_n,
                     const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
                     [[maybe_unused]] float* moments, out_t* y) {
@@ -696,21 +805,14 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     if (tap.next(shapes.of[0])) x_at.next();
 #endif
   };
-  // the products of one stage and one pair of limbs, 16 of k at a time
-  auto multiply = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
-    const uint64_t a = wgmma_descriptor<SPAN>(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
+  // the products of the stage that comes next and one pair of limbs
+  auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
 #if HALO
-    const uint32_t b_place = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
-    const uint64_t b = wgmma_descriptor<SPAN>(b_place, HALO_W * SPAN);
+    const uint32_t b = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
 #else
-    const uint32_t b_place = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
-    const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_place) : wgmma_descriptor<SPAN>(b_place);
+    const uint32_t b = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
 #endif
-#pragma unroll
-    for (int k = 0; k < 64; k += 16) {
-      const int sub = k / KC, inner = 2 * (k % KC);
-      wgmma(d, a + (sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
-    }
+    multiply(d, a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK, b, fresh);
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
@@ -726,10 +828,10 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   auto multiply_stage = [&](bool fresh) {
     arrived();
     wgmma_fence();
-    multiply(main, 0, 0, fresh);
+    multiply_limbs(main, 0, 0, fresh);
 #if PRODUCTS == 3
-    multiply(cross, 0, 1, fresh);
-    multiply(cross, 1, 0, false);
+    multiply_limbs(cross, 0, 1, fresh);
+    multiply_limbs(cross, 1, 0, false);
 #endif
     wgmma_commit();
     advance();
@@ -744,23 +846,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   auto store = [&] { for_parts(store_part); };
 #else
-  auto store = [&] {
-    [[maybe_unused]] const Shape& shape = shapes.of[phase_of(stored)];
-#if MOMENTS
-    store_moments(total, rows, shape, scales, moments);
-#endif
-#if PAIRED
-    store_pair(total, rows, shape, stored % 2, (float2*)staging, scales, y);
-#else
-    for_chunks([&](auto base) {
-#if TENSOR_STORE
-      store_chunk_by_tensor<decltype(base)::value>(total, rows, shape, consumer, staging, scales, residual, map_y);
-#else
-      store_chunk<decltype(base)::value>(total, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
-#endif
-    });
-#endif
-  };
+  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(stored)], stored, consumer, staging, scales, residual, map_y, moments, y); };
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
@@ -803,14 +889,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
       stored = tile;
-#if SCALED
-      named_barrier(1 + consumer, 128);  // the last tile's scales have been read
-      for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
-        const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
-        scales[i] = scale_n[image];
-      }
-      named_barrier(1 + consumer, 128);
-#endif
+      if (SCALED) load_scales(rows, shape, consumer, scales, scale_n);
     };
 #if PRODUCTS == 3
     if (HAS_RESIDUAL && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
@@ -836,10 +915,10 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     for (; step < range.last; ++step) {
       arrived();
       wgmma_fence();
-      multiply(main, 0, 0, true);
+      multiply_limbs(main, 0, 0, true);
       wgmma_commit();
-      multiply(cross, 0, 1, false);
-      multiply(cross, 1, 0, false);
+      multiply_limbs(cross, 0, 1, false);
+      multiply_limbs(cross, 1, 0, false);
       wgmma_commit();
       advance();
       wgmma_wait<1>();
@@ -872,6 +951,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   if (threadIdx.x % 128 == 0) bulk_wait_read<0>();  // shared memory must outlive what is read from it
 #endif
 }
+#endif
 
 constexpr int THREADS = 128 * (1 + CONSUMERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -889,25 +969,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES + CONSUMERS];
   Rings rings;
   rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   rings.full = shared_address(barriers);
   rings.empty = rings.full + 8 * STAGES;
   rings.x_full = rings.empty + 8 * STAGES;
   rings.x_empty = rings.x_full + 8 * X_STAGES;
+  rings.turn = rings.x_empty + 8 * X_STAGES;
   rings.x = rings.stages + STAGES * STAGE_BYTES;
   uint8_t* const staging = dynamic + (rings.x + X_STAGES * X_BYTES - shared_address(dynamic));
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(rings.full + 8 * i, 1);
-      barrier_init(rings.empty + 8 * i, 4 * CONSUMERS);
+      barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
     }
     for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
       barrier_init(rings.x_full + 8 * i, 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
+    for (int i = 0; i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     barrier_init_done();
   }
   __syncthreads();
@@ -918,7 +1000,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   const int warpgroup = threadIdx.x / 128;
   if (warpgroup == 0) {
-    registers_down<40>();
+    registers_down<PINGPONG ? 24 : 40>();
 #if HALO
     if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
     if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
@@ -931,7 +1013,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(w, filters, maps_x, shapes, rings);
 #endif
   } else {
-    registers_up<232>();
+    registers_up<PINGPONG ? 240 : 232>();
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else

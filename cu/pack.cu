@@ -40,6 +40,7 @@
 #define SLACK 4
 #define CHANNELS 64  // of a group of x
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
+#define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
 #define SAMPLED 0    // the guesses are made by sample_images
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded: so many along t, r and s
@@ -81,6 +82,8 @@ constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
 constexpr unsigned INFINITE = 0x7f800000;
 constexpr int LARGEST = 60, COVERED = 28 + SLACK;  // exponents
 constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
+constexpr int ALL_TAPS = TAPS * FOLDS, CHANNEL_BLOCKS = (CHANNELS * FOLDS + KC - 1) / KC;  // of w; of KC channels of a packed row
+constexpr long long ROW_BLOCKS = (long long)TAPS * CHANNEL_BLOCKS + (KC < 64);  // of 64 packed rows: one of zeros where KC < 64
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -93,8 +96,6 @@ struct Shape {
   long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
   long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
   long long w_group, w_m, w_c;                       // elements of w from one group, m, c to the next
-  long long taps, channel_blocks;                    // of the packed filter; tap * FOLDS + folded tap counts through w
-  long long row_blocks;                              // blocks of 64 rows: taps * channel_blocks, and one of zeros where KC < 64
 };
 
 __device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
@@ -135,11 +136,14 @@ struct Extremes {
   __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };
 
-// Room in shared memory to turn a tile of an image, or a filter's row, whichever a block packs.
-constexpr int ROOM = 11264;  // words: with four blocks a multiprocessor is not full yet
+constexpr int least(int a, int b) { return a < b ? a : b; }
+
+// Room in shared memory to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
+constexpr int MOST_ROOM = 11264;  // words: with four blocks a multiprocessor is not full yet
+constexpr int STEP = FOLDED ? 1 : 8, FITTING = least(CHANNELS, (MOST_ROOM - MOST_ROOM / (8 * ALL_TAPS)) / ALL_TAPS / STEP * STEP);
 struct Turn {
-  static constexpr int PIECES = LIMBS * PIXELS * CHUNKS;
-  uint4 pieces[PIECES * 4 > ROOM ? PIECES : ROOM / 4];
+  static constexpr int PIECES = LIMBS * PIXELS * CHUNKS, ROOM = FILTER ? 0 : FITTING * ALL_TAPS + FITTING / 8;
+  uint4 pieces[PIECES * 4 > ROOM ? PIECES : (ROOM + 3) / 4];
 };
 __device__ Turn& turn_room() {
   __shared__ Turn room;
@@ -239,10 +243,10 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   const bool real = from >= 0;
   x += max(from, 0) * shape.x_image;
   const int row = (int)(image % 64), whole = pixels + (KC < 64);
-  packed += image / 64 * (shape.row_blocks * (LIMBS * 64 * PIECES)) + row * PIECES;
+  packed += image / 64 * (ROW_BLOCKS * (LIMBS * 64 * PIECES)) + row * PIECES;
   auto wanted = [&](int pixel, int chunk) { return pixel < whole && chunk < (pixel < pixels ? chunks : PIECES); };
   auto store = [&](int pixel, int chunk, int limb, uint4 value) {
-    const long long block = (long long)pixel * shape.channel_blocks + chunk / PIECES;
+    const long long block = (long long)pixel * CHANNEL_BLOCKS + chunk / PIECES;
     packed[(block * LIMBS + limb) * (64 * PIECES) + swizzled_piece(row, chunk % PIECES)] = value;
   };
 #else
@@ -305,65 +309,71 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 __device__ int guess_of(const float* guesses, long long image) {
   return SAMPLED ? 127 - (int)(__float_as_uint(guesses[image]) >> 23) : GUESS;
 }
+
+// How many of `count` loads of a block a thread has under way: up to `most`, as many in each round of them.
+__host__ __device__ constexpr int batch(int count, int most) {
+  const int each = (count + THREADS - 1) / THREADS, rounds = (each + most - 1) / most;
+  return rounds ? (each + rounds - 1) / rounds : 1;
+}
 // One row of a block of 64. scales[m] undoes the scale. Taps are neighbours in w, channels in the packed filter: turned in shared
 // memory, where a whole row mostly fits, so that it is read once; else as many channels at a time as fit.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
                             int block) {
-  constexpr int BATCH = 4, WIDE = 16 / sizeof(in_t);  // loads of a thread under way; elements of 16 bytes
+  constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   float* const turn = (float*)turn_room().pieces;
-  const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded, taps = (int)shape.taps, all = taps * FOLDS;
+  const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
   // where element `tap` of channel c lies in shared memory: a word more every 8 channels, so that 8 channels' reads meet different banks
-  auto place = [&](int c, int tap) { return c * all + tap + c / 8; };
+  auto place = [&](int c, int tap) { return c * ALL_TAPS + tap + c / 8; };
   // channels from c0 on to shared memory, and their extremes
-  auto fetch = [&](int c0, int channels) {
+  auto fetch = [&](int c0) {
     Extremes found = {0, ~0u};
-    const int count = real ? max(min(channels, CHANNELS - c0), 0) * all : 0;
+    const int count = real ? max(min(FITTING, CHANNELS - c0), 0) * ALL_TAPS : 0;
     auto take = [&](int at, float v) {
       turn[at] = v;
       found.add(v, v);
     };
     const in_t* const from = w + c0 * shape.w_c;
-    const bool row_by_row = shape.w_c == all && (size_t)from % 16 == 0;  // contiguous, and so aligned that 16 bytes are loaded at once
+    const bool row_by_row = shape.w_c == ALL_TAPS && (size_t)from % 16 == 0;  // contiguous, and so aligned that 16 bytes are loaded at once
     const int vectors = row_by_row ? count / WIDE : 0;
-    for (int first = threadIdx.x; first < vectors; first += BATCH * THREADS) {
-      uint4 raw[BATCH];
+    constexpr int VECTORS = batch(FITTING * ALL_TAPS / WIDE, 6), SINGLE = batch(FITTING * ALL_TAPS, 12);  // loads of a thread under way
+    for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
+      uint4 raw[VECTORS];
 #pragma unroll
-      for (int u = 0; u < BATCH; ++u)
+      for (int u = 0; u < VECTORS; ++u)
         if (first + u * THREADS < vectors) raw[u] = ((const uint4*)from)[first + u * THREADS];
 #pragma unroll
-      for (int u = 0; u < BATCH; ++u)
+      for (int u = 0; u < VECTORS; ++u)
         if (first + u * THREADS < vectors) {
-          const int i = (first + u * THREADS) * WIDE, at = i + i / all / 8;  // WIDE divides 8 * all
+          const int i = (first + u * THREADS) * WIDE, at = i + i / ALL_TAPS / 8;  // WIDE divides 8 * ALL_TAPS
 #pragma unroll
           for (int e = 0; e < WIDE; ++e) take(at + e, to_float(((const in_t*)(raw + u))[e]));
         }
     }
-    for (int first = vectors * WIDE + threadIdx.x; first < count; first += 2 * BATCH * THREADS) {
-      in_t raw[2 * BATCH];
+    for (int first = vectors * WIDE + threadIdx.x; first < count; first += SINGLE * THREADS) {
+      in_t raw[SINGLE];
 #pragma unroll
-      for (int u = 0; u < 2 * BATCH; ++u) {
+      for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count) raw[u] = from[i / all * shape.w_c + i % all];
+        if (i < count) raw[u] = from[i / ALL_TAPS * shape.w_c + i % ALL_TAPS];
       }
 #pragma unroll
-      for (int u = 0; u < 2 * BATCH; ++u) {
+      for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count) take(i + i / all / 8, to_float(raw[u]));
+        if (i < count) take(i + i / ALL_TAPS / 8, to_float(raw[u]));
       }
     }
     return found;
   };
-  const int channels = min(CHANNELS, (ROOM - ROOM / (8 * all)) / all / (FOLDED ? 1 : 8) * (FOLDED ? 1 : 8));  // that fit
-  const bool whole = channels == CHANNELS;
+  constexpr bool whole = FITTING == CHANNELS;
   Extremes found = {0, ~0u};
   if (whole) {
-    found = fetch(0, CHANNELS);
+    found = fetch(0);
   } else if (IN == 32 && real) {
 #pragma unroll 16
-    for (int i = threadIdx.x; i < CHANNELS * all; i += THREADS) {
-      const float v = to_float(w[i / all * shape.w_c + i % all]);
+    for (int i = threadIdx.x; i < CHANNELS * ALL_TAPS; i += THREADS) {
+      const float v = to_float(w[i / ALL_TAPS * shape.w_c + i % ALL_TAPS]);
       found.add(v, v);
     }
   }
@@ -381,14 +391,14 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   __syncthreads();
 #endif
   // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
-  constexpr int PIECES = KC / 8;
-  const int row_pieces = (int)shape.channel_blocks * PIECES, r = row % 64;
-  packed += (block / 64) * (shape.row_blocks * (LIMBS * 64 * PIECES));
-  for (int i = taps * (int)shape.channel_blocks * LIMBS * PIECES + threadIdx.x; i < shape.row_blocks * LIMBS * PIECES; i += THREADS)
+  constexpr int PIECES = KC / 8, ROW_PIECES = CHANNEL_BLOCKS * PIECES;
+  const int r = row % 64;
+  packed += (block / 64) * (ROW_BLOCKS * (LIMBS * 64 * PIECES));
+  for (int i = TAPS * CHANNEL_BLOCKS * LIMBS * PIECES + threadIdx.x; i < ROW_BLOCKS * LIMBS * PIECES; i += THREADS)
     packed[i / PIECES * (64 * PIECES) + r * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
   // pieces from `first` on; value(c, tap of w)
   auto write = [&](int first, int pieces, auto value) {
-    for (int i = threadIdx.x; i < taps * pieces; i += THREADS) {
+    for (int i = threadIdx.x; i < TAPS * pieces; i += THREADS) {
       const int tap = i / pieces, piece = first + i % pieces;
       float v[8];
 #pragma unroll
@@ -398,21 +408,21 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
       }
       uint32_t limbs[LIMBS][4];
       split<limb_t>(v, scale, limbs);
-      uint4* const to = packed + (tap * (int)shape.channel_blocks + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
+      uint4* const to = packed + (tap * CHANNEL_BLOCKS + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = piece_of(limbs[limb]);
     }
   };
-  if (whole) {
-    write(0, row_pieces, [&](int c, int tap) { return turn[place(c, tap)]; });
-  } else if (FOLDED || channels == 0) {
-    write(0, row_pieces, [&](int c, int tap) { return to_float(w[c * shape.w_c + tap]); });
+  if constexpr (whole) {
+    write(0, ROW_PIECES, [&](int c, int tap) { return turn[place(c, tap)]; });
+  } else if constexpr (FOLDED || FITTING == 0) {
+    write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[c * shape.w_c + tap]); });
   } else {
-    for (int c0 = 0; c0 < row_pieces * 8; c0 += channels) {
+    for (int c0 = 0; c0 < ROW_PIECES * 8; c0 += FITTING) {
       __syncthreads();
-      fetch(c0, channels);
+      fetch(c0);
       __syncthreads();
-      write(c0 / 8, min(channels / 8, row_pieces - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
+      write(c0 / 8, min(FITTING / 8, ROW_PIECES - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
     }
   }
 }

@@ -35,6 +35,11 @@ template <int stages> struct RingPosition {
       parity ^= 1;
     }
   }
+  DEVICE void skip(int count) {
+    stage += count;
+    parity ^= stage / stages & 1;
+    stage %= stages;
+  }
 };
 // a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }

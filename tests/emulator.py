@@ -148,6 +148,12 @@ def swizzled(row: np.ndarray, pieces: int) -> np.ndarray:
     return {8: row % 8, 4: row // 2 % 4, 2: row // 4 % 2}[pieces]
 
 
+def packed_blocks(define) -> tuple[int, int]:
+    """Blocks of KC channels of a row of the packed filter, and of 64 rows with all taps."""
+    across = ceil(define["CHANNELS"] * define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"], define["KC"])
+    return across, define["TAPS"] * across + (define["KC"] < 64)
+
+
 def filter_row(step, s, memory: Memory, block: int) -> None:
     """One of the rows, 64 to a block, in which the filter is packed."""
     define = step.defines
@@ -156,25 +162,26 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
     group, row = divmod(block, s.blocks_group * 64)
     real, first = row < s.rows_group, group * s.w_group + row * s.w_m
+    taps, (channel_blocks, row_blocks) = define["TAPS"], packed_blocks(define)
     w = memory.view(source, kind)
     scale = 1.0
     if kind == "float32" and real:
-        c, tap = np.divmod(np.arange(channels * s.taps * folds), s.taps * folds)
+        c, tap = np.divmod(np.arange(channels * taps * folds), taps * folds)
         found = Extremes.of(inside(w, first + c * s.w_c + tap), define["SLACK"])
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
         store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
-    tap, j = np.divmod(np.arange(s.taps * s.channel_blocks * kc), s.channel_blocks * kc)
+    tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
     fold, c = np.divmod(j, channels)
     ok = (fold < folds) & real
     values = np.where(ok, inside(w, np.where(ok, first + c * s.w_c + tap * folds + fold, 0)), w.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-        at = ((block // 64 * s.row_blocks + tap * s.channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
+        at = ((block // 64 * row_blocks + tap * channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
         store(target, at * kc + piece * 8 + j % 8, limb)
-        for zeros in range(s.taps * s.channel_blocks, s.row_blocks):
-            at = ((block // 64 * s.row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
+        for zeros in range(taps * channel_blocks, row_blocks):
+            at = ((block // 64 * row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
             store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
 
 
@@ -219,7 +226,8 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
         if define["FILTER"]:
             kc, row = define["KC"], image % 64
             wanted = (pixel < pixels) | (to < kc)
-            line = ((image // 64 * s.row_blocks + pixel * s.channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
+            channel_blocks, row_blocks = packed_blocks(define)
+            line = ((image // 64 * row_blocks + pixel * channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
             store(target, (line * kc + (to % kc // 8 ^ swizzled(np.array(row), kc // 8)) * 8 + to % 8)[wanted], limb[wanted])
         else:
             store(target, ((i * s.images + image) * pixels + pixel) * 8 * chunks + to, limb)
@@ -357,7 +365,8 @@ def check_product(step, s, memory: Memory) -> None:
     if define["FILTER_MAP"]:
         w_map, *y_map = y_map
         kc = define["KC"]
-        assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype and define["PHASES"] == 1
+        assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype
+        assert define["FILTER_MAP"] == 1 or (kc == 64 and not define["POINTWISE"])
     rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
@@ -376,7 +385,8 @@ def check_product(step, s, memory: Memory) -> None:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
     assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
-    assert define["WGMMA_N"] <= (128 if define["HALO"] else 256)
+    assert define["WGMMA_N"] <= (128 if define["HALO"] else 192 if define["PINGPONG"] else 256)
+    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["HALO"] and not define["PAIRED"])
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
     of_x = 0  # a stage of the ring of x alone
     if define["HALO"]:
@@ -384,7 +394,7 @@ def check_product(step, s, memory: Memory) -> None:
         assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
     ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"]) <= MOST_SHARED
+    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"] + 1) <= MOST_SHARED
     assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
@@ -456,8 +466,10 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
             assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
-            if define["FILTER_MAP"]:
-                a = load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)
+            if define["FILTER_MAP"] == 2:
+                a = [load_filter_box(step, memory, group * s.channels_group + c * kc, w_tap, m, turned=True)]
+            elif define["FILTER_MAP"]:
+                a = [load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)]
             else:
                 a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
             channel = group * s.channels_group + c * kc if real else s.channels
@@ -478,7 +490,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
         for c in range(0, s.channel_blocks * 64, 64):
             b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
             if define["FILTER_MAP"]:
-                a = load_filter_box(step, memory, c, 0, m)
+                a = [load_filter_box(step, memory, c, 0, m)]
             else:
                 a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
@@ -542,9 +554,12 @@ def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> 
     return np.concatenate(found, axis=1).astype(np.float64)
 
 
-def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int) -> list[np.ndarray]:
-    """[row][channel] of a tile, of the filter as it lies."""
-    return [np.concatenate([boxed(step.maps[1], memory, (channel, tap, row + 64 * i))[:, 0] for i in range(step.defines["ROWS"] // 64)])]
+def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turned: bool = False) -> np.ndarray:
+    """[row][channel] of a tile, of the filter as it lies, where rows or, `turned`, channels are its outermost axis."""
+    rows = [row + 64 * i for i in range(step.defines["ROWS"] // 64)]
+    if turned:
+        return np.concatenate([boxed(step.maps[1], memory, (first, tap, channel))[:, 0].T for first in rows])
+    return np.concatenate([boxed(step.maps[1], memory, (channel, tap, first))[:, 0] for first in rows])
 
 
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:

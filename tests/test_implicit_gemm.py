@@ -223,6 +223,23 @@ def test_what_all_taps_meet_is_loaded_once(case, mode, config):
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
 
 
+PINGPONG = [  # (case, mode, config): consumers that take tiles by turns
+    (case, mode, ImplicitGemm(128, pixels, stages, split, PINGPONG=True))
+    for case, pixels, stages, split in (
+        (BASE, 48, 3, 1), (BASE, 16, 4, 2), (fprop((3, 64, 12, 11), (136, 64, 3, 3), padding=1), 160, 3, 1), (fprop((2, 16, 7, 6), (9, 16, 3, 2)), 8, 5, 1),
+        (fprop((2, 128, 7, 6), (80, 64, 3, 3), padding=1, groups=2), 32, 4, 3), (fprop((4, 40, 30), (70, 40, 5), padding=2, stride=3), 24, 2, 1),
+        (dgrad((2, 64, 7, 7), (64, 72, 3, 3), stride=3, padding=1, output_padding=1), 32, 3, 1), (fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=1), 56, 3, 1),
+    ) for mode in ("tf32", "tf32 last", "fp16", "bf16 last") if mode in MODES
+]  # fmt: skip
+PINGPONG += [(case, mode, replace(config, ROWS=128, PINGPONG=True)) for case, mode, config in POINTWISE]
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), PINGPONG, ids=[f"{mode}-{config.PIXELS}-{config.SPLIT}-{case}" for case, mode, config in PINGPONG])
+def test_consumers_take_tiles_by_turns(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+
+
 NOTED = [
     (case, mode, replace(TILES[mode], SPLIT=1)) for case in (
         BASE, fprop((2, 48, 7, 6), (80, 24, 3, 3), padding=1, groups=2), fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3),
@@ -366,7 +383,8 @@ def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
     assert reads(POINT, "fp16", lying(64, 128))  # 1x1: channels are last anyway
     assert not reads(BASE, "fp16") and not reads(BASE, "fp32 last") and not reads(POINT, "fp16")  # images are packed
     assert not reads(fprop((2, 20, 5, 5), (4, 20, 3, 3))) and not reads(fprop((2, 4, 9, 9), (4, 4, 3, 3)))  # not rows of 16 bytes; folded
-    assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3)))  # whose output channels are last
+    assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))  # whose output channels are last
+    assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))  # 32 channels a load; rows of 24 bytes
     program = ig.program(asked(BASE, "fp16 last"), ImplicitGemm(64, 64, 3, 2), 132)
     assert [step.kernel for stage in program.filter_last for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
 
@@ -387,6 +405,9 @@ def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
         *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (
             (BASE, "fp32"), (WHOLE, "fp32 last"), (WHOLE, "fp16"), (POINT, "fp32"), (fprop((2, 128, 9, 9), (8, 128, 1, 2), padding=1), "fp32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3), stride=2), "tf32"),
             (fprop((2, 64, 40), (8, 64, 3)), "fp32"), (fprop((2, 64, 4, 4, 4), (8, 64, 3, 3, 3), padding=1), "fp32"), (dgrad((2, 64, 9, 9), (64, 8, 2, 2), stride=2), "fp32"))),
+        *((case, mode, replace(config, PINGPONG=True), "consumers take tiles by turns if these have 128 rows") for case, mode, config in (
+            (BASE, "fp32", ImplicitGemm(128, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 64, 3)), (WHOLE, "tf32", patches(128, 8)), (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "tf32", ImplicitGemm(128, 64, 3)))),
+        (BASE, "fp16", ImplicitGemm(128, 200, 3, PINGPONG=True), "all 200 pixels of a tile then, up to 192"),
         (WHOLE, "fp32", replace(patches(64, 4), SPLIT=2), "not split"), (WHOLE, "tf32", patches(64, 17), "up to 128"), (WHOLE, "fp32", patches(128, 16, 6), "two tiles"),
         (WHOLE, "fp32", patches(64, 4, 2), "three stages"), (WHOLE, "fp32", patches(64, 5), "fill the result"), (fprop((2, 64, 16, 12), (8, 64, 3, 3), padding=1), "tf32", patches(64, 4), "fill the result"),
         (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),
@@ -814,7 +835,7 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
     *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
-    *HALOS, *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
+    *HALOS, *PINGPONG, *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
     *((fprop((3, 256, 28, 24), (200, 256, 3, 3), padding=1), mode, patches(128, 14, 3)) for mode in ("fp32", "tf32")),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),

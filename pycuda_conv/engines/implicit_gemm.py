@@ -45,7 +45,8 @@ class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
 
     Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
-    convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then.
+    convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
+    PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores.
     """
 
     ROWS: int = 128
@@ -54,6 +55,7 @@ class ImplicitGemm:
     SPLIT: int = 1
     POINTWISE: bool = False
     HALO: bool = False
+    PINGPONG: bool = False
 
 
 # ---- what is legal
@@ -77,6 +79,10 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     most = 128 if config.HALO else 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
+    if config.PINGPONG:
+        reason = _no_pingpong(problem, config)
+        if reason:
+            return reason
     if config.POINTWISE:
         reason = _not_pointwise(problem, config)
         if reason:
@@ -86,6 +92,14 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         if reason:
             return reason
     return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
+
+
+def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why consumers can't take tiles by turns, or None if they can."""
+    if products(problem) == 3 or config.ROWS != 128 or config.HALO or paired(problem):
+        return "consumers take tiles by turns if these have 128 rows, of one product, no patches, and columns of one phase"
+    most = 128 if problem.has_residual and config.SPLIT == 1 else 192
+    return f"a consumer takes all {config.PIXELS} pixels of a tile then, up to {most}" if config.PIXELS > most else None
 
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
@@ -271,19 +285,20 @@ def _plane_map(problem: ConvProblem) -> TensorMap:
 
 
 def _filter_map(problem: ConvProblem) -> TensorMap:
-    """A 16-bit filter with its channels last, as it lies: of 64 rows a load's channels of a tap."""
+    """A 16-bit filter with its second axis last, as it lies: of a tap so many channels of 64 of the first axis."""
     packed, _ = packed_form(problem)
-    channels, taps = problem.C // problem.groups, math.prod(problem.filter_size)
-    return TensorMap(
-        WEIGHT, 0, (channels, taps, problem.K), (2 * channels, 2 * channels * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype
-    )
+    first, last = problem.weight_shape[:2]
+    taps = math.prod(problem.filter_size)
+    return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
 
 
 def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether a filter with its channels last can be read as it lies: forward, on 16-bit images that are not packed either."""
+    """Whether a filter with its second axis last can be read as it lies: beside 16-bit images that are not packed either."""
     packed, _ = packed_form(problem)
-    forward = problem.direction == "fprop" and problem.layout != "CNHW" and problem.itemsize == 2
-    return forward and problem.C // problem.groups % 8 == 0 and not packed.level and (packed.as_is or config.POINTWISE)
+    if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
+        return False
+    # of the gradient of the input that axis is gemm m
+    return packed.as_is or config.POINTWISE if problem.direction == "fprop" else packed.as_is and packed.load == 64
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
@@ -303,7 +318,7 @@ def _product(
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
-        "FILTER_MAP": int(map_w is not None),
+        "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.PINGPONG),
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
         "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
@@ -363,6 +378,7 @@ ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
+PINGPONG_PRODUCT, PINGPONG_STORE = 1.08, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
@@ -379,6 +395,10 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
                 yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
             yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
+        for pixels in range(128, 193, 16):
+            for pointwise in (False, True):
+                config = ImplicitGemm(rows, pixels, POINTWISE=pointwise, PINGPONG=True)
+                yield from _deepest(problem, config, (6, 5, 4, 3))
         for high in range(4, 17):
             yield from _deepest(problem, ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True), (6, 5, 4, 3))
 
@@ -411,8 +431,12 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     time = LAUNCH_TIME
     for walk in walks:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
-        tiles = math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT
-        time += ceil(tiles, multiprocessors) * (ceil(steps, config.SPLIT) * step + between)
+        rounds = ceil(math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT, multiprocessors)
+        product = ceil(steps, config.SPLIT) * step
+        if config.PINGPONG:  # stores beside products slow these down, but are waited for only at the end
+            time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
+        else:
+            time += rounds * (product + between)
     return time + overhead(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
 
 

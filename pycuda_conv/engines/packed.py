@@ -347,14 +347,14 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
         "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "CHANNELS": read, "KC": packed.load, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
     }
     tiles = ceil(pixels, PACK_THREADS * items // at_once) * ceil(chunks, at_once)
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *folding(problem.stride, 1), *folding(problem.padding_before, 0), *folding(problem.dilation, 1), written, blocks,
-        w_group, w_row, w_channel, taps, channel_blocks, row_blocks(problem, packed),
+        w_group, w_row, w_channel,
     )
     return Packed(defines, scalars, images, rows * tiles, tiles)
 
