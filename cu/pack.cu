@@ -41,6 +41,7 @@
 #define CHANNELS 64  // of a group of x
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
+#define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
 #define SAMPLED 0    // the guesses are made by sample_images
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded: so many along t, r and s
@@ -320,22 +321,29 @@ __host__ __device__ constexpr int batch(int count, int most) {
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
                             int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
+  constexpr bool whole = FITTING == CHANNELS;
   float* const turn = (float*)turn_room().pieces;
   const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
   // where element `tap` of channel c lies in shared memory: a word more every 8 channels, so that 8 channels' reads meet different banks
   auto place = [&](int c, int tap) { return c * ALL_TAPS + tap + c / 8; };
+  // and in memory
+  auto source = [&](int c, int tap) -> long long { return FILTER_LAST ? tap * CHANNELS + c : c * shape.w_c + tap; };
   // channels from c0 on to shared memory, and their extremes
   auto fetch = [&](int c0) {
     Extremes found = {0, ~0u};
-    const int count = real ? max(min(FITTING, CHANNELS - c0), 0) * ALL_TAPS : 0;
-    auto take = [&](int at, float v) {
-      turn[at] = v;
+    const int some = real ? max(min(FITTING, CHANNELS - c0), 0) : 0, count = FILTER_LAST && some ? FITTING * ALL_TAPS : some * ALL_TAPS;
+    // element i of those, in the order of memory
+    auto channel = [&](int i) { return FILTER_LAST ? i % max(FITTING, 1) : i / ALL_TAPS; };
+    auto tap = [&](int i) { return FILTER_LAST ? i / max(FITTING, 1) : i % ALL_TAPS; };
+    auto take = [&](int i, float v) {
+      turn[FILTER_LAST ? place(channel(i), tap(i)) : i + i / ALL_TAPS / 8] = v;
       found.add(v, v);
     };
-    const in_t* const from = w + c0 * shape.w_c;
-    const bool row_by_row = shape.w_c == ALL_TAPS && (size_t)from % 16 == 0;  // contiguous, and so aligned that 16 bytes are loaded at once
+    const in_t* const from = w + source(c0, 0);
+    // contiguous, and so aligned that 16 bytes are loaded at once
+    const bool row_by_row = (FILTER_LAST ? whole && CHANNELS % WIDE == 0 : shape.w_c == ALL_TAPS) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
     constexpr int VECTORS = batch(FITTING * ALL_TAPS / WIDE, 6), SINGLE = batch(FITTING * ALL_TAPS, 12);  // loads of a thread under way
     for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
@@ -346,9 +354,8 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u)
         if (first + u * THREADS < vectors) {
-          const int i = (first + u * THREADS) * WIDE, at = i + i / ALL_TAPS / 8;  // WIDE divides 8 * ALL_TAPS
 #pragma unroll
-          for (int e = 0; e < WIDE; ++e) take(at + e, to_float(((const in_t*)(raw + u))[e]));
+          for (int e = 0; e < WIDE; ++e) take((first + u * THREADS) * WIDE + e, to_float(((const in_t*)(raw + u))[e]));
         }
     }
     for (int first = vectors * WIDE + threadIdx.x; first < count; first += SINGLE * THREADS) {
@@ -356,24 +363,23 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count) raw[u] = from[i / ALL_TAPS * shape.w_c + i % ALL_TAPS];
+        if (i < count && channel(i) < some) raw[u] = from[source(channel(i), tap(i))];
       }
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count) take(i + i / ALL_TAPS / 8, to_float(raw[u]));
+        if (i < count && channel(i) < some) take(i, to_float(raw[u]));
       }
     }
     return found;
   };
-  constexpr bool whole = FITTING == CHANNELS;
   Extremes found = {0, ~0u};
   if (whole) {
     found = fetch(0);
   } else if (IN == 32 && real) {
 #pragma unroll 16
     for (int i = threadIdx.x; i < CHANNELS * ALL_TAPS; i += THREADS) {
-      const float v = to_float(w[i / ALL_TAPS * shape.w_c + i % ALL_TAPS]);
+      const float v = to_float(w[FILTER_LAST ? i : source(i / ALL_TAPS, i % ALL_TAPS)]);
       found.add(v, v);
     }
   }
@@ -416,7 +422,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   if constexpr (whole) {
     write(0, ROW_PIECES, [&](int c, int tap) { return turn[place(c, tap)]; });
   } else if constexpr (FOLDED || FITTING == 0) {
-    write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[c * shape.w_c + tap]); });
+    write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[source(c, tap)]); });
   } else {
     for (int c0 = 0; c0 < ROW_PIECES * 8; c0 += FITTING) {
       __syncthreads();

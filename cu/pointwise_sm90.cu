@@ -411,8 +411,8 @@ struct Filter {
 
 // thread -> one element of the limbs [limb][row][channel], of which those without a channel are zeros
 extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const Filter filter) {
-  AFTER_LAST_LAUNCH
   NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
   const int i = blockIdx.x * 256 + threadIdx.x, row = i / (int)filter.padded, channel = i % (int)filter.padded;
   if (row >= (int)filter.rows) return;
   const Split split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);

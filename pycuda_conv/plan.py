@@ -69,15 +69,15 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = program.workspace_bytes + program.filter_bytes
         self.empty = 0 in problem.result_shape
-        unpacked = program.filter_last or []
+        filter_last = program.filter_last or []
         if not self.empty:
-            self.device.compile_all([step for stage in (*program.whole, *unpacked) for step in stage])
-        self._prepare, self._launchers, self._whole, self._unpacked = (
+            self.device.compile_all([step for stage in (*program.whole, *filter_last) for step in stage])
+        self._prepare, self._launchers, self._whole, self._filter_last = (
             [] if self.empty else [self.device.stage_launcher(stage) for stage in stages]
-            for stages in (program.prepare, program.stages, program.whole, unpacked)
+            for stages in (program.prepare, program.stages, program.whole, filter_last)
         )
-        #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order, without packing it
-        self.reads_filter_last = bool(self._unpacked)
+        #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
+        self.reads_filter_last = bool(self._filter_last)
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
         self.order = problem.order
@@ -97,13 +97,13 @@ class Plan:
         """Launch the kernels on (input, weight, bias, result, workspace), `scale` and `residual`: addresses, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
-        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace, but with
-        `filter_last`, for plans of :attr:`reads_filter_last`: there the filter lies in :attr:`filter_order`. The residual
+        a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
+        `filter_last`, for plans of :attr:`reads_filter_last`, the filter lies in :attr:`filter_order`. The residual
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         place = packed or (buffers[4] + self.program.workspace_bytes if self.filter_bytes else 0)
         buffers = (*buffers, place, scale, residual)
-        for launcher in self._launchers if packed else self._unpacked if filter_last else self._whole:
+        for launcher in self._launchers if packed else self._filter_last if filter_last else self._whole:
             launcher(buffers, stream)
 
     def launch_all(self, buffers: Sequence[Any], stream: Any = None) -> None:

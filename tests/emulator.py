@@ -162,19 +162,23 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
     group, row = divmod(block, s.blocks_group * 64)
     real, first = row < s.rows_group, group * s.w_group + row * s.w_m
+
+    def place(c, tap):
+        return first + (tap * channels + c if define["FILTER_LAST"] else c * s.w_c + tap)
+
     taps, (channel_blocks, row_blocks) = define["TAPS"], packed_blocks(define)
     w = memory.view(source, kind)
     scale = 1.0
     if kind == "float32" and real:
         c, tap = np.divmod(np.arange(channels * taps * folds), taps * folds)
-        found = Extremes.of(inside(w, first + c * s.w_c + tap), define["SLACK"])
+        found = Extremes.of(inside(w, place(c, tap)), define["SLACK"])
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
         store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
     tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
     fold, c = np.divmod(j, channels)
     ok = (fold < folds) & real
-    values = np.where(ok, inside(w, np.where(ok, first + c * s.w_c + tap * folds + fold, 0)), w.dtype.type(0))
+    values = np.where(ok, inside(w, np.where(ok, place(c, tap * folds + fold), 0)), w.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
@@ -862,7 +866,8 @@ def emulate(
             mended.append(memory.mended)
     if program.filter_last:
         memory = Memory(problem, program, x, np.moveaxis(w, 1, -1), b, scale, residual)
-        memory.buffers[PACKED] = np.zeros(0, np.uint8)
+        if not any(step.kernel == "pack" and named(step).filter_rows for stage in program.filter_last for step in stage):
+            memory.buffers[PACKED] = np.zeros(0, np.uint8)
         launch(program.filter_last, memory, finite)
         results.append(memory.result(problem, x.dtype.name))
     assert len({result.tobytes() for result in results}) == 1, "a kept filter, or one that is not packed, gives other bits"

@@ -375,9 +375,13 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     assert [step.kernel for stage in program.stages for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
 
 
-def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
+def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_there():
     def reads(case, mode="fp16 last", config=ImplicitGemm(64, 128, 3)):  # noqa: B008
-        return ig.program(asked(case, mode), config, 132).filter_last is not None
+        return "pack" not in kernels(case, mode, config)
+
+    def kernels(case, mode, config=ImplicitGemm(64, 128, 3)):  # noqa: B008
+        found = ig.program(asked(case, mode), config, 132).filter_last
+        return ["pack"] if found is None else [step.kernel for stage in found for step in stage]
 
     assert reads(BASE) and reads(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2)) and reads(fprop((2, 32, 50), (9, 32, 5)))
     assert reads(POINT, "fp16", lying(64, 128))  # 1x1: channels are last anyway
@@ -385,8 +389,11 @@ def test_filters_of_16_bits_with_their_channels_last_are_read_as_they_are():
     assert not reads(fprop((2, 20, 5, 5), (4, 20, 3, 3))) and not reads(fprop((2, 4, 9, 9), (4, 4, 3, 3)))  # not rows of 16 bytes; folded
     assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))  # whose output channels are last
     assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))  # 32 channels a load; rows of 24 bytes
-    program = ig.program(asked(BASE, "fp16 last"), ImplicitGemm(64, 64, 3, 2), 132)
-    assert [step.kernel for stage in program.filter_last for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
+    assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["implicit_gemm_sm90", "direct_reduce"]
+    assert kernels(BASE, "fp32 last") == ["pack", "settle_images", "implicit_gemm_sm90", "direct_gemm"]
+    assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "implicit_gemm_sm90"]
+    for case, mode in ((BASE, "fp32"), (POINT, "fp32 last"), (dgrad((2, 24, 5, 5), (24, 8, 3, 3)), "tf32 last")):
+        assert ig.program(asked(case, mode), ImplicitGemm(64, 128, 3), 132).filter_last is None
 
 
 @pytest.mark.parametrize(

@@ -413,17 +413,23 @@ def reduce_step(problem: ConvProblem, split: int, parts: Place) -> Step:
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, redone: tuple[int, int] | None = None
+    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool = False, redone: tuple[int, int] | None = None
 ) -> list[Step]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
-    `found`: where the flags of images and filters lie, and their scales. `redone`: where each block says whether it did anything.
+    `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter, of a forward convolution, has
+    its channels last. `redone`: where each block says whether it did anything.
     """
     noted = () if redone is None else (redone,)
+    strides = {}
+    if filter_last:
+        _, r, s = problem.filter_size
+        channels = problem.C // problem.groups
+        strides = {"A_VEC": 1, "W_C": 1, "W_S": channels, "W_R": s * channels, "W_T": r * s * channels}
     launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1))
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
+            step, defines={**step.defines, **strides, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
             buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )
         for step in launches[0]

@@ -25,6 +25,7 @@ from pycuda_conv.engines.packed import (
     limbs,
     overhead,
     packed_form,
+    packs_filter_last,
     products,
     row_blocks,
     tap_numbers,
@@ -200,14 +201,18 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 
 def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool = False) -> Program:
     """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
-    made = _program(problem, config, multiprocessors, noted, None)
-    if not _reads_filter(problem, config):
-        return made
-    return replace(made, filter_last=_program(problem, config, multiprocessors, noted, _filter_map(problem)).stages)
+    made = _program(problem, config, multiprocessors, noted)
+    if _reads_filter(problem, config):
+        return replace(made, filter_last=_program(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).stages)
+    if packs_filter_last(problem):
+        return replace(made, filter_last=_program(problem, config, multiprocessors, noted, filter_last=True).whole)
+    return made
 
 
-def _program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None) -> Program:
-    """:func:`program` with the filter packed, or read as it lies by `map_w`."""
+def _program(
+    problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None = None, filter_last: bool = False
+) -> Program:
+    """:func:`program` with the filter packed, from its channels last too, or read as it lies by `map_w`."""
     moments = _moments(problem, config) if noted else None
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
@@ -216,7 +221,7 @@ def _program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, n
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images=not config.POINTWISE)
+    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images=not config.POINTWISE, filter_last=filter_last)
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -375,6 +380,7 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
 CLOCK = 1450.0  # cycles a microsecond
 ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
+LOADED = 110e3  # bytes a microsecond into one multiprocessor's shared memory: 64 a cycle
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
@@ -386,7 +392,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     """The configurations worth comparing for `problem`."""
     three = products(problem) == 3
     steps = _steps(problem)
-    wide = [*range(64, 137, 8)] if three else [64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
+    wide = [*range(48, 137, 8)] if three else [56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
@@ -395,7 +401,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
                 yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
             yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
-        for pixels in range(128, 193, 16):
+        for pixels in range(128, 193, 32 if problem.layout == "NHWC" else 16):  # rows of channels by TMA: multiples of 32
             for pointwise in (False, True):
                 config = ImplicitGemm(rows, pixels, POINTWISE=pointwise, PINGPONG=True)
                 yield from _deepest(problem, config, (6, 5, 4, 3))
@@ -421,7 +427,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
-    step = max(cycles, ROW_CYCLES * pixel_rows) / CLOCK
+    step = max(cycles / CLOCK, ROW_CYCLES * pixel_rows / CLOCK, stage_bytes(problem, config) / LOADED)
     if config.POINTWISE:  # limited by memory for each tile of pixels' first use
         step = max(cycles / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED

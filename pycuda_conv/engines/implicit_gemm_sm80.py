@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, ceil, splits
@@ -22,6 +22,7 @@ from pycuda_conv.engines.packed import (
     limbs,
     overhead,
     packed_form,
+    packs_filter_last,
     products,
     row_blocks,
     tap_numbers,
@@ -136,7 +137,10 @@ def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) 
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, walk, buffers) for walk in walks]
 
-    return assemble(problem, config.SPLIT, multiprocessors, products)
+    made = assemble(problem, config.SPLIT, multiprocessors, products)
+    if not packs_filter_last(problem):
+        return made
+    return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True).whole)
 
 
 def _product(

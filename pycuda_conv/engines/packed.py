@@ -234,7 +234,8 @@ class Program:
     """The launches of a plan.
 
     `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. `filter_last`, where there is one, does the same with a filter whose input channels are last, unpacked.
+    `whole` does both. `filter_last`, where there is one, does the same with a filter whose second axis is last in memory; it may
+    read that as it lies.
     Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later ones may write parts of
     the result once more, so that a residual must not be the result's own memory. `moments`: what is noted of the result, if that
     was asked for and the kernels can.
@@ -274,9 +275,9 @@ class Noting:
             self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(8 * multiprocessors)
             self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
 
-    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]]) -> list[Step]:
+    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool) -> list[Step]:
         """:func:`direct.guarded`."""
-        steps = direct.guarded(problem, found, self._multiprocessors, self._redone)
+        steps = direct.guarded(problem, found, self._multiprocessors, filter_last, self._redone)
         if self.moments is not None:
             self.moments = replace(self.moments, blocks=steps[0].grid)
         return steps
@@ -347,7 +348,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
         "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
     }
     tiles = ceil(pixels, PACK_THREADS * items // at_once) * ceil(chunks, at_once)
@@ -359,7 +360,12 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     return Packed(defines, scalars, images, rows * tiles, tiles)
 
 
-def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int) -> Operands:
+def packs_filter_last(problem: ConvProblem) -> bool:
+    """Whether filters with their channels last, as those of a model that is, are packed from there."""
+    return problem.direction == "fprop" and problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
+
+
+def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int, filter_last: bool) -> Operands:
     """Pack the operands, the images into `scratch`."""
     wide, count, written = problem.dtype == "float32", limbs(problem), problem.result_channels
     kept = Room(PACKED)
@@ -394,7 +400,8 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
 
     def pack(filter_rows: int, blocks: int) -> list[Step]:
         buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
-        return [Step("pack", images.defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
+        defines = images.defines | {"FILTER_LAST": int(filter_last and filter_rows > 0)}
+        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
 
     def sample(images: Packed, array: int, guesses: tuple[int, int]) -> list[Step]:
         if not images.sampled:
@@ -434,19 +441,18 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
-    moments: Moments | None = None, packs_images: bool = True,
+    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False,
 ) -> Program:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
-    Without `packs_images` these stay what they are.
-
-    What `products` is given last is the place of the parts of `moments`.
+    Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
+    :func:`packs_filter_last`. What `products` is given last is the place of the parts of `moments`.
     """
     packed, walks = packed_form(problem)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Room(WORKSPACE)
-    operands = pack_operands(problem, packed, scratch, multiprocessors)
+    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last)
     target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
@@ -457,7 +463,7 @@ def assemble(
     wide = problem.dtype == "float32"
     if wide:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in noting.guarded(problem, found)]
+        after += [[step] for step in noting.guarded(problem, found, filter_last)]
     filter_bytes, moments = operands.filter_bytes, noting.moments
     return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, wide, moments)
 

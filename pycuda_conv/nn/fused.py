@@ -125,14 +125,18 @@ def _new_statistics(y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _forward_launches(
-    x: Signature, weight: Signature, bias: Signature | None, layout: str, momentum: float, eps: float, how: _How
-) -> tuple[Plan, Launcher | None, int]:
-    """The convolution's plan; that and the statistics as one, or None where there are no elements; the bytes of workspace they need."""
+    x: Signature, weight: Signature, bias: Signature | None, layout: str, filter_last: bool, momentum: float, eps: float, how: _How
+) -> tuple[Plan, Launcher | None, int, _Order]:
+    """The convolution's plan; that and the statistics as one, or None where there are no elements; the bytes of workspace they need.
+
+    And the order in which the filter has to lie, which may be that of one with its channels last, if it is such (`filter_last`).
+    """
     ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
     asked = stride, padding, 0, dilation, groups, precision, device, layout, tune
     plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
     if plan.empty:
-        return plan, None, 0
+        return plan, None, 0, None
+    filter_last = filter_last and plan.reads_filter_last
     statistics, workspace = None, 0
     if how.of_batch:
         pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
@@ -140,11 +144,11 @@ def _forward_launches(
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers
-        plan.launch((x, w, b, y, scratch), stream)
+        plan.launch((x, w, b, y, scratch), stream, filter_last=filter_last)
         if statistics is not None:
             statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
 
-    return plan, launch, max(plan.workspace_bytes, workspace)
+    return plan, launch, max(plan.workspace_bytes, workspace), plan.filter_order if filter_last else None
 
 
 caches.append(_forward_launches)
@@ -161,7 +165,7 @@ def _statistics(
     """
     sign, layout = _kind.signature, _layout(x, how.settings.ndim)
     of_bias = None if bias is None else sign(bias)
-    plan, launch, workspace = _forward_launches(sign(x), sign(weight), of_bias, layout, momentum, eps, how)
+    plan, launch, workspace, order = _forward_launches(sign(x), sign(weight), of_bias, layout, bool(_order(weight)), momentum, eps, how)
     y = _kind.empty(plan.result_shape, x, None, plan.order)
     statistics = _new_statistics(y)
     mean, invstd = statistics.unbind()
@@ -173,7 +177,7 @@ def _statistics(
         mean.copy_(running_mean)
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
     if launch is not None:
-        given = _kind.ready(x, plan.order), _kind.ready(weight, None), None if bias is None else _kind.ready(bias, None), tracked
+        given = _kind.ready(x, plan.order), _kind.ready(weight, order), None if bias is None else _kind.ready(bias, None), tracked
         _kind.run(plan.device, launch, given, (y, mean, invstd, new_mean, new_var), workspace)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
@@ -201,11 +205,12 @@ class _Backward(NamedTuple):
     workspace: int
     by_x: bool
     by_weight: bool
+    filter_order: _Order  # in which the filter has to lie
 
 
 @lru_cache(maxsize=1024)
 def _backward_launches(
-    y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, of_x: bool, of_weight: bool, how: _How
+    y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool, how: _How
 ) -> _Backward:
     ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
     rest = stride, padding, dilation, groups, precision, device
@@ -219,17 +224,19 @@ def _backward_launches(
     if of_weight and layout == layout_x == "NCHW":
         plan = ops._gradient_plan("weight", ndim, _kind, x, y, weight[0], *rest, layout, tune)
         by_weight = None if plan.empty else plan
+    filter_last = filter_last and by_x is not None and by_x.reads_filter_last
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         y, dout, mean, invstd, gamma, beta, x, w, dy, sums, dx, dw, scratch = buffers
         normalised((y, dout, mean, invstd, gamma, beta, dy, sums, scratch), stream)
         if by_x is not None:
-            by_x.launch((dy, w, 0, dx, scratch), stream)
+            by_x.launch((dy, w, 0, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
             by_weight.launch((x, dy, 0, dw, scratch), stream)
 
     most = max(workspace, *(plan.workspace_bytes for plan in (by_x, by_weight) if plan is not None), 0)
-    return _Backward(own, launch, most, by_x is not None, by_weight is not None)
+    order = by_x.filter_order if by_x is not None and filter_last else None
+    return _Backward(own, launch, most, by_x is not None, by_weight is not None, order)
 
 
 caches.append(_backward_launches)
@@ -246,12 +253,15 @@ def _backward(
     dx = dweight = None
     if y.numel():
         layouts = "NCHW" if order is None else "NHWC", _layout(x, ndim)
-        device, launch, workspace, by_x, by_weight = _backward_launches(sign(y), sign(x), sign(weight), *layouts, of_x, of_weight, how)
+        filter_last = bool(_order(weight))
+        device, launch, workspace, by_x, by_weight, filter_order = _backward_launches(
+            sign(y), sign(x), sign(weight), *layouts, filter_last, of_x, of_weight, how
+        )
         dx = _kind.empty(x.shape, x, None, order) if by_x else None
         dweight = weight.new_empty(weight.shape) if by_weight else None
         given = (
             y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-            _kind.ready(x, None) if by_weight else None, _kind.ready(weight, None) if by_x else None,
+            _kind.ready(x, None) if by_weight else None, _kind.ready(weight, filter_order) if by_x else None,
         )
         _kind.run(device, launch, given, (dy, sums, dx, dweight), workspace)
         del given  # a copy of dout must be gone when what follows takes its memory
