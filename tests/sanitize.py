@@ -25,14 +25,22 @@ from pycuda_conv.runtime import get_device
 
 
 def run(plan, arrays) -> bool:
-    """Launch `plan` once; whether all of the result was written, and with numbers."""
+    """Launch `plan` once, and with its filter's channels last if it reads such; whether all of the result was written, and with numbers."""
+    good = launched(plan, arrays, False)
+    if plan.reads_filter_last:
+        x, w, *more = arrays
+        good &= launched(plan, (x, np.moveaxis(w, 1, -1), *more), True)
+    return good
+
+
+def launched(plan, arrays, filter_last: bool) -> bool:
     drv = plan.device._drv
     with plan.device:
         buffers = [0 if array is None else drv.to_device(np.ascontiguousarray(array).view(np.uint8)) for array in arrays]
         result = drv.to_device(np.full(plan.result_shape, np.nan, arrays[0].dtype).view(np.uint8))
         workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
         x, w, b, *more = (int(buffer) for buffer in buffers)
-        plan.launch((x, w, b, int(result), int(workspace)), None, 0, *more)
+        plan.launch((x, w, b, int(result), int(workspace)), None, 0, *(more or (0, 0)), filter_last)
         out = np.empty(plan.result_shape, arrays[0].dtype)
         drv.memcpy_dtoh(out.view(np.uint8), result)
     return bool(np.isfinite(out.astype(np.float64)).all())

@@ -425,6 +425,7 @@ EMULATED = [
     *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, config) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp16", lying(64, 128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
     *((WHOLE, mode, patches(64, 4)) for mode in ("fp32", "tf32")),
+    (BASE, "tf32", ImplicitGemm(128, 24, 3, PINGPONG=True)), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, PINGPONG=True)),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
 
@@ -476,7 +477,7 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, "fp32 last", config) for case in (implicit.WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
         ImplicitGemm(128, 128, 3), ImplicitGemm(64, 64, 3), ImplicitGemm(128, 40, 4), ImplicitGemm(64, 128, 3, 2))),
     *((implicit.WIDER, mode, config) for mode in ("tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last") for config in (
-        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3))),
+        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, PINGPONG=True))),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("fp32 last", ImplicitGemm(128, 128, 3))) for case in (
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),

@@ -247,6 +247,7 @@ NOTED = [
     ) for mode in TILES if mode in MODES
 ]  # fmt: skip
 NOTED += [(case, mode, config) for case, mode, config in POINTWISE if not case.transposed]
+NOTED += [(case, mode, config) for case, mode, config in PINGPONG if config.SPLIT == 1 and not case.transposed][::2]
 NOTED += [(WHOLE, mode, config) for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8)))]
 
 
@@ -842,7 +843,9 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
     *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
-    *HALOS, *PINGPONG, *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
+    *HALOS, *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, PINGPONG=True)) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
+    *((dgrad((5, 128, 13, 14), (128, 200, 3, 3), padding=1), mode, config) for mode in ("fp16 last", "bf16 last") for config in (ImplicitGemm(128, 128, 4), ImplicitGemm(128, 128, 4, PINGPONG=True))),
+    *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
     *((fprop((3, 256, 28, 24), (200, 256, 3, 3), padding=1), mode, patches(128, 14, 3)) for mode in ("fp32", "tf32")),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
@@ -873,7 +876,8 @@ SANITIZED = [
         fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
         fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
     *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
-    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12],
+    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12], *PINGPONG[::3],
+    *((dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16 last", "bf16 last")),
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]
 
