@@ -28,6 +28,8 @@
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
 //          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
+// Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
+//          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
 #include "packed.cuh"
 
@@ -48,6 +50,11 @@
 #define FOLD_T 1
 #define FOLD_R 1
 #define FOLD_S 1
+#define WINDOW 0     // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's
+#define SHIFT 0      // rows of FOLD_R before the filter's first one
+#define PACKED_R 1   // taps of the packed filter along r
+#define FILTER_R 1   // and of w, along r and s
+#define FILTER_S 1
 #endif
 
 #define TURNED (!NHWC || (FOLDED && CHANNELS % 8))  // a tile passes through shared memory
@@ -83,7 +90,8 @@ constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
 constexpr unsigned INFINITE = 0x7f800000;
 constexpr int LARGEST = 60, COVERED = 28 + SLACK;  // exponents
 constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
-constexpr int ALL_TAPS = TAPS * FOLDS, CHANNEL_BLOCKS = (CHANNELS * FOLDS + KC - 1) / KC;  // of w; of KC channels of a packed row
+constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
+constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
 constexpr long long ROW_BLOCKS = (long long)TAPS * CHANNEL_BLOCKS + (KC < 64);  // of 64 packed rows: one of zeros where KC < 64
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
@@ -409,8 +417,15 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
       float v[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        const int j = piece * 8 + e, fold = FOLDED ? j / CHANNELS : 0, c = FOLDED ? j % CHANNELS : j;
-        v[e] = real && fold < FOLDS && c < CHANNELS ? value(c, tap * FOLDS + fold) : 0;
+#if WINDOW
+        const int j = piece * 8 + e, s = j / WINDOW, fold = j % WINDOW / CHANNELS, c = j % WINDOW % CHANNELS;
+        const int r = tap % PACKED_R * FOLD_R + fold - SHIFT, from = (tap / PACKED_R * FILTER_R + r) * FILTER_S + s;
+        const bool there = fold < FOLD_R && r >= 0 && r < FILTER_R && s < FILTER_S;
+#else
+        const int j = piece * 8 + e, fold = FOLDED ? j / CHANNELS : 0, c = FOLDED ? j % CHANNELS : j, from = tap * FOLDS + fold;
+        const bool there = fold < FOLDS && c < CHANNELS;
+#endif
+        v[e] = real && there ? value(c, from) : 0;
       }
       uint32_t limbs[LIMBS][4];
       split<limb_t>(v, scale, limbs);

@@ -150,7 +150,7 @@ def swizzled(row: np.ndarray, pieces: int) -> np.ndarray:
 
 def packed_blocks(define) -> tuple[int, int]:
     """Blocks of KC channels of a row of the packed filter, and of 64 rows with all taps."""
-    across = ceil(define["CHANNELS"] * define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"], define["KC"])
+    across = ceil(define["FILTER_S"] * define["WINDOW"] or define["CHANNELS"] * define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"], define["KC"])
     return across, define["TAPS"] * across + (define["KC"] < 64)
 
 
@@ -170,15 +170,23 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     w = memory.view(source, kind)
     scale = 1.0
     if kind == "float32" and real:
-        c, tap = np.divmod(np.arange(channels * taps * folds), taps * folds)
+        of_w = taps // define["PACKED_R"] * define["FILTER_R"] * define["FILTER_S"] if define["WINDOW"] else taps * folds
+        c, tap = np.divmod(np.arange(channels * of_w), of_w)
         found = Extremes.of(inside(w, place(c, tap)), define["SLACK"])
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
         store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
     tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
-    fold, c = np.divmod(j, channels)
-    ok = (fold < folds) & real
-    values = np.where(ok, inside(w, np.where(ok, place(c, tap * folds + fold), 0)), w.dtype.type(0))
+    if define["WINDOW"]:
+        across, (fold, c) = j // define["WINDOW"], np.divmod(j % define["WINDOW"], channels)
+        t, r = np.divmod(tap, define["PACKED_R"])
+        r = r * define["FOLD_R"] + fold - define["SHIFT"]
+        ok = (fold < define["FOLD_R"]) & (r >= 0) & (r < define["FILTER_R"]) & (across < define["FILTER_S"]) & real
+        number = (t * define["FILTER_R"] + r) * define["FILTER_S"] + across
+    else:
+        fold, c = np.divmod(j, channels)
+        ok, number = (fold < folds) & real, tap * folds + fold
+    values = np.where(ok, inside(w, np.where(ok, place(c, number), 0)), w.dtype.type(0))
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):

@@ -78,6 +78,9 @@ SHAPES = [
     fprop((1, 16, 4, 6), (8, 16, 9, 2), padding=((128, 3), (1, 126))), fprop((1, 16, 4, 6), (8, 16, 2, 2), padding=(0, 129)),
     fprop((1, 16, 3, 5), (8, 16, 1, 2), padding=(129, 0)), fprop((1, 16, 6, 40), (8, 16, 2, 2), padding=(0, 127), dilation=(3, 255)),
     fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), fprop((2, 16, 6, 7), (8, 16, 3, 3), dilation=4, padding=6),
+    # few channels: windows that overlap, of one row of the image or as many as the stride
+    fprop((2, 3, 24, 32), (9, 3, 8, 8), stride=8), fprop((2, 2, 15, 20), (9, 2, 4, 3), stride=(3, 2), padding=(2, 1)), fprop((2, 5, 13, 9), (8, 5, 3, 3), stride=(2, 1), dilation=(2, 1), padding=2),
+    fprop((3, 9, 14, 13), (8, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 1, 9, 9), (70, 1, 5, 5), padding=((3, 4), (4, 6)), stride=(2, 3)), fprop((2, 12, 7, 8), (8, 12, 1, 6), padding=(0, 2)),
     # few channels: folded taps
     fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), fprop((2, 3, 9, 10), (10, 3, 3, 3), padding=1), fprop((2, 1, 11, 8), (4, 1, 5, 5), padding=2),
     fprop((1, 7, 8, 9), (8, 7, 3, 4), padding=(1, 2), dilation=(1, 2)), fprop((2, 4, 9, 8), (8, 4, 3, 1), padding=1),
@@ -358,6 +361,29 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
             emulator.check_map(described, memory)
             if isinstance(described.box, Im2col):
                 assert len(described.box.lower) == step.defines["RANK"]
+
+
+@pytest.mark.parametrize(
+    ("case", "pixel", "rows", "shift", "taps", "load"),
+    [
+        (fprop((2, 3, 224, 224), (64, 3, 7, 7), stride=2, padding=3), 8, 2, 1, 4, 64), (fprop((2, 3, 224, 224), (64, 3, 3, 3), padding=1), 8, 1, 0, 3, 32),
+        (fprop((2, 3, 224, 224), (64, 3, 16, 16), stride=16), 48, 16, 0, 1, 64), (fprop((2, 3, 32, 32), (64, 3, 3, 3), padding=1, stride=(2, 1), dilation=(2, 1)), 8, 1, 0, 3, 32),
+        (fprop((2, 4, 100), (64, 4, 9), stride=4), 8, 1, 0, 1, 16),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
+    for mode in ("fp32", "fp16 last"):
+        packed, (walk,) = packing(asked(case, mode), windows=True)
+        window = packed.window
+        assert (window.pixel, window.rows, window.shift, packed.load, walk.taps[1]) == (pixel, rows, shift, load, taps)
+        assert packed.group == asked(case, mode).filter_size[2] * pixel and walk.stride[2] == walk.taps[2] == 1 and not walk.flat
+        assert packing(asked(case, mode))[0].window is None  # not where loads can't overlap
+
+
+@pytest.mark.parametrize("case", [fprop((1, 3, 9, 9), (8, 3, 3, 3), dilation=(1, 2)), fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 16, 9, 9), (8, 16, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1))], ids=str)
+def test_no_windows(case):
+    assert packing(asked(case, "fp32"), windows=True) == packing(asked(case, "fp32"))
 
 
 def test_channels_last_arrays_of_16_bits_are_read_as_they_are():

@@ -110,6 +110,6 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     problem = problem.launched
     if isinstance(config, Pointwise):
         return "split", problem.direction, problem.precision, problem.C, problem.K
-    packed, _ = packed_form(problem)
+    packed, _ = packed_form(problem, windows=isinstance(config, ImplicitGemm))
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
-    return (*asked, packed.folded, packed.group, packed.load)
+    return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)

@@ -105,7 +105,7 @@ def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
-    packed, walks = packed_form(problem)
+    packed, walks = packed_form(problem, windows=True)
     plain = problem.layout == "NCHW" and problem.itemsize == 2 and problem.groups == 1
     if not plain or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
         return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
@@ -118,7 +118,7 @@ def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why a tile's pixels can't be loaded at once for all taps, or None if they can."""
-    packed, walks = packed_form(problem)
+    packed, walks = packed_form(problem, windows=True)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
     if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.POINTWISE:
@@ -136,7 +136,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
     """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
-    _, (walk, *_) = packed_form(problem)
+    _, (walk, *_) = packed_form(problem, windows=True)
     reach_h, reach_w = ((walk.taps[i] - 1) * walk.dilation[i] for i in (1, 2))
     return 8 + reach_w, config.PIXELS // 8 + reach_h
 
@@ -221,7 +221,8 @@ def _program(
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images=not config.POINTWISE, filter_last=filter_last)
+    packs_images = not config.POINTWISE
+    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images, filter_last, windows=True)
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -255,17 +256,20 @@ def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
 
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
+    pixel = 2 * problem.groups * packed.pixel  # bytes
     if walk.flat:
         axes, images = [problem.N * math.prod(packed.size)], copies
+        strides = [pixel, pixel * axes[0]]
         stride, low, upper = [1], [0], [0]
     else:
         inner = range(2, 2 - walk.rank, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
+        strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
+        for i in inner:
+            pixel *= packed.stored[i]
+            strides.append(pixel)
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
-    strides = [2 * channels]
-    for n in axes:
-        strides.append(strides[-1] * n)
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
     return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
 
@@ -291,7 +295,7 @@ def _plane_map(problem: ConvProblem) -> TensorMap:
 
 def _filter_map(problem: ConvProblem) -> TensorMap:
     """A 16-bit filter with its second axis last, as it lies: of a tap so many channels of 64 of the first axis."""
-    packed, _ = packed_form(problem)
+    packed, _ = packed_form(problem, windows=True)
     first, last = problem.weight_shape[:2]
     taps = math.prod(problem.filter_size)
     return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
@@ -299,7 +303,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 
 def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
     """Whether a filter with its second axis last can be read as it lies: beside 16-bit images that are not packed either."""
-    packed, _ = packed_form(problem)
+    packed, _ = packed_form(problem, windows=True)
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
     # of the gradient of the input that axis is gemm m
@@ -361,7 +365,7 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
     return (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
-        max(walk.taps[2], 1), *tap_numbers(problem, packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
+        max(walk.taps[2], 1), *tap_numbers(packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
         *written_places(problem, phase), tiles[1] // problem.N,
     )
 
@@ -417,13 +421,13 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
 
 def _steps(problem: ConvProblem) -> int:
     """Stages of the ring that a tile without splits goes through, at the most."""
-    packed, walks = packed_form(problem)
+    packed, walks = packed_form(problem, windows=True)
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
-    packed, walks = packed_form(problem)
+    packed, walks = packed_form(problem, windows=True)
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
@@ -443,7 +447,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
             time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
         else:
             time += rounds * (product + between)
-    return time + overhead(problem, config.SPLIT, not packed.as_is and not config.POINTWISE)
+    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.POINTWISE)
 
 
 def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:

@@ -154,7 +154,7 @@ def _product(
     shape = (
         tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, problem.groups * chunks, rows // problem.groups, rows,
         blocks, channel_blocks, _w_chunks(problem, packed), _x_chunks(problem, packed), max(walk.taps[1], 1), max(walk.taps[2], 1),
-        *tap_numbers(problem, packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
+        *tap_numbers(packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
         phase.size[1] * row, row, *written_places(problem, phase),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {
@@ -211,7 +211,7 @@ def time(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int, cap
     for walk in walks:
         steps = ceil(packed.group * math.prod(walk.taps), STEP)
         cycles += ceil(_blocks(problem, config, walk), multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
-    return cycles / CLOCK + overhead(problem, config.SPLIT, not packed.as_is)
+    return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
 
 
 def choose(problem: ConvProblem, multiprocessors: int, capability: tuple[int, int]) -> tuple[float, ImplicitGemm80] | None:

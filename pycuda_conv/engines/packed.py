@@ -50,6 +50,30 @@ def limbs(problem: ConvProblem) -> int:
 
 
 @dataclass(frozen=True)
+class Window:
+    """Few channels: what a filter meets along a row lies side by side in memory, and is what a load counts as channels.
+
+    One output pixel's is `stride` pixels further than the last one's, so that they overlap: no value is packed twice.
+
+    Attributes
+    ----------
+    pixel : int
+        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
+    rows : int
+        As many as the stride along H, so that the filter has fewer rows and no stride there.
+    shift : int
+        Rows of the first such row that are above the filter's first.
+    wide : int
+        Pixels of a packed row, padding included.
+    """
+
+    pixel: int
+    rows: int
+    shift: int
+    wide: int
+
+
+@dataclass(frozen=True)
 class Packing:
     """How a problem's operands are laid out for the tensor loads.
 
@@ -67,6 +91,10 @@ class Packing:
         Packed channels of a group.
     load : int
         Channels a load: 64, 32 or 16.
+    taps : (int, int, int)
+        Of the packed filter.
+    window : Window, optional
+        How channels of neighbouring pixels are loaded as one's; then `size` and `group` are what the loads see of it.
     """
 
     as_is: bool
@@ -75,6 +103,18 @@ class Packing:
     size: Size3
     group: int
     load: int
+    taps: Size3
+    window: Window | None = None
+
+    @property
+    def stored(self) -> Size3:
+        """Pixels of a packed image as it lies in memory."""
+        return self.size if self.window is None else (*self.size[:2], self.window.wide)
+
+    @property
+    def pixel(self) -> int:
+        """Packed channels of a group of one of those."""
+        return self.group if self.window is None else self.window.pixel
 
 
 @dataclass(frozen=True)
@@ -114,7 +154,7 @@ def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
             axes.append((phase.taps[i], 1, start, -phase.dilation[i], phase.first[i] + last * phase.every[i], -phase.every[i]))
     taps, stride, low, dilation, base, step = (size3(list(values)) for values in zip(*axes, strict=True))
     trivial = [packed.size[i] == phase.size[i] and taps[i] <= 1 and stride[i] == 1 and low[i] == 0 for i in range(3)]
-    flat = all(trivial)
+    flat = all(trivial) and packed.window is None
     rank = 1 if flat or (trivial[0] and trivial[1] and packed.size[:2] == (1, 1)) else 2 if trivial[0] and packed.size[0] == 1 else 3
     if not flat:
         for i in range(3 - rank, 3):
@@ -127,12 +167,20 @@ def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
 
 
 @lru_cache(maxsize=1024)
-def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
-    """How to pack the problem and walk its phases; None if the loads can't be made to serve it."""
+def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple[Walk, ...]] | None:
+    """How to pack the problem and walk its phases; None if the loads can't be made to serve it.
+
+    With `windows` these may overlap: TMA's may.
+    """
     channels, wide = problem.operand_channels // problem.groups, problem.dtype == "float32"
     forward = problem.direction == "fprop"
     # with few channels the innermost taps are folded, or most of each product would be zeros
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
+    if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
+        packed, phase = _windows(problem)
+        found = _walk(problem, phase, packed)
+        if found is not None:
+            return packed, (found,)
     # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
     for level in range(first, levels):
@@ -143,7 +191,8 @@ def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
         # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
         align = 8 if problem.groups == 1 else load
         as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
-        packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load)
+        taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
+        packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load, taps)
         walks = []
         for phase in direct.phases(problem):
             if level:
@@ -155,6 +204,23 @@ def packing(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]] | None:
         else:
             return packed, tuple(sorted(walks, key=lambda walk: -math.prod(walk.taps)))
     return None
+
+
+def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
+    """The packing and the only phase of a forward convolution of few channels."""
+    (phase,) = direct.phases(problem)
+    t, r, s = problem.filter_size
+    rows = problem.stride[1] if problem.dilation[1] == 1 else 1
+    first, shift = divmod(-problem.padding_before[1], rows)
+    pixel = ceil(rows * problem.C, 8) * 8
+    window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s)
+    taps = (t, (shift + r - 1) // rows + 1, 1)
+    size = (problem.operand_size[0], ceil(problem.operand_size[1], rows), problem.output_size[2])
+    packed = Packing(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
+    return packed, replace(
+        phase, taps=taps, stride=(phase.stride[0], phase.stride[1] // rows, 1), pad=(phase.pad[0], -first, 0),
+        dilation=(phase.dilation[0], phase.dilation[1], 1), first=(0, 0, 0), every=(1, 1, 1),
+    )
 
 
 def _folded_phase(phase: Phase, level: int) -> Phase:
@@ -169,9 +235,9 @@ def _folded_phase(phase: Phase, level: int) -> Phase:
     )
 
 
-def packed_form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
+def packed_form(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple[Walk, ...]]:
     """The packing and the walks of a problem that has them: see :func:`why_not`."""
-    found = packing(problem)
+    found = packing(problem, windows)
     assert found is not None
     return found
 
@@ -334,14 +400,20 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     def folding(values: Size3, instead: int) -> Size3:
         return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
 
+    steps, pads, dilations = folding(problem.stride, 1), folding(problem.padding_before, 0), folding(problem.dilation, 1)
+    window = {"WINDOW": 0, "SHIFT": 0, "PACKED_R": 1, "FILTER_R": 1, "FILTER_S": 1}
+    if packed.window is not None:
+        steps, pads, dilations = (1, packed.window.rows, 1), (0, 0, problem.padding_before[2]), (1, 1, 1)
+        _, r, s = problem.filter_size
+        window = {"WINDOW": packed.pixel, "SHIFT": packed.window.shift, "PACKED_R": packed.taps[1], "FILTER_R": r, "FILTER_S": s}
     if as_filter:
         # a row's channels are those of its own group
         images, rows, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
-        size, packed_size = problem.filter_size, size3([n // f for n, f in zip(problem.filter_size, packed.folded, strict=True)])
+        size, packed_size = problem.filter_size, packed.taps
         strides = direct.Strides(w_row, w_group, w_channel, 1)
     else:
         images = rows = problem.N
-        group, size, packed_size, strides = packed.group, problem.operand_size, packed.size, direct.read_strides(problem)
+        group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
     chunks = groups * group // 8
     pixels, at_once = math.prod(packed_size) + (as_filter and packed.load < 64), min(8, 1 << (chunks - 1).bit_length())
     items = PACK_ITEMS if pixels > PACK_THREADS // at_once else 1
@@ -349,13 +421,12 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
         "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
         "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)),
+        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
     }
     tiles = ceil(pixels, PACK_THREADS * items // at_once) * ceil(chunks, at_once)
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
-        *folding(problem.stride, 1), *folding(problem.padding_before, 0), *folding(problem.dilation, 1), written, blocks,
-        w_group, w_row, w_channel,
+        *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
     )
     return Packed(defines, scalars, images, rows * tiles, tiles)
 
@@ -393,7 +464,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
     images = _packed(problem, packed, problem.direction == "dgrad", False)
     parts = guesses = nowhere
     if not packed.as_is:
-        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.size) * problem.groups * packed.group)
+        x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
         parts, guesses = places(images, scratch)
         if wide:
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
@@ -429,7 +500,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
 def filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
     """Blocks of 64 output channels of a group; taps; blocks of channels."""
     written = problem.result_channels // problem.groups
-    return ceil(written, 64), math.prod(problem.filter_size) // math.prod(packed.folded), ceil(packed.group, packed.load)
+    return ceil(written, 64), math.prod(packed.taps), ceil(packed.group, packed.load)
 
 
 def row_blocks(problem: ConvProblem, packed: Packing) -> int:
@@ -441,14 +512,14 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
-    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False,
+    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False,
 ) -> Program:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
-    :func:`packs_filter_last`. What `products` is given last is the place of the parts of `moments`.
+    :func:`packs_filter_last`; `windows`: see :func:`packing`. What `products` is given last is the place of the parts of `moments`.
     """
-    packed, walks = packed_form(problem)
+    packed, walks = packed_form(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Room(WORKSPACE)
@@ -468,9 +539,9 @@ def assemble(
     return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, wide, moments)
 
 
-def tap_numbers(problem: ConvProblem, packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
+def tap_numbers(packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
     """The number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
-    _, r, s = (n // f for n, f in zip(problem.filter_size, packed.folded, strict=True))
+    _, r, s = packed.taps
     strides = (r * s, s, 1)
     step_t, step_r, step_s = (a * b for a, b in zip(walk.step, strides, strict=True))
     return sum(a * b for a, b in zip(walk.base, strides, strict=True)), step_t, step_r, step_s
@@ -496,13 +567,12 @@ def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
     return (*direct.places(problem, phase), strides.image, strides.channel)
 
 
-def overhead(problem: ConvProblem, split: int, packs_images: bool) -> float:
+def overhead(problem: ConvProblem, packed: Packing, split: int, packs_images: bool) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
-    packed, _ = packed_form(problem)
     moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem)))
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
-        moved += 2 * limbs(problem) * problem.N * math.prod(packed.size) * packed.group * problem.groups
+        moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
     gradient = problem.direction == "dgrad" or problem.layout == "CNHW"
