@@ -16,7 +16,7 @@
 //          turn[consumer]: the other one has taken all stages of its tile. Before that, parities say nothing of the stages behind them.
 // Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
 //          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
-//          empty[stage]: the 8 consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
+//          empty[stage]: the consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
 //          rows of y, and the scales of their pixels. A warp's is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels]
 //          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
@@ -33,7 +33,7 @@
 //          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them. That of
 //          the gradient of the input has its output channels last: FILTER_MAP = 2, rows of 64 of them, which wgmma takes turned.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
-//          padding, and what lies past the last image or channel, arrives as zeros.
+//          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
 //          wgmma takes turned. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
@@ -67,7 +67,7 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
-#define FILTER_MAP 0
+#define FILTER_MAP 0   // w as it lies: 1 channels of x last, 2 channels of y last
 #define PHASES 1
 #define X_STAGES 2   // of the ring of x alone: HALO
 #define MOMENTS 0    // of y's channels are written too

@@ -145,11 +145,10 @@ struct Extremes {
   __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };
 
-constexpr int least(int a, int b) { return a < b ? a : b; }
-
 // Room in shared memory to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
 constexpr int MOST_ROOM = 11264;  // words: with four blocks a multiprocessor is not full yet
-constexpr int STEP = FOLDED ? 1 : 8, FITTING = least(CHANNELS, (MOST_ROOM - MOST_ROOM / (8 * ALL_TAPS)) / ALL_TAPS / STEP * STEP);
+constexpr int ROOM_FOR = (MOST_ROOM - MOST_ROOM / (8 * ALL_TAPS)) / ALL_TAPS / (FOLDED ? 1 : 8) * (FOLDED ? 1 : 8);  // channels
+constexpr int FITTING = CHANNELS < ROOM_FOR ? CHANNELS : ROOM_FOR;
 struct Turn {
   static constexpr int PIECES = LIMBS * PIXELS * CHUNKS, ROOM = FILTER ? 0 : FITTING * ALL_TAPS + FITTING / 8;
   uint4 pieces[PIECES * 4 > ROOM ? PIECES : (ROOM + 3) / 4];
@@ -324,8 +323,10 @@ __host__ __device__ constexpr int batch(int count, int most) {
   const int each = (count + THREADS - 1) / THREADS, rounds = (each + most - 1) / most;
   return rounds ? (each + rounds - 1) / rounds : 1;
 }
+
 // One row of a block of 64. scales[m] undoes the scale. Taps are neighbours in w, channels in the packed filter: turned in shared
-// memory, where a whole row mostly fits, so that it is read once; else as many channels at a time as fit.
+// memory, where a whole row mostly fits, so that it is read once; else as many channels at a time as fit. All sizes are known to the
+// compiler: divisions by them took longer than the bytes.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
                             int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes

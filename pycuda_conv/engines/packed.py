@@ -60,7 +60,7 @@ class Window:
     pixel : int
         Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
     rows : int
-        As many as the stride along H, so that the filter has fewer rows and no stride there.
+        As many as the stride along H, where they may be: then the filter has fewer rows and no stride there.
     shift : int
         Rows of the first such row that are above the filter's first.
     wide : int
@@ -211,6 +211,8 @@ def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
     (phase,) = direct.phases(problem)
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
+    if problem.itemsize == 2 and (problem.padding_before[1] % rows or r % rows):
+        rows = 1  # a row that the filter does not reach would be multiplied by zero, and may hold Inf, which no exact path mends
     first, shift = divmod(-problem.padding_before[1], rows)
     pixel = ceil(rows * problem.C, 8) * 8
     window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s)
