@@ -469,6 +469,25 @@ def test_only_the_gradients_that_are_asked_for(place):
         assert torch.equal(asked.grad, parameter.grad) and sum(p.grad is not None for p in fused.parameters()) == 1
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
+def test_filters_with_their_channels_last_give_the_same_bits(place, dtype, evaluated):
+    """They are read, or packed, from where they lie."""
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(3)
+        layer = CLASSES[2](64, 72, 3, padding=1, bias=False).to(place, TORCH_DTYPES[dtype]).train(not evaluated)
+        layer.conv.weight.data = layer.conv.weight.data.contiguous(memory_format=order)
+        x = torch.randn(4, 64, 20, 18, generator=torch.Generator().manual_seed(1)).to(place, TORCH_DTYPES[dtype])
+        x = x.contiguous(memory_format=torch.channels_last).requires_grad_(not evaluated)
+        with torch.set_grad_enabled(not evaluated):
+            y = layer(x)
+        grads = [] if evaluated else torch.autograd.grad(y.square().sum() / 16, (x, layer.conv.weight))
+        found.append([y.detach(), *grads])
+    assert layer.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_twice_gives_the_same_bits(place):
     for name in ("general", "channels last"):
         layer, found = LAYERS[name], []
