@@ -28,7 +28,7 @@
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
 //          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
-// Windows  few channels: packed channels are those of a pixel of FOLD_R rows, or of FOLD_S pixels, PITCH each; a tensor load takes the pixels that a row of taps meets,
+// Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
 //          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
 #include "packed.cuh"
@@ -51,7 +51,6 @@
 #define FOLD_R 1
 #define FOLD_S 1
 #define WINDOW 0     // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's
-#define PITCH 64     // packed channels of a folded tap: CHANNELS, or more of them
 #define SHIFT 0      // rows of FOLD_R before the filter's first one
 #define PACKED_R 1   // taps of the packed filter along r
 #define FILTER_R 1   // and of w, along r and s
@@ -181,7 +180,7 @@ template <int n> struct Known {
   static constexpr int value = n;
 };
 template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
-  if constexpr (n == 8 || n * 8 >= PITCH * FOLDS) {
+  if constexpr (n == 8 || n * 8 >= CHANNELS * FOLDS) {
     f(Known<-1>());
   } else if (chunk == n) {
     f(Known<n>());
@@ -217,8 +216,8 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
   with_chunk<0>(j0 / 8, [&](auto known) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
-      const int j = (decltype(known)::value >= 0 ? 8 * decltype(known)::value : j0) + e, c = j % PITCH, at = place(j / PITCH);
-      v[e] = at >= 0 && c < CHANNELS ? to_float(x[at * from_pixel + c * from_channel]) : 0;
+      const int j = (decltype(known)::value >= 0 ? 8 * decltype(known)::value : j0) + e, at = place(j / CHANNELS);
+      v[e] = at >= 0 ? to_float(x[at * from_pixel + j % CHANNELS * from_channel]) : 0;
     }
   });
 #endif

@@ -216,12 +216,12 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     to = np.arange(8 * chunk0, 8 * min(chunk0 + define["CHUNKS"], chunks))[None]  # packed channels
     group, j = np.divmod(to, s.packed_group)
     if define["FOLDED"]:
-        tap, c = np.divmod(j, define["PITCH"])
+        tap, c = np.divmod(j, channels)
         r, t = tap // define["FOLD_S"] % define["FOLD_R"], tap // (define["FOLD_S"] * define["FOLD_R"])
         w = pixel % s.packed_w * s.stride_w - s.pad_w + tap % define["FOLD_S"] * s.dilation_w
         h = pixel // s.packed_w % s.packed_h * s.stride_h - s.pad_h + r * s.dilation_h
         d = pixel // (s.packed_w * s.packed_h) * s.stride_d - s.pad_d + t * s.dilation_d
-        ok = (t < define["FOLD_T"]) & (c < channels) & (w >= 0) & (w < s.w) & (h >= 0) & (h < s.h) & (d >= 0) & (d < s.d)
+        ok = (t < define["FOLD_T"]) & (w >= 0) & (w < s.w) & (h >= 0) & (h < s.h) & (d >= 0) & (d < s.d)
         at = (d * s.h + h) * s.w + w
     else:
         assert (s.packed_d, s.packed_h, s.packed_w) == (s.d, s.h, s.w)

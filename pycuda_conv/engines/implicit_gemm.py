@@ -264,7 +264,7 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
     else:
         inner = range(2, 2 - walk.rank, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
-        strides = [pixel if packed.window is None else 2 * packed.window.pixel * problem.stride[2]]  # windows overlap
+        strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
         for i in inner:
             pixel *= packed.stored[i]
             strides.append(pixel)

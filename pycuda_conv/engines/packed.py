@@ -58,8 +58,7 @@ class Window:
     Attributes
     ----------
     pixel : int
-        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8, or to 4 where the stride along W
-        is even, since a load begins at a multiple of 16 bytes.
+        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
     rows : int
         As many as the stride along H, where they may be: then the filter has fewer rows and no stride there.
     shift : int
@@ -109,13 +108,13 @@ class Packing:
 
     @property
     def stored(self) -> Size3:
-        """Pixels of a packed image as it lies in memory; of windows such as have 8 channels at least."""
-        return self.size if self.window is None else (*self.size[:2], ceil(self.window.wide * self.window.pixel, self.pixel))
+        """Pixels of a packed image as it lies in memory."""
+        return self.size if self.window is None else (*self.size[:2], self.window.wide)
 
     @property
     def pixel(self) -> int:
         """Packed channels of a group of one of those."""
-        return self.group if self.window is None else max(self.window.pixel, 8)
+        return self.group if self.window is None else self.window.pixel
 
 
 @dataclass(frozen=True)
@@ -215,11 +214,11 @@ def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
     if problem.itemsize == 2 and (problem.padding_before[1] % rows or r % rows):
         rows = 1  # a row that the filter does not reach would be multiplied by zero, and may hold Inf, which no exact path mends
     first, shift = divmod(-problem.padding_before[1], rows)
-    pixel = 4 if rows * problem.C <= 4 and problem.stride[2] % 2 == 0 else ceil(rows * problem.C, 8) * 8
+    pixel = ceil(rows * problem.C, 8) * 8
     window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s)
     taps = (t, (shift + r - 1) // rows + 1, 1)
     size = (problem.operand_size[0], ceil(problem.operand_size[1], rows), problem.output_size[2])
-    packed = Packing(False, 1, (1, rows, max(8 // pixel, 1)), size, s * pixel, _channels_a_load(s * pixel), taps, window)
+    packed = Packing(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
     return packed, replace(
         phase, taps=taps, stride=(phase.stride[0], phase.stride[1] // rows, 1), pad=(phase.pad[0], -first, 0),
         dilation=(phase.dilation[0], phase.dilation[1], 1), first=(0, 0, 0), every=(1, 1, 1),
@@ -404,14 +403,11 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
 
     steps, pads, dilations = folding(problem.stride, 1), folding(problem.padding_before, 0), folding(problem.dilation, 1)
-    window = {"WINDOW": 0, "PITCH": read, "SHIFT": 0, "PACKED_R": 1, "FILTER_R": 1, "FILTER_S": 1}
+    window = {"WINDOW": 0, "SHIFT": 0, "PACKED_R": 1, "FILTER_R": 1, "FILTER_S": 1}
     if packed.window is not None:
-        steps, pads, dilations = packed.folded, (0, 0, problem.padding_before[2]), (1, 1, 1)
+        steps, pads, dilations = (1, packed.window.rows, 1), (0, 0, problem.padding_before[2]), (1, 1, 1)
         _, r, s = problem.filter_size
-        window = {
-            "WINDOW": packed.window.pixel, "PITCH": 4 if packed.window.pixel == 4 else read, "SHIFT": packed.window.shift,
-            "PACKED_R": packed.taps[1], "FILTER_R": r, "FILTER_S": s,
-        }
+        window = {"WINDOW": packed.pixel, "SHIFT": packed.window.shift, "PACKED_R": packed.taps[1], "FILTER_R": r, "FILTER_S": s}
     if as_filter:
         # a row's channels are those of its own group
         images, rows, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
