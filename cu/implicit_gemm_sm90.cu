@@ -711,10 +711,14 @@ DEVICE void load_scales(const Rows& rows, const Shape& shape, int consumer, floa
 
 // ---- the multiplication
 
+// The descriptors of what a stage holds of w and x.
+DEVICE uint64_t w_descriptor(uint32_t place) { return FILTER_MAP == 2 ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
+DEVICE uint64_t x_descriptor(uint32_t place) {
+  return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? HALO_W * SPAN : 8 * SPAN);
+}
+
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
-DEVICE void multiply(float (&d)[WGMMA_N / 2], uint32_t a_place, uint32_t b_place, bool fresh) {
-  const uint64_t a = FILTER_MAP == 2 ? wgmma_turned_descriptor(a_place) : wgmma_descriptor<SPAN>(a_place);
-  const uint64_t b = POINTWISE ? wgmma_turned_descriptor(b_place) : HALO ? wgmma_descriptor<SPAN>(b_place, HALO_W * SPAN) : wgmma_descriptor<SPAN>(b_place);
+DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh) {
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / KC, inner = 2 * (k % KC);
@@ -747,7 +751,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
       barrier_wait(rings.full + 8 * at.stage, at.parity);
       wgmma_fence();
 #pragma unroll
-      for (int half = 0; half < 2; ++half) multiply(sum[half], stage + half * SUB_TILES * A_SUB, stage + A_BYTES, step == range.first);
+      for (int half = 0; half < 2; ++half) multiply(sum[half], w_descriptor(stage + half * SUB_TILES * A_SUB), x_descriptor(stage + A_BYTES), step == range.first);
       wgmma_commit();
       wgmma_wait<1>();  // the stage before this one has been read
       if (step > range.first) give_back();
@@ -807,12 +811,13 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   // the products of the stage that comes next and one pair of limbs
   auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
+    const uint64_t w = w_descriptor(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
 #if HALO
-    const uint32_t b = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
+    const uint32_t x = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
 #else
-    const uint32_t b = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
+    const uint32_t x = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
 #endif
-    multiply(d, a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK, b, fresh);
+    multiply(d, w, x_descriptor(x), fresh);
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
@@ -989,7 +994,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(rings.x_full + 8 * i, 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
-    for (int i = 0; i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
+    for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     barrier_init_done();
   }
   __syncthreads();

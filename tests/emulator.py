@@ -321,6 +321,7 @@ def check_map(described, memory: Memory) -> None:
         assert all(low <= corner <= high for corner in (*box.lower, *box.upper)), f"{box} has a corner that is refused"
         assert all(1 <= s <= 8 for s in box.stride), f"{box} has a stride that is refused"
         assert 2 * box.channels == described.span and 1 <= box.pixels <= 1024
+        assert sizes[0] % 8 == 0, "an H200 stops with an illegal instruction at channels that are no multiple of 16 bytes"
         assert all(n - 1 + up >= lo for n, up, lo in zip(sizes[1:-1], box.upper, box.lower, strict=True)), f"{box} is empty"
     else:
         assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == (described.span or 4 * box[0]) and all(1 <= n <= 256 for n in box)
