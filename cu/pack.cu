@@ -228,16 +228,15 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
 #endif
 }
 
-#if FILTER
-// The row of the filter that becomes row `line` of the packed one, where a group's are filled up to blocks of 64; -1: none. And back.
+// The image, or row of the filter, that is packed as number `line`; rows of a group are filled up to blocks of 64: -1 is none. And back.
 __device__ int row_of(const Shape& shape, int line) {
+  if (!FILTER) return line;
   const int padded = (int)shape.blocks_group * 64, m = line % padded;
   return m < (int)shape.rows_group ? line / padded * (int)shape.rows_group + m : -1;
 }
-__device__ int line_of(const Shape& shape, int row) {
-  return row / (int)shape.rows_group * ((int)shape.blocks_group * 64) + row % (int)shape.rows_group;
+__device__ long long line_of(const Shape& shape, long long row) {
+  return FILTER ? (int)row / (int)shape.rows_group * ((int)shape.blocks_group * 64) + (int)row % (int)shape.rows_group : row;
 }
-#endif
 
 // One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read.
 __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, float scale) {
@@ -457,7 +456,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
   AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   const int filter_rows = (int)shape.filter_rows;
-  [[maybe_unused]] const int blocks = gridDim.x - filter_rows;
+  const int blocks = gridDim.x - filter_rows;
   const bool turns = filter_rows <= blocks && blockIdx.x < 2 * filter_rows;
   const bool filter = turns ? blockIdx.x % 2 == 0 : filter_rows > blocks && blockIdx.x < filter_rows;
   if (!FILTER && filter) {
@@ -465,13 +464,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
     return;
   }
   const int block = turns ? blockIdx.x / 2 : blockIdx.x - filter_rows;
-#if FILTER
-  // neighbouring rows side by side: they are neighbours in the packed filter
-  const int rows = (int)(shape.images / shape.rows_group * shape.blocks_group) * 64, line = block % rows, tile = block / rows;
+  const int rows = FILTER ? (int)(shape.images / shape.rows_group * shape.blocks_group) * 64 : (int)shape.images;
+  // neighbouring rows of a filter side by side: they are neighbours in the packed one
+  const int line = FILTER ? block % rows : block / (blocks / rows), tile = FILTER ? block / rows : block % (blocks / rows);
   const int image = row_of(shape, line);
-#else
-  const int rows = (int)shape.images, line = block / (blocks / rows), tile = block % (blocks / rows), image = line;
-#endif
   const bool guessing = IN == 32 && image >= 0;
   const Extremes found = pack_tile(x, x_packed, shape, line, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
 #if IN == 32
@@ -525,11 +521,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
-#if FILTER
-    pack_tile(x, packed, shape, line_of(shape, (int)image), (int)tile, scale);
-#else
-    pack_tile(x, packed, shape, image, (int)tile, scale);
-#endif
+    pack_tile(x, packed, shape, line_of(shape, image), (int)tile, scale);
   }
 }
 #endif

@@ -118,11 +118,10 @@ DEVICE uint32_t rest(float v) { return __float_as_uint((v - truncated(v)) * LARG
 // An element of B: rounded, so that what is left out, the products of second limbs, has both signs; but for what would become Inf.
 struct Split {
   uint32_t high, low;
-  DEVICE Split(float v) : high(rounded(v)), low(0) {
-    if (LIMBS == 1) return;
+  DEVICE Split(float v) {
     const uint32_t bits = __float_as_uint(v);
-    high = ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
-    low = __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
+    high = LIMBS == 1 ? rounded(v) : ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
+    low = LIMBS == 1 ? 0 : __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
   }
 };
 
