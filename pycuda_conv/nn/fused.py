@@ -136,7 +136,7 @@ def _forward_launches(
     plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
     if plan.empty:
         return plan, None, 0, None
-    filter_last = filter_last and plan.reads_filter_last
+    filter_last = plan.reads_filter_last and (filter_last or plan.filter_order is None)
     statistics, workspace = None, 0
     if how.of_batch:
         pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
@@ -224,7 +224,7 @@ def _backward_launches(
     if of_weight and layout == layout_x == "NCHW":
         plan = ops._gradient_plan("weight", ndim, _kind, x, y, weight[0], *rest, layout, tune)
         by_weight = None if plan.empty else plan
-    filter_last = filter_last and by_x is not None and by_x.reads_filter_last
+    filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         y, dout, mean, invstd, gamma, beta, x, w, dy, sums, dx, dw, scratch = buffers
