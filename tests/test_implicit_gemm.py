@@ -384,7 +384,7 @@ def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
     assert packed.window.rows == (rows if shift == 0 and case.weight_shape[2] % rows == 0 else 1) and packed.window.shift == 0
 
 
-@pytest.mark.parametrize("case", [fprop((1, 3, 9, 9), (8, 3, 3, 3), dilation=(1, 2)), fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 16, 9, 9), (8, 16, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1))], ids=str)
+@pytest.mark.parametrize("case", [fprop((1, 3, 2**15, 2**15), (8, 3, 7, 7), stride=(1, 8), padding=(3, 2**15 - 1)), fprop((1, 3, 9, 9), (8, 3, 3, 3), dilation=(1, 2)), fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 16, 9, 9), (8, 16, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1))], ids=str)
 def test_no_windows(case):
     assert packing(asked(case, "fp32"), windows=True) == packing(asked(case, "fp32"))
 

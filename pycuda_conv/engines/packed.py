@@ -29,6 +29,7 @@ ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
+MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
 
 
 def size3(values: list[int]) -> Size3:
@@ -179,7 +180,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
     if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
         packed, phase = _windows(problem)
         found = _walk(problem, phase, packed)
-        if found is not None:
+        if found is not None and math.prod(packed.stored) < MOST_PIXELS:
             return packed, (found,)
     # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
@@ -251,7 +252,7 @@ def why_not(problem: ConvProblem) -> str | None:
     if 0 in problem.result_shape or 0 in problem.input_shape:
         return "there is nothing to compute"
     images = problem.N * limbs(problem)
-    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= 2**31 - 2**20 or images >= 2**31:
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS or images >= 2**31:
         return "it counts pixels in 32 bits"
     if packing(problem) is None:
         return "tensor loads can't make its padding or dilation"
