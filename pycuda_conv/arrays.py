@@ -9,8 +9,8 @@ decides: a torch tensor that is channels last, as ``torch.channels_last`` and ``
 as NCHW: other kinds of array, and tensors that are both, with one channel or one pixel. The filter has no say, unlike in
 torch. The result's layout says nothing of the kernels: where those that read NCHW are faster by more than the copies take,
 as for a depthwise convolution, the input is copied to that order and the result is put into its own, and so it always is with
-tensors in host memory. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are not in C order,
-and arrays whose address is not a multiple of 16 bytes, are copied first.
+tensors in host memory. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are
+neither in C order nor in one that the plan's kernels read, and arrays whose address is not a multiple of 16 bytes, are copied first.
 """
 
 from __future__ import annotations

@@ -800,13 +800,21 @@ def _compiled_variants() -> list:
     add("fp32 last", ImplicitGemm(64, 128, 3), stem)
     add("bf16", ImplicitGemm(64, 128, 5), stem)
     add("fp16", lying(128, 256), POINT)
+    # at 192 pixels of NCHW, and in tf32 beside a residual with channels last, some bytes do spill where a tile is stored: those are not slower
+    for mode, pixels in (("tf32", 160), ("fp16", 160), ("bf16 last", 192)):
+        add(mode, ImplicitGemm(128, pixels, 3, PINGPONG=True), dense)
+    add("fp16", replace(lying(128, 128), PINGPONG=True), POINT)
     for mode in ("fp32", "tf32"):
         add(mode, patches(128, 16, 3), WHOLE)
         add(mode, patches(64, 14, 4), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))
     finished = [replace(problem, has_scale=True, has_residual=True, activation="relu") for problem, _ in found]
     # beside a residual three products leave room for fewer pixels
-    narrower = [config if ig.legal(problem, config) is None else replace(config, PIXELS=config.PIXELS - 8) for problem, (_, config) in zip(finished, found, strict=True)]
-    return found + list(zip(finished, narrower, strict=True))
+    return found + [(problem, _narrower(problem, config)) for problem, (_, config) in zip(finished, found, strict=True)]
+
+
+def _narrower(problem: ConvProblem, config: ImplicitGemm) -> ImplicitGemm:
+    """`config`, with as many pixels as are legal."""
+    return next(one for pixels in range(config.PIXELS, 0, -8) if ig.legal(problem, one := replace(config, PIXELS=pixels)) is None)
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
