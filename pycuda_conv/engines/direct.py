@@ -354,13 +354,15 @@ def stages(problem: ConvProblem, config: Config) -> tuple[list[list[Step]], int]
     return [[Step(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]], 0
 
 
-def _gemm_stages(problem: ConvProblem, config: Gemm) -> tuple[list[list[Step]], int]:
+def _gemm_stages(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> tuple[list[list[Step]], int]:
     groups, acc = problem.groups, accumulator_bytes(problem)
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
     taps = math.prod(problem.filter_size)
     _, r, s = problem.filter_size
     tap_strides = (r * s, s, 1)
     w_g, w_m, w_c = filter_strides(problem)
+    if filter_last:
+        w_c, tap_strides = 1, (r * s * reduction, s * reduction, reduction)
     size = math.prod(problem.result_shape)
     split = config.SPLIT_K
     nhwc = problem.layout == "NHWC"
@@ -413,7 +415,7 @@ def reduce_step(problem: ConvProblem, split: int, parts: Place) -> Step:
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool = False, redone: tuple[int, int] | None = None
+    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
 ) -> list[Step]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
@@ -421,15 +423,10 @@ def guarded(
     its channels last. `redone`: where each block says whether it did anything.
     """
     noted = () if redone is None else (redone,)
-    strides = {}
-    if filter_last:
-        _, r, s = problem.filter_size
-        channels = problem.C // problem.groups
-        strides = {"A_VEC": 1, "W_C": 1, "W_S": channels, "W_R": s * channels, "W_T": r * s * channels}
-    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1))
+    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1), filter_last)
     return [
         replace(
-            step, defines={**step.defines, **strides, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
+            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
             buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )
         for step in launches[0]

@@ -59,6 +59,11 @@ class ImplicitGemm:
     PINGPONG: bool = False
 
 
+def _form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
+    """The packing and the walks of `problem` here: TMA's loads may overlap."""
+    return packed_form(problem, windows=True)
+
+
 # ---- what is legal
 
 
@@ -105,7 +110,7 @@ def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
-    packed, walks = packed_form(problem, windows=True)
+    packed, walks = _form(problem)
     plain = problem.layout == "NCHW" and problem.itemsize == 2 and problem.groups == 1
     if not plain or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
         return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
@@ -118,7 +123,7 @@ def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why a tile's pixels can't be loaded at once for all taps, or None if they can."""
-    packed, walks = packed_form(problem, windows=True)
+    packed, walks = _form(problem)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
     if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.POINTWISE:
@@ -136,7 +141,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
     """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
-    _, (walk, *_) = packed_form(problem, windows=True)
+    _, (walk, *_) = _form(problem)
     reach_h, reach_w = ((walk.taps[i] - 1) * walk.dilation[i] for i in (1, 2))
     return 8 + reach_w, config.PIXELS // 8 + reach_h
 
@@ -295,7 +300,7 @@ def _plane_map(problem: ConvProblem) -> TensorMap:
 
 def _filter_map(problem: ConvProblem) -> TensorMap:
     """A 16-bit filter with its second axis last, as it lies: of a tap so many channels of 64 of the first axis."""
-    packed, _ = packed_form(problem, windows=True)
+    packed, _ = _form(problem)
     first, last = problem.weight_shape[:2]
     taps = math.prod(problem.filter_size)
     return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
@@ -303,7 +308,7 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
 
 def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
     """Whether a filter with its second axis last can be read as it lies: beside 16-bit images that are not packed either."""
-    packed, _ = packed_form(problem, windows=True)
+    packed, _ = _form(problem)
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
     # of the gradient of the input that axis is gemm m
@@ -421,13 +426,13 @@ def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]
 
 def _steps(problem: ConvProblem) -> int:
     """Stages of the ring that a tile without splits goes through, at the most."""
-    packed, walks = packed_form(problem, windows=True)
+    packed, walks = _form(problem)
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
 def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
-    packed, walks = packed_form(problem, windows=True)
+    packed, walks = _form(problem)
     count = products(problem)
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
