@@ -97,6 +97,7 @@
 #define RELU 0
 #define GUARDED 0
 #define NOTED 0
+#define PATCH_ROWS 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
@@ -113,6 +114,16 @@
 #define B_LOADS (BLOCK_K * BLOCK_N / B_VEC / THREADS)
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
+
+// What has a scale and a flag, of pixel number `out` of image n and of group g: the image, or a patch of 8 columns and PATCH_ROWS rows.
+#if PATCH_ROWS
+#define UNITS_IMAGE (P / PATCH_ROWS * (Q / 8))
+#define UNITS (GROUPS * (n_pixels / (O * P * Q)) * UNITS_IMAGE)
+#define UNIT(n, g, out) (((g) * (n_pixels / (O * P * Q)) + (n)) * UNITS_IMAGE + (out) / Q / PATCH_ROWS * (Q / 8) + (out) % Q / 8)
+#else
+#define UNITS (n_pixels / (O * P * Q))
+#define UNIT(n, g, out) (n)
+#endif
 
 #define LOOKS (THREADS / BLOCK_N)
 #define SUSPECTS 64
@@ -175,7 +186,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y,
 #if GUARDED
-    const int* image_flags, const int* filter_flags, const float* image_scales, const float* filter_scales,
+    const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales,
 #if NOTED
     int* redone,  // [blocks]: whether the block computed a tile
 #endif
@@ -183,7 +194,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   AFTER_LAST_LAUNCH
   // the usual case first: nothing is flagged
   int any = 0, of_filters = 0;
-  for (long_t n = LID_0; n < n_pixels / (O * P * Q); n += THREADS) any |= image_flags[n];
+  for (long_t n = LID_0; n < UNITS; n += THREADS) any |= unit_flags[n];
   for (int m = LID_0; m < GROUPS * M; m += THREADS) of_filters |= filter_flags[m];
   of_filters = __syncthreads_or(of_filters);
   any = __syncthreads_or(any | of_filters);
@@ -200,7 +211,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #if GUARDED
   __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
   __shared__ int row_flags[BLOCK_M];
-  __shared__ float row_least[BLOCK_M];  // of a result whose image's scale is 1
+  __shared__ float row_least[BLOCK_M];  // of a result where x's scale is 1
   for (long_t block = GID_0; block < n_blocks; block += gridDim.x) {
 #else
   const long_t block = GID_0;
@@ -212,7 +223,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   if (!of_filters) {  // mostly none of the tile's images is flagged
     const long_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
     int flags = 0;
-    for (long_t n = pixel0 / (O * P * Q); n * (O * P * Q) < end; ++n) flags |= image_flags[n];
+#if PATCH_ROWS
+    const long_t pixel = pixel0 + LID_0 % BLOCK_N;
+    flags = __syncthreads_or(pixel < end ? unit_flags[UNIT(pixel / (O * P * Q), g, (int)(pixel % (O * P * Q)))] : 0);
+#else
+    for (long_t n = pixel0 / (O * P * Q); n * (O * P * Q) < end; ++n) flags |= unit_flags[n];
+#endif
     if (!flags) continue;
   }
   any = 0;
@@ -225,9 +241,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   {
     // a thread looks at one pixel and every LOOKS-th channel, 32 results on their way at once
     const long_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? pixel / (O * P * Q) : 0;
-    const int out = (int)(pixel % (O * P * Q)), image_flag = image_flags[n];
-    const int last = pixel < n_pixels && (image_flag || of_filters) ? min(M - m0, BLOCK_M) : 0;
-    const float image_scale = image_scales[n];
+    const int out = (int)(pixel % (O * P * Q)), unit_flag = unit_flags[UNIT(n, g, out)];
+    const int last = pixel < n_pixels && (unit_flag || of_filters) ? min(M - m0, BLOCK_M) : 0;
+    const float unit_scale = unit_scales[UNIT(n, g, out)];
     const GLOBAL_MEM out_t* const column = y + n * Y_IMAGE + (long_t)g * Y_GROUP + (long_t)m0 * Y_CHANNEL +
         ((long_t)OUT_BASE + (long_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
     constexpr int BATCH = 32;
@@ -237,9 +253,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       for (int i = 0; i < BATCH; ++i) found[i] = KNOWN ? LOAD(column, (long_t)min(first + i * LOOKS, last - 1) * Y_CHANNEL) : 0;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const int m = first + i * LOOKS, flag = m < last ? image_flag | row_flags[m] : 0;
+        const int m = first + i * LOOKS, flag = m < last ? unit_flag | row_flags[m] : 0;
         any |= flag > 1 || (flag && !KNOWN);
-        if (KNOWN && flag == 1 && !(fabsf(HAS_BIAS ? found[i] - LOAD(bias, g * M + m0 + m) : found[i]) >= image_scale * row_least[m])) {
+        if (KNOWN && flag == 1 && !(fabsf(HAS_BIAS ? found[i] - LOAD(bias, g * M + m0 + m) : found[i]) >= unit_scale * row_least[m])) {
           const int number = atomicAdd(&suspects, 1);
           if (number < SUSPECTS) suspect[number] = m * BLOCK_N + LID_0 % BLOCK_N;
         }
@@ -253,7 +269,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       const long_t pixel = pixel0 + suspect[i] % BLOCK_N, n = pixel / (O * P * Q);
       const int out = (int)(pixel % (O * P * Q));
       const int at_d = out / (P * Q) * STRIDE_D - (PAD_D), at_h = out / Q % P * STRIDE_H - (PAD_H), at_w = out % Q * STRIDE_W - (PAD_W);
-      const float to_x = 1 / image_scales[n], to_w = 1 / filter_scales[g * M + m];
+      const float to_x = 1 / unit_scales[UNIT(n, g, out)], to_w = 1 / filter_scales[g * M + m];
       float size = 0;
       int some = 0;
 #pragma unroll 4
@@ -344,7 +360,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       for (int i = 0; i < THREAD_M; ++i) {
         const int m = m0 + i / 4 * 4 * THREADS_M + ty + i % 4;
 #if GUARDED
-        if (m < M && (image_flags[n] || filter_flags[g * M + m])) {
+        if (m < M && (unit_flags[UNIT(n, g, out)] || filter_flags[g * M + m])) {
 #else
         if (m < M) {
 #endif

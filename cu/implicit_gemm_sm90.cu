@@ -28,6 +28,11 @@
 //          patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
 //          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
 //          and are written while the next tile is multiplied.
+// Raw      RAW: such images of up to 64 channels as they lie, which are not packed (ROWS = 64). What a tile's taps meet is read once and
+//          becomes limbs in the ring of x, with a scale of its own: that of a guess by what is met of it first, or, where the extremes of all
+//          say that it was wrong, another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup: each takes
+//          some rows of 8 channels at a time, by loads of 16 bytes into RAW_STAGES places of its own, and a lane a pixel of these.
+//          unit_scales and unit_flags (pack.cu) are a patch's.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 //          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them. That of
@@ -74,6 +79,17 @@
 #define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
 #define HALO_W 0     // pixels of x that their taps meet: in a row, and rows
 #define HALO_H 0
+#define RAW 0        // x is split here
+#define PATCHES_DOWN 1  // of an image; RAW, as the next ones
+#define PATCHES_ACROSS 1
+#define TILES_M 1    // of a group
+#define GROUPS 1
+#define X_CHANNELS 64  // of a group of x itself
+#define X_H 0
+#define X_W 0
+#define RAW_STAGES 2
+#define RAW_SHIFT 3  // columns from a multiple of 16 bytes to the first one that taps meet
+#define SLACK 4      // of a patch's limbs: pack.cu
 #define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
 #endif
 #if POINTWISE
@@ -91,6 +107,9 @@
 #else
 #define WGMMA_TYPE "f16"
 #endif
+#if RAW
+#include "limbs.cuh"
+#endif
 #include "wgmma.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
@@ -99,9 +118,19 @@ constexpr int HALO_BYTES = (HALO_W * HALO_H * 128 + 1023) / 1024 * 1024;  // of 
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
 constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : 0;
+[[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
+constexpr int THREADS = 128 * (1 + CONSUMERS + RAW);
+#if RAW
+// rows that a warp's lanes take at once, a pixel each; floats of such a row, bytes of those of 8 channels
+constexpr int RUN_ROWS = 32 / HALO_W, RAW_PITCH = (RAW_SHIFT + HALO_W + 3) / 4 * 4, RAW_BYTES = 8 * RUN_ROWS * RAW_PITCH * 4;
+constexpr int RAW_ROOM = CONVERTERS * RAW_STAGES * RAW_BYTES;
+#else
+constexpr int RAW_ROOM = 0;
+#endif
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
 static_assert(FILTER_MAP != 2 || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
+static_assert(!RAW || (HALO && ROWS == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
@@ -148,6 +177,17 @@ DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`; of a patch, those of its image
   [[maybe_unused]] int patch, row, column;
+#if RAW
+  // divisors that the compiler knows: others took the converters a quarter of their time
+  DEVICE Tile(const Shape& shape, int tile) : m(tile % TILES_M * ROWS), pixel(0), end(0), split(0) {
+    tile /= TILES_M;
+    group = GROUPS == 1 ? 0 : tile / (int)shape.tiles_pixels;
+    patch = GROUPS == 1 ? tile : tile % (int)shape.tiles_pixels;
+    row = patch / PATCHES_ACROSS % PATCHES_DOWN * (PIXELS / 8);
+    column = patch % PATCHES_ACROSS * 8;
+  }
+  DEVICE int image(const Shape&) const { return patch / (PATCHES_DOWN * PATCHES_ACROSS); }
+#else
   DEVICE Tile(const Shape& shape, int tile) {
     m = tile % (int)shape.tiles_m * ROWS;
     tile /= (int)shape.tiles_m;
@@ -171,6 +211,8 @@ struct Tile {
       end = (int)shape.pixels;
     }
   }
+  DEVICE int image(const Shape& shape) const { return pixel / (int)shape.plane; }
+#endif
   DEVICE static int tiles_image(const Shape& shape) { return ((int)shape.plane + PIXELS - 1) / PIXELS; }
 };
 
@@ -205,6 +247,7 @@ struct Tap {
 struct Rings {
   uint32_t stages, full, empty;
   uint32_t x, x_full, x_empty;
+  uint32_t raw;
   uint32_t turn;
 };
 
@@ -237,6 +280,7 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
   }
 }
 
+#if !RAW
 // ... and another for what the taps of a tile meet of x.
 DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, const Rings& rings) {
   prefetch_map(map_x);
@@ -255,6 +299,158 @@ DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, const Ri
     }
   }
 }
+#else
+// ... and the converters split what the taps of a tile meet of x.
+DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const Shape& shape, const Rings& rings,
+                    uint8_t* dynamic, float* scales) {
+  constexpr int COUNT = HALO_W * HALO_H, PLANE = X_H * X_W, RUN = RUN_ROWS * HALO_W;                          // pixels; at once
+  constexpr int ITEMS = (COUNT + RUN - 1) / RUN * 8, ROUNDS = (ITEMS + CONVERTERS - 1) / CONVERTERS;          // of 8 channels
+  constexpr int ROW_PIECES = RAW_PITCH / 4, PIECES = 8 * RUN_ROWS * ROW_PIECES, LOADS = (PIECES + 31) / 32;  // of 16 bytes
+  __shared__ Extremes of_warps[X_STAGES][2][CONVERTERS];
+  const unsigned warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32, thread = 32 * warp + lane;
+  uint8_t* const x_ring = dynamic + (rings.x - shared_address(dynamic));
+  const uint32_t raw = rings.raw + warp * RAW_STAGES * RAW_BYTES;
+  const float* const raw_pixel = (const float*)(dynamic + (raw - shared_address(dynamic))) + lane / HALO_W * RAW_PITCH + lane % HALO_W + RAW_SHIFT;
+  auto image_of = [&](const Tile& of) { return x + (of.image(shape) * GROUPS + of.group) * ((long long)X_CHANNELS * PLANE); };
+
+  // what is loaded next: of item (run of rows, 8 channels) number next_round * CONVERTERS + warp the pieces lane, lane + 32, ... of 16 bytes
+  int offsets[LOADS], rows[LOADS], next = blockIdx.x, next_round = 0, next_slot = 0;
+  const float* from = x;
+  auto begin = [&] {
+    const Tile of(shape, next);
+    const int row0 = of.row + (int)shape.low_h, column0 = of.column + (int)shape.low_w - RAW_SHIFT;
+    from = image_of(of) + row0 * X_W + column0;
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {  // a row far above where there are no such columns
+      const bool there = (unsigned)column0 + (i * 32 + lane) % ROW_PIECES * 4 < X_W;
+      rows[i] = there ? row0 + (i * 32 + lane) / ROW_PIECES % RUN_ROWS : INT_MIN / 2;
+    }
+  };
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int piece = i * 32 + lane;
+    offsets[i] = piece / (ROW_PIECES * RUN_ROWS) * PLANE + piece / ROW_PIECES % RUN_ROWS * X_W + piece % ROW_PIECES * 4;
+  }
+  auto load = [&] {
+    if (next < (int)shape.tiles) {
+      const unsigned item = next_round * CONVERTERS + warp, c0 = item % 8 * 8, run_row = item / 8 * RUN_ROWS;
+      const int first = c0 * PLANE + run_row * X_W;
+      const uint32_t to = raw + next_slot * RAW_BYTES + lane * 16;
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        const bool there = run_row + rows[i] < (unsigned)X_H && (X_CHANNELS == 64 || c0 + (i * 32 + lane) / (ROW_PIECES * RUN_ROWS) < X_CHANNELS);
+        if (PIECES % 32 == 0 || i * 32 + lane < PIECES) load_16_bytes(to + i * 512, from + (first + offsets[i]), there);
+      }
+    }
+    commit_loads();
+    next_slot = next_slot + 1 == RAW_STAGES ? 0 : next_slot + 1;
+    if (++next_round == ROUNDS) {
+      next_round = 0;
+      next += gridDim.x;
+      if (next < (int)shape.tiles) begin();
+    }
+  };
+  // 8 channels of this lane's pixel, of the item in a place; nonsense from lane RUN on
+  auto take = [&](float(&v)[8], int slot) {
+    const float* const of_lane = raw_pixel + slot * (RAW_BYTES / 4);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = of_lane[e * (RUN_ROWS * RAW_PITCH)];
+  };
+  // the extremes of all threads
+  auto together = [&](Extremes mine, Extremes(&room)[CONVERTERS]) {
+    mine.over_warp();
+    if (lane == 0) room[warp] = mine;
+  };
+  auto combined = [&](const Extremes(&room)[CONVERTERS]) {
+    Extremes all = room[0];
+#pragma unroll
+    for (int i = 1; i < CONVERTERS; ++i) all.add(room[i]);
+    return all;
+  };
+
+  // and those of the item that comes next, by which the scale of its tile is guessed
+  auto sample = [&](int slot) {
+    Extremes found = {0, ~0u};
+    float v[8];
+    wait_for_loads<RAW_STAGES - 1>();
+    __syncwarp();
+    take(v, slot);
+    if (lane < RUN) found.add(v);
+    return found;
+  };
+
+  begin();
+#pragma unroll 1
+  for (int i = 0; i < RAW_STAGES; ++i) load();
+  XPosition at;
+  together(sample(0), of_warps[X_STAGES - 1][1]);
+  named_barrier(3, 32 * CONVERTERS);
+  int guess = combined(of_warps[X_STAGES - 1][1]).guess();
+  int slot = 0;
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x, at.next()) {
+    // where the first limbs of 8 channels of a pixel lie, swizzled as wgmma wants them; the others, HALO_BYTES further
+    auto place = [&](unsigned pixel, unsigned chunk) { return (uint4*)(x_ring + at.stage * X_BYTES + pixel * 128 + ((chunk ^ pixel % 8) << 4)); };
+    auto store = [&](const float(&v)[8], float scale, unsigned pixel, unsigned chunk) {
+      uint32_t limbs[LIMBS][4];
+      split<__half>(v, scale, limbs);
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb) place(pixel, chunk)[limb * (HALO_BYTES / 16)] = piece_of(limbs[limb]);
+    };
+    float scale = power_of_two(guess);
+    Extremes found = {0, ~0u};
+    barrier_wait(rings.x_empty + 8 * at.stage, at.parity ^ 1);
+#pragma unroll 1
+    for (int round = 0; round < ROUNDS; ++round) {
+      float v[8];
+      wait_for_loads<RAW_STAGES - 1>();
+      __syncwarp();
+      take(v, slot);
+      __syncwarp();  // all lanes have taken theirs
+      load();
+      const unsigned item = round * CONVERTERS + warp, pixel = item / 8 * RUN + lane;
+      if (lane < RUN && pixel < COUNT) {
+        found.add(v);
+        store(v, scale, pixel, item % 8);
+      }
+      slot = slot + 1 == RAW_STAGES ? 0 : slot + 1;
+    }
+    together(found, of_warps[at.stage][0]);
+    together(sample(slot), of_warps[at.stage][1]);
+    named_barrier(3, 32 * CONVERTERS);
+    const Extremes all = combined(of_warps[at.stage][0]);
+    const bool guessed = all.fits(guess);
+    if (!guessed && all.usable()) {
+      const Tile of(shape, tile);
+      scale = all.scale();
+#pragma unroll 1
+      for (unsigned item = warp; item < ITEMS; item += CONVERTERS) {
+        const unsigned pixel = item / 8 * RUN + lane;
+        const int row = of.row + (int)shape.low_h + (int)(pixel / HALO_W), column = of.column + (int)shape.low_w + (int)(pixel % HALO_W);
+        const bool there = (unsigned)row < X_H && (unsigned)column < X_W;
+        if (lane < RUN && pixel < COUNT) {
+          float v[8];
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            const int c = item % 8 * 8 + e;
+            v[e] = there && c < X_CHANNELS ? image_of(of)[c * PLANE + row * X_W + column] : 0;
+          }
+          store(v, scale, pixel, item % 8);
+        }
+      }
+    }
+    if (thread == 0) {
+      const Tile of(shape, tile);
+      const int unit = of.group * (int)shape.tiles_pixels + of.patch;
+      scales[at.stage] = unit_scales[unit] = 1 / scale;
+      unit_flags[unit] = guessed ? all.flag(guess) : all.flag();
+    }
+    guess = combined(of_warps[at.stage][1]).guess();
+    fence_for_bulk();
+    __syncwarp();
+    if (lane == 0) barrier_arrive(rings.x_full + 8 * at.stage);
+  }
+}
+#endif
 #elif !POINTWISE
 DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
 #if FILTER_MAP
@@ -392,10 +588,10 @@ struct Rows {
         end(of.end), group(of.group), split(of.split) {
     if (HALO) {
       patch = ROWS == 128 ? of.patch : 2 * of.patch + consumer;
-      const int image = of.pixel / (int)shape.plane, lane = threadIdx.x % 32;
+      const int image = of.image(shape), lane = threadIdx.x % 32;
       const int row = of.row + (ROWS == 128 ? 0 : HALO * consumer), column = of.column + 2 * (lane % 4);
       const int first = m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
-      scale_x = SCALED ? scale_n[image] : 1;
+      scale_x = RAW ? 0 : SCALED ? scale_n[image] : 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) real[half] = first + 8 * half < (int)shape.rows_group;
       at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * (int)shape.q + column;
@@ -861,7 +1057,16 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     // product before, for three, whose registers are full, after.
     const Range range(shape, 0);
     int step = range.first;
+#if RAW
+    const int x_stage = x_at.stage;
+    auto look_ahead = [&] {
+      Rows next(shape, Tile(shape, tile), consumer, nullptr, scale_k, scale, bias);
+      next.scale_x = scales[x_stage];
+      return next;
+    };
+#else
     auto look_ahead = [&] { return Rows(shape, Tile(shape, tile), consumer, scale_n, scale_k, scale, bias); };
+#endif
 #if PRODUCTS == 1
     multiply_stage(true);
     ++step;
@@ -958,8 +1163,10 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 }
 #endif
 
-constexpr int THREADS = 128 * (1 + CONSUMERS);
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if RAW
+    implicit_gemm_sm90(const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
+#else
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if FILTER_MAP
                        const __grid_constant__ CUtensorMap map_w,
@@ -967,14 +1174,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if TENSOR_STORE
                        const __grid_constant__ CUtensorMap map_y,
 #endif
-                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n, const float* __restrict__ scale_k,
-                       const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual, out_t* __restrict__ y,
+                       const uint8_t* __restrict__ w, const float* __restrict__ scale_n,
+#endif
+                       const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
+                       out_t* __restrict__ y,
 #if MOMENTS
                        float* __restrict__ moments,
 #endif
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
-  __shared__ alignas(8) uint64_t barriers[2 * STAGES + 2 * X_STAGES + CONSUMERS];
+  __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
   Rings rings;
   rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
   rings.full = shared_address(barriers);
@@ -983,7 +1192,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.x_empty = rings.x_full + 8 * X_STAGES;
   rings.turn = rings.x_empty + 8 * X_STAGES;
   rings.x = rings.stages + STAGES * STAGE_BYTES;
-  uint8_t* const staging = dynamic + (rings.x + X_STAGES * X_BYTES - shared_address(dynamic));
+  rings.raw = rings.x + X_STAGES * X_BYTES;
+  uint8_t* const staging = dynamic + (rings.raw + RAW_ROOM - shared_address(dynamic));
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
@@ -991,7 +1201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
     }
     for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
-      barrier_init(rings.x_full + 8 * i, 1);
+      barrier_init(rings.x_full + 8 * i, RAW ? CONVERTERS : 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
@@ -1004,6 +1214,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* const moments = nullptr;
 #endif
   const int warpgroup = threadIdx.x / 128;
+#if RAW
+  if (warpgroup % (1 + CONSUMERS) == 0) {
+    registers_down<56>();
+    if (threadIdx.x / 32 > 0) {
+      convert(x, unit_scales, unit_flags, shapes.of[0], rings, dynamic, scales);
+    } else if (threadIdx.x == 0) {
+      produce(w, shapes.of[0], rings);
+    }
+  } else {
+    registers_up<200>();
+    consume(shapes, rings, warpgroup - 1, nullptr, scales, nullptr, scale_k, bias, scale, residual, nullptr, moments, y);
+  }
+#else
   if (warpgroup == 0) {
     registers_down<PINGPONG ? 24 : 40>();
 #if HALO
@@ -1027,4 +1250,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1;
     consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to, moments, y);
   }
+#endif
 }

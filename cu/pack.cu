@@ -31,8 +31,6 @@
 // Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
 //          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
-#include "packed.cuh"
-
 #ifndef IN
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
 #define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are
@@ -56,39 +54,14 @@
 #define FILTER_R 1   // and of w, along r and s
 #define FILTER_S 1
 #endif
+#include "limbs.cuh"
 
 #define TURNED (!NHWC || (FOLDED && CHANNELS % 8))  // a tile passes through shared memory
-
-// ---- limbs
-
-constexpr int GUESS = 9;  // the exponent of the scale with which images are split before their extremes are known
-
-DEVICE __half2 from_floats(float a, float b, __half) { return __floats2half2_rn(a, b); }
-DEVICE __nv_bfloat162 from_floats(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
-DEVICE float2 to_floats(__half2 v) { return __half22float2(v); }
-DEVICE float2 to_floats(__nv_bfloat162 v) { return __bfloat1622float2(v); }
-
-// Some values as limbs, two to a word: words[limb].
-template <class T, int count, int values> DEVICE void split(const float (&v)[values], float scale, uint32_t (&words)[count][values / 2]) {
-#pragma unroll
-  for (int i = 0; i < values / 2; ++i) {
-    const float a = v[2 * i] * scale, b = v[2 * i + 1] * scale;
-    const auto high = from_floats(a, b, T());
-    words[0][i] = *(const uint32_t*)&high;
-    if (count == 2) {
-      const float2 rounded = to_floats(high);
-      const auto low = from_floats((a - rounded.x) * 2048, (b - rounded.y) * 2048, T());
-      words[count - 1][i] = *(const uint32_t*)&low;
-    }
-  }
-}
 
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
 
 constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
-constexpr unsigned INFINITE = 0x7f800000;
-constexpr int LARGEST = 60, COVERED = 28 + SLACK;  // exponents
 constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
 constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
@@ -105,44 +78,6 @@ struct Shape {
   long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
   long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
   long long w_group, w_m, w_c;                       // elements of w from one group, m, c to the next
-};
-
-__device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
-
-// The largest and the smallest magnitude of some floats, as bits.
-struct Extremes {
-  unsigned largest, smallest;  // smallest: less one, so that zero is the largest there is; ~0 of none
-  DEVICE void add(float a, float b) {
-    const unsigned first = __float_as_uint(a) & 0x7fffffff, second = __float_as_uint(b) & 0x7fffffff;
-    largest = __vimax3_u32(largest, first, second);
-    smallest = __viaddmin_u32(second, ~0u, __viaddmin_u32(first, ~0u, smallest));
-  }
-  template <int count> DEVICE void add(const float (&v)[count]) {
-#pragma unroll
-    for (int i = 0; i < count; i += 2) add(v[i], v[i + 1]);
-  }
-  DEVICE void over_warp() {
-    largest = __reduce_max_sync(~0u, largest);
-    smallest = __reduce_min_sync(~0u, smallest);
-  }
-  __device__ void add(const Extremes& other) {
-    largest = max(largest, other.largest);
-    smallest = min(smallest, other.smallest);
-  }
-  __device__ int exponent() const { return (int)(largest >> 23) - 127; }
-  __device__ int least() const { return (int)((smallest + 1) >> 23) - 127; }
-  __device__ bool usable() const { return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST); }
-  __device__ int flag() const { return !usable() ? 2 : largest && least() < exponent() - COVERED ? 1 : 0; }
-  // whether something is so small that 2^guess loses too many of its bits
-  __device__ bool loses(int guess) const { return largest && least() < -14 - guess - SLACK; }
-  // whether 2^guess will do. The largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so.
-  // Where it uses nearly all of them, another scale would lose as much: that is left to direct_gemm.cu
-  __device__ bool fits(int guess) const {
-    return largest == 0 || (exponent() < 15 - guess && exponent() >= (loses(guess) ? 10 : -2) - guess);
-  }
-  // of an image that was split with 2^guess
-  __device__ int flag(int guess) const { return loses(guess) ? 1 : 0; }
-  __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };
 
 // Room in shared memory to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
@@ -168,8 +103,6 @@ __device__ Extremes over_block(Extremes mine) {
   for (int i = 1; i < THREADS / 32; ++i) all.add(warps[i]);
   return all;
 }
-
-__device__ uint4 piece_of(const uint32_t (&words)[4]) { return make_uint4(words[0], words[1], words[2], words[3]); }
 
 // where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
@@ -494,8 +427,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* 
   }
   found = over_block(found);
   if (threadIdx.x == 0) {
-    const bool usable = found.largest != 0 && found.largest < INFINITE && abs(found.exponent()) <= LARGEST;
-    guesses[blockIdx.x] = power_of_two(-(usable ? 11 - found.exponent() : GUESS));
+    guesses[blockIdx.x] = power_of_two(-found.guess());
   }
 }
 

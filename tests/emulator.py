@@ -129,6 +129,9 @@ class Extremes:
     def fits(self, guess: int) -> bool:
         return self.largest == 0 or (10 if self.loses(guess) else -2) - guess <= self.exponent < 15 - guess
 
+    def guess(self) -> int:
+        return 11 - self.exponent if self.largest and self.usable() else GUESS
+
     def scale(self) -> float:
         return 2.0 ** (14 - self.exponent) if self.largest and self.usable() else 1.0
 
@@ -261,8 +264,7 @@ def sample_images(step, memory: Memory) -> None:
     for image in range(s.images):
         place = image * s.x_image + c // define["CHANNELS"] * s.x_group + c % define["CHANNELS"] * s.x_channel + pixel * s.x_pixel
         found = Extremes.of(inside(memory.view(source, "float32"), place))
-        usable = found.largest != 0 and found.largest < 0x7F800000 and abs(found.exponent) <= 60
-        store(memory.view(guesses, "float32"), image, 2.0 ** (found.exponent - 11 if usable else -GUESS))
+        store(memory.view(guesses, "float32"), image, 2.0 ** -found.guess())
 
 
 def pack(step, memory: Memory) -> None:
@@ -374,7 +376,7 @@ def check_pairs(step, shapes) -> None:
 
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
-    define, (x_map, *y_map) = step.defines, step.maps
+    define, (x_map, *y_map) = step.defines, step.maps if not step.defines["RAW"] else (None,)
     if define["FILTER_MAP"]:
         w_map, *y_map = y_map
         kc = define["KC"]
@@ -387,28 +389,40 @@ def check_product(step, s, memory: Memory) -> None:
         assert x_map.box == (64, 64, 1) and x_map.span == 128 and not define["NHWC"] and define["OUT"] != 32
         assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     elif define["HALO"]:
-        assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128 and define["KC"] == 64 and s.splits == 1
+        if define["RAW"]:
+            assert not step.maps and rows == 64 and s.channel_blocks == 1 and define["X_CHANNELS"] <= 64 and define["WGMMA_N"] <= 112
+            assert define["HALO_W"] <= 32 and define["X_W"] % 4 == 0 and (s.low_w - define["RAW_SHIFT"]) % 4 == 0 <= define["RAW_SHIFT"] < 4
+            assert define["RAW_STAGES"] >= 2
+        else:
+            assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128
+        assert define["KC"] == 64 and s.splits == 1
         assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
         assert define["HALO_W"] == 8 + (s.tap_s - 1) * s.dilation_w and define["HALO_H"] == pixels // 8 + (s.tap_r - 1) * s.dilation_h
         assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
         assert s.patches * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.patches
         assert s.q % 8 == 0 and s.plane // s.q % (pixels // 8) == 0
+        if define["RAW"]:
+            assert (define["PATCHES_DOWN"] * define["PATCHES_ACROSS"], 8 * define["PATCHES_ACROSS"]) == (s.patches, s.q)
+            assert define["TILES_M"] == s.tiles_m and s.tiles == define["GROUPS"] * s.tiles_pixels * s.tiles_m
         assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
         assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert x_map.dtype == ("bfloat16" if define["BF16"] else "float16") and len(y_map) == define["TENSOR_STORE"]
+    assert define["RAW"] or x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
+    assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["HALO"] else 192 if define["PINGPONG"] else 256)
     assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["HALO"] and not define["PAIRED"])
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
-    of_x = 0  # a stage of the ring of x alone
+    of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
     if define["HALO"]:
         of_x, staging = limbs_of(step) * ceil(define["HALO_W"] * define["HALO_H"] * 128, 1024) * 1024, 0
+        if define["RAW"]:
+            of_raw = define["RAW_STAGES"] * 7 * 8 * (32 // define["HALO_W"]) * ceil(define["RAW_SHIFT"] + define["HALO_W"], 4) * 16
         assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
-    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x
+    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x + of_raw
     assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"] + 1) <= MOST_SHARED
-    assert step.block == 384 and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"] + 1) + 256 * define["RAW"] <= MOST_SHARED
+    assert step.block == 384 + 128 * define["RAW"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -441,7 +455,7 @@ def product(step, memory: Memory, finite: bool) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     phases = step.defines["PHASES"]
     size = len(step.scalars) // phases
-    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(step.maps[i], *step.maps[phases:])) for i in range(phases)]
+    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(*step.maps[i : i + 1], *step.maps[phases:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["PAIRED"] else phases
     assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
@@ -513,28 +527,49 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
 
 def patches(step, s, memory: Memory, finite: bool) -> None:
     """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
-    define, x_map = step.defines, step.maps[0]
-    high = define["PIXELS"] // 8
-    across = s.q // 8
+    define = step.defines
+    high, across = define["PIXELS"] // 8, s.q // 8
+    inner = replace(step, buffers=(step.buffers[3], step.buffers[1], *step.buffers[4:])) if define["RAW"] else step
     for m, tile, group, part in tiles_of(step, s):
         image, place = divmod(tile, s.patches)
         row, column = place // across * high, place % across * 8
         total = np.zeros((define["ROWS"], define["PIXELS"]))
         for c in range(s.channel_blocks):
-            start = (group * s.channels_group + 64 * c, column + s.low_w, row + s.low_h)
-            met = [boxed(x_map, memory, (*start, image + limb * s.limb_images))[0] for limb in range(limbs_of(step))]
+            if define["RAW"]:
+                met = split_patch(step, s, memory, image, group, row, column, group * s.tiles_pixels + tile)
+            else:
+                start = (group * s.channels_group + 64 * c, column + s.low_w, row + s.low_h)
+                met = [boxed(step.maps[0], memory, (*start, image + limb * s.limb_images))[0] for limb in range(limbs_of(step))]
             for r in range(s.tap_r):
                 for across_s in range(s.tap_s):
                     w_tap = s.tap_base + r * s.tap_step_r + across_s * s.tap_step_s
                     assert 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
-                    a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, w_tap * s.channel_blocks + c)
+                    a = load_filter(inner, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, w_tap * s.channel_blocks + c)
                     at_r, at_s = r * s.dilation_h, across_s * s.dilation_w
                     b = [v[at_r : at_r + high, at_s : at_s + 8].reshape(-1, 64) for v in met]
                     assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
                     multiply(total, a, b)
         pixel = image * s.plane + (row + np.arange(high)[:, None]) * s.q + column + np.arange(8)[None]
         number = tile * (define["PIXELS"] // define["WGMMA_N"])
-        write_tile(step, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number)
+        unit = group * s.tiles_pixels + tile if define["RAW"] else None
+        write_tile(inner, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number, unit=unit)
+
+
+def split_patch(step, s, memory: Memory, image: int, group: int, row: int, column: int, unit: int) -> list[np.ndarray]:
+    """The limbs [row][column][channel] of what the taps of a patch meet; its scale and flag are written."""
+    define, (source, scales, flags, *_) = step.defines, step.buffers
+    x, channels, high, wide = memory.view(source, "float32"), define["X_CHANNELS"], define["X_H"], define["X_W"]
+    c, h, w = np.arange(64), row + s.low_h + np.arange(define["HALO_H"])[:, None, None], column + s.low_w + np.arange(define["HALO_W"])[:, None]
+    ok = (h >= 0) & (h < high) & (w >= 0) & (w < wide) & (c < channels)
+    place = (((image * define["GROUPS"] + group) * channels + c) * high + h) * wide + w
+    values = np.where(ok, inside(x, np.where(ok, place, 0)), np.float32(0))
+    # seven warps look at 8 channels each of the first rows
+    guess, found = Extremes.of(values[: 32 // define["HALO_W"], :, :56]).guess(), Extremes.of(values, define["SLACK"])
+    guessed = found.fits(guess)
+    scale = 2.0**guess if guessed or not found.usable() else found.scale()
+    store(memory.view(scales, "float32"), unit, 1 / scale)
+    store(memory.view(flags, "int32"), unit, int(found.loses(guess)) if guessed else found.flag())
+    return [limb.astype(float) for limb in split(values, scale, limbs_of(step), "float16")]
 
 
 def box_places(described, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -584,16 +619,20 @@ def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: in
 
 
 def write_tile(
-    step, s, memory: Memory, total: np.ndarray, m0: int, pixel: np.ndarray, counted: np.ndarray, group: int, part: int, number: int, pixel0: int = 0
+    step, s, memory: Memory, total: np.ndarray, m0: int, pixel: np.ndarray, counted: np.ndarray, group: int, part: int, number: int, pixel0: int = 0,
+    unit: int | None = None,
 ) -> None:
-    """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`."""
+    """Scales, finishes and writes a tile's sums of the pixels that count; its first slice of moments is that `number`.
+
+    What has a scale is `unit`, else the pixels' images.
+    """
     define = step.defines
     _, scale_n, scale_k, bias, scale, residual, y, *noted = step.buffers
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["ROWS"])[:, None]
     k = group * s.rows_group + m
     if define["SCALED"]:
-        total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
+        total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane if unit is None else unit).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
     k, (image, inner) = group * s.rows_group + m, np.divmod(pixel, s.plane)
@@ -775,7 +814,7 @@ def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
     assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, image_flags, filter_flags, image_scales, filter_scales, *redone = step.buffers
+    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *redone = step.buffers
     before = memory.mended
     for place in redone:
         store(memory.view(place, "int32"), np.arange(step.grid), 0)
@@ -784,10 +823,12 @@ def direct_gemm(step, memory: Memory) -> None:
     pixel = np.arange(n_pixels)
     image, inner = np.divmod(pixel, d.O * d.P * d.Q)
     o, p, q = inner // (d.P * d.Q), inner // d.Q % d.P, inner % d.Q
-    images = inside(memory.view(image_flags, "int32"), np.arange(n_pixels // (d.O * d.P * d.Q)))
+    count = n_pixels // (d.O * d.P * d.Q)
+    each = d.P // d.PATCH_ROWS * (d.Q // 8) if d.PATCH_ROWS else 1  # units of an image
+    units = inside(memory.view(unit_flags, "int32"), np.arange(count * each * (d.GROUPS if d.PATCH_ROWS else 1)))
     channels = inside(memory.view(filter_flags, "int32"), np.arange(d.GROUPS * d.M))
-    assert np.isin(images, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
-    if not images.any() and not channels.any():
+    assert np.isin(units, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
+    if not units.any() and not channels.any():
         return
     c, m = np.arange(d.CRED), np.arange(d.M)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -803,10 +844,11 @@ def direct_gemm(step, memory: Memory) -> None:
                 sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
             at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
             total = finished(step.defines, memory, kind, total, scale, bias, residual, g * d.M + m[:, None], at)
-            flags, written = images[image] | channels[g * d.M + m][:, None], inside(out, at).astype(float)
+            unit = (g * count + image) * each + p // d.PATCH_ROWS * (d.Q // 8) + q // 8 if d.PATCH_ROWS else image
+            flags, written = units[unit] | channels[g * d.M + m][:, None], inside(out, at).astype(float)
             if d.HAS_BIAS:
                 written = written - inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
-            scales = inside(memory.view(image_scales, "float32"), image) * inside(memory.view(filter_scales, "float32"), g * d.M + m)[:, None]
+            scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * d.M + m)[:, None]
             gemm_k = 0 if d.EMPTY else d.CRED * d.T * d.R * d.S
             seen = (np.abs(written) >= 2 * math.sqrt(gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * gemm_k * scales)
             if d.HAS_SCALE or d.HAS_RESIDUAL or d.RELU:

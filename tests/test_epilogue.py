@@ -23,7 +23,7 @@ from reference import (
     tensor,
 )
 from test_arguments import refuses  # noqa: F401  (a fixture)
-from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, lying, patches
+from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, lying, patches, raw
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
 from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TRANSPOSED
 
@@ -424,7 +424,7 @@ EMULATED = [
     (fprop((4, 20, 30), (17, 20, 5), padding=2, stride=3), "fp32", ImplicitGemm(128, 16, 2)),
     *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, config) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp16", lying(64, 128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
-    *((WHOLE, mode, patches(64, 4)) for mode in ("fp32", "tf32")),
+    *((WHOLE, mode, config) for mode in ("fp32", "tf32") for config in (patches(64, 4), raw(4))),
     (BASE, "tf32", ImplicitGemm(128, 24, 3, PINGPONG=True)), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, PINGPONG=True)),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
@@ -485,6 +485,7 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
     (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)), *((POINT, "fp16", lying(rows, pixels)) for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
+    *((case, mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 8) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
         implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)) for rows, pixels, split in ((128, 128, 1), (64, 64, 2))),

@@ -226,6 +226,31 @@ def test_what_all_taps_meet_is_loaded_once(case, mode, config):
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
 
 
+def raw(high: int, stages: int = 3) -> ImplicitGemm:
+    """Such tiles, of images that the product splits itself."""
+    return replace(patches(64, high, stages), RAW=True)
+
+
+RAWS = [  # (case, mode, config)
+    (case, mode, raw(high, stages))
+    for case, high in (
+        (WHOLE, 4), (fprop((3, 60, 12, 8), (40, 60, 3, 3), padding=1), 6),
+        (fprop((2, 57, 8, 12), (72, 57, 2, 3), padding=((0, 4), (3, 5)), dilation=(2, 2), bias=False), 5),
+        (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2), 2), (fprop((1, 64, 28, 8), (8, 64, 1, 3), padding=(0, 1)), 7),
+        (fprop((1, 64, 28, 24), (8, 64, 3, 3), padding=(0, 1)), 13), (fprop((2, 64, 28, 16), (8, 64, 3, 3), padding=1), 14),
+        (fprop((1, 192, 4, 8), (9, 64, 3, 1), padding=(2, 0), groups=3), 3), (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), 5),
+        (dgrad((2, 60, 4, 8), (60, 30, 2, 3), dilation=2, padding=(0, 2)), 3),
+    )
+    for mode, stages in (("fp32", 3), ("tf32", 4), *((("fp32", 4),) if high < 12 else ()), ("tf32", 2))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), RAWS, ids=[f"{mode}-{config.PIXELS}-{case}" for case, mode, config in RAWS])
+def test_images_are_split_where_they_are_loaded(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+
+
 PINGPONG = [  # (case, mode, config): consumers that take tiles by turns
     (case, mode, ImplicitGemm(128, pixels, stages, split, PINGPONG=True))
     for case, pixels, stages, split in (
@@ -251,7 +276,7 @@ NOTED = [
 ]  # fmt: skip
 NOTED += [(case, mode, config) for case, mode, config in POINTWISE if not case.transposed]
 NOTED += [(case, mode, config) for case, mode, config in PINGPONG if config.SPLIT == 1 and not case.transposed][::2]
-NOTED += [(WHOLE, mode, config) for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8)))]
+NOTED += [(WHOLE, mode, config) for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8)), ("fp32", raw(4)), ("tf32", raw(4)))]
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in NOTED])
@@ -442,6 +467,11 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
         *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (
             (BASE, "fp32"), (WHOLE, "fp32 last"), (WHOLE, "fp16"), (POINT, "fp32"), (fprop((2, 128, 9, 9), (8, 128, 1, 2), padding=1), "fp32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3), stride=2), "tf32"),
             (fprop((2, 64, 40), (8, 64, 3)), "fp32"), (fprop((2, 64, 4, 4, 4), (8, 64, 3, 3, 3), padding=1), "fp32"), (dgrad((2, 64, 9, 9), (64, 8, 2, 2), stride=2), "fp32"))),
+        *((case, "tf32", replace(config, RAW=True), "split where they are loaded for all taps") for case, config in ((WHOLE, patches(128, 8)), (BASE, ImplicitGemm(64, 64)))),
+        (fprop((2, 128, 8, 8), (8, 128, 3, 3), padding=1), "tf32", raw(4), "all channels of a group are one load"), (WHOLE, "fp32", raw(15), "up to 112"),
+        (fprop((2, 64, 18, 15), (70, 64, 3, 3), padding=((0, 0), (1, 2))), "fp32", raw(4), "multiples of 16 bytes"),
+        (fprop((2, 64, 28, 16), (70, 64, 3, 3), padding=1), "fp32", raw(14, 4), "no room for what is split"),
+        (fprop((2, 64, 8, 8), (8, 64, 1, 3), padding=(0, 13), dilation=13), "fp32", raw(4), "at most 32 columns"),
         *((case, mode, replace(config, PINGPONG=True), "consumers take tiles by turns if these have 128 rows") for case, mode, config in (
             (BASE, "fp32", ImplicitGemm(128, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 64, 3)), (WHOLE, "tf32", patches(128, 8)), (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "tf32", ImplicitGemm(128, 64, 3)))),
         (BASE, "fp16", ImplicitGemm(128, 200, 3, PINGPONG=True), "all 200 pixels of a tile then, up to 192"),
@@ -806,6 +836,8 @@ def _compiled_variants() -> list:
     add("fp16", replace(lying(128, 128), PINGPONG=True), POINT)
     for mode in ("fp32", "tf32"):
         add(mode, patches(128, 16, 3), WHOLE)
+        add(mode, raw(4), WHOLE)
+        add(mode, raw(7), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))  # three products of 14 rows spill where a residual is added
         add(mode, patches(64, 14, 4), fprop((2, 64, 28, 16), (64, 64, 3, 3), padding=1))
     finished = [replace(problem, has_scale=True, has_residual=True, activation="relu") for problem, _ in found]
     # beside a residual three products leave room for fewer pixels
@@ -883,9 +915,11 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
     *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
-    *HALOS, *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, PINGPONG=True)) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
+    *HALOS, *RAWS, *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, PINGPONG=True)) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
     *((dgrad((5, 128, 13, 14), (128, 200, 3, 3), padding=1), mode, config) for mode in ("fp16 last", "bf16 last") for config in (ImplicitGemm(128, 128, 4), ImplicitGemm(128, 128, 4, PINGPONG=True))),
     *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
+    *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 7, 14)),
+    *((fprop((3, 192, 28, 24), (198, 64, 3, 3), padding=1, groups=3), mode, raw(14)) for mode in ("fp32", "tf32")),
     *((fprop((3, 256, 28, 24), (200, 256, 3, 3), padding=1), mode, patches(128, 14, 3)) for mode in ("fp32", "tf32")),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("tf32 last", SPLITS)) for case in (
         fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2), fprop((2, 3, 40, 39), (64, 3, 7, 7), stride=2, padding=3),
@@ -902,7 +936,8 @@ RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
         (WIDE, ImplicitGemm(64, 128, 3)), (BACK, ImplicitGemm(64, 128, 3)),
         (fprop((4, 3, 20, 19), (24, 3, 7, 7), stride=2, padding=3, bias=False), ImplicitGemm(64, 128, 3)), (WIDE, ImplicitGemm(64, 128, 3, 2)),
-        (fprop((6, 64, 12, 8), (40, 64, 3, 3), padding=1, bias=False), patches(64, 6)))
+        (fprop((6, 64, 12, 8), (40, 64, 3, 3), padding=1, bias=False), patches(64, 6)),
+        (fprop((6, 64, 12, 8), (40, 64, 3, 3), padding=1, bias=False), raw(6)))
 ]  # fmt: skip
 SEED, RANDOM = int(os.environ.get("PYCUDA_CONV_TEST_SEED", "20")), 200
 
@@ -916,7 +951,7 @@ SANITIZED = [
         fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
         fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
     *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
-    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12], *PINGPONG[::3],
+    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12], *RAWS[::3], *PINGPONG[::3],
     *((dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16 last", "bf16 last")),
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]

@@ -415,18 +415,20 @@ def reduce_step(problem: ConvProblem, split: int, parts: Place) -> Step:
 
 
 def guarded(
-    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None
+    problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None, patch_rows: int
 ) -> list[Step]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
     `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter, of a forward convolution, has
-    its channels last. `redone`: where each block says whether it did anything.
+    its channels last. `redone`: where each block says whether it did anything. `patch_rows`: scales and flags are not of images but
+    of patches of 8 columns and so many rows of the result.
     """
     noted = () if redone is None else (redone,)
     launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1), filter_last)
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted)}, grid=min(step.grid, 2 * multiprocessors),
+            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows},
+            grid=min(step.grid, multiprocessors),  # its registers leave room for no second block
             buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )
         for step in launches[0]

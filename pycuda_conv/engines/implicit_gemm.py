@@ -28,6 +28,7 @@ from pycuda_conv.engines.packed import (
     packs_filter_last,
     products,
     row_blocks,
+    slack,
     tap_numbers,
     why_not,
     why_not_so_many,
@@ -37,7 +38,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
 
 SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
-THREADS = 384
+THREADS = 384  # a producer's warpgroup and two consumers'
+CONVERTERS = 7  # warps that split what all taps of a tile meet
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
@@ -47,7 +49,8 @@ class ImplicitGemm:
 
     Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
     convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
-    PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores.
+    PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores; RAW: with HALO, it splits float32
+    images itself instead of packing them. That is not among :func:`configs`: it is for those who ask for it.
     """
 
     ROWS: int = 128
@@ -57,6 +60,7 @@ class ImplicitGemm:
     POINTWISE: bool = False
     HALO: bool = False
     PINGPONG: bool = False
+    RAW: bool = False
 
 
 def _form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
@@ -82,7 +86,9 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     if config.ROWS not in (64, 128):
         return "a tile has 64 or 128 rows"
     # their sums, three times or once, fill the registers
-    most = 128 if config.HALO else 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
+    most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
+    if config.HALO:
+        most = 112 if config.RAW else 128
     if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
     if config.PINGPONG:
@@ -95,6 +101,10 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
             return reason
     if config.HALO:
         reason = _no_halo(problem, config)
+        if reason:
+            return reason
+    if config.RAW:
+        reason = _not_raw(problem, config)
         if reason:
             return reason
     return why_not_so_many(config.STAGES, shared_bytes(problem, config), SHARED_BYTES, config.SPLIT)
@@ -139,6 +149,19 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     return None
 
 
+def _not_raw(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+    """Why the product can't split images itself, or None if it can."""
+    if not config.HALO or config.ROWS != 64:
+        return "images are split where they are loaded for all taps at once, to tiles of 64 rows"
+    if problem.operand_channels // problem.groups > 64:
+        return "they are if all channels of a group are one load"
+    if problem.operand_size[2] % 4 or halo(problem, config)[0] > 32:
+        return "their rows are multiples of 16 bytes then, and taps meet at most 32 columns"
+    if _raw_stages(problem, config) < 2:
+        return "its shared memory leaves no room for what is split"
+    return None
+
+
 def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
     """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
     _, (walk, *_) = _form(problem)
@@ -154,7 +177,24 @@ def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Stages of that ring that fit beside the other."""
     nbytes = _x_bytes(problem, config)
-    return min(4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
+    return min(2 if config.RAW else 4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
+
+
+def _raw_shift(problem: ConvProblem) -> int:
+    """Columns from a multiple of 16 bytes to the first one that taps meet."""
+    _, (walk, *_) = _form(problem)
+    return walk.low[2] % 4
+
+
+def _raw_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Bytes of what the converters load at once: some rows of 8 channels each."""
+    wide, _ = halo(problem, config)
+    return CONVERTERS * 32 * (32 // wide) * ceil(_raw_shift(problem) + wide, 4) * 4
+
+
+def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """How many of that fit beside the rings."""
+    return min(6, (SHARED_BYTES - _rings_bytes(problem, config)) // _raw_bytes(problem, config))
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -163,7 +203,12 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the rings, the consumers' staging tiles and scales, and room to align them."""
+    """Shared memory of a block: the rings, the consumers' staging tiles and scales, room to align them, and what is split."""
+    split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.RAW else 0
+    return _rings_bytes(problem, config) + split
+
+
+def _rings_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     return _ring_bytes(problem, config) + _x_stages(problem, config) * _x_bytes(problem, config)
 
 
@@ -222,12 +267,14 @@ def _program(
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         noted = (parts,) if moments else ()
-        buffers = (operands.w_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
+        ours = (INPUT, operands.x_scales, operands.x_flags, operands.w_limbs) if config.RAW else (operands.w_limbs, operands.x_scales)
+        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    packs_images = not config.POINTWISE
-    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images, filter_last, windows=True)
+    packs_images = not config.POINTWISE and not config.RAW
+    high = config.PIXELS // 8 if config.RAW else 0
+    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images, filter_last, windows=True, patch_rows=high)
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -336,9 +383,12 @@ def _product(
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
         "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
+        **_raw(problem, config),
     }
     if config.POINTWISE:
         maps = [_plane_map(problem)]
+    elif config.RAW:
+        maps = []
     elif config.HALO:
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
@@ -353,9 +403,21 @@ def _product(
     tiles, turns = sum(shape[0] for shape in shapes) // side_by_side, len(walks) // side_by_side
     grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
     return Step(
-        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS, buffers, tuple(chain.from_iterable(shapes)), maps=tuple(maps),
-        shared=shared_bytes(problem, config), arch="sm_90a",
+        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS + 128 * config.RAW, buffers, tuple(chain.from_iterable(shapes)),
+        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
+
+
+def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
+    """The defines of images that are split by the product, all zero if they are not."""
+    groups, (_, high, wide), (_, down, across) = problem.groups, problem.operand_size, problem.result_size
+    defines = {
+        "RAW": 1, "PATCHES_DOWN": down // (config.PIXELS // 8), "PATCHES_ACROSS": across // 8, "GROUPS": groups,
+        "TILES_M": ceil(problem.result_channels // groups, config.ROWS), "X_CHANNELS": problem.operand_channels // groups,
+        "X_H": high, "X_W": wide, "SLACK": slack(problem), "RAW_SHIFT": _raw_shift(problem),
+        "RAW_STAGES": _raw_stages(problem, config) if config.RAW else 0,
+    }
+    return defines if config.RAW else dict.fromkeys(defines, 0)
 
 
 def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk) -> tuple[int, ...]:
@@ -392,6 +454,7 @@ ROW_CYCLES = 2.8  # of a tensor load, for each pixel's row of channels
 LOADED = 110e3  # bytes a microsecond into one multiprocessor's shared memory: 64 a cycle
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
+RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.08, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
@@ -443,6 +506,9 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     between = TILE_TIME + stores
     if config.HALO:  # neither loads nor stores are waited for
         step, between = HALO_STAGE + cycles / CLOCK, 0
+    if config.RAW:  # rows of 16 floats or so, of 64 channels
+        wide, high = halo(problem, config)
+        step = max(step, 64 * 4 * high * (ceil(_raw_shift(problem) + wide, 4) * 4) / RAW_RATE / math.prod(walks[0].taps))
     time = LAUNCH_TIME
     for walk in walks:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
@@ -452,7 +518,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
             time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
         else:
             time += rounds * (product + between)
-    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.POINTWISE)
+    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.POINTWISE and not config.RAW)
 
 
 def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:

@@ -341,12 +341,12 @@ class Noting:
         self.parts, self._redone = (WORKSPACE, 0), None
         self.moments = moments
         if moments is not None:
-            self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(8 * multiprocessors)
+            self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
             self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
 
-    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool) -> list[Step]:
+    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[Step]:
         """:func:`direct.guarded`."""
-        steps = direct.guarded(problem, found, self._multiprocessors, filter_last, self._redone)
+        steps = direct.guarded(problem, found, self._multiprocessors, filter_last, self._redone, patch_rows)
         if self.moments is not None:
             self.moments = replace(self.moments, blocks=steps[0].grid)
         return steps
@@ -395,7 +395,7 @@ class Packed:
 
 def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bool) -> Packed:
     """The images of `problem`, or its filter as such; the magnitude of a gradient can't be guessed."""
-    groups, all_taps, count = problem.groups, math.prod(problem.filter_size), limbs(problem)
+    groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
     w_group, w_row, w_channel = direct.filter_strides(problem)
@@ -422,7 +422,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     items = PACK_ITEMS if pixels > PACK_THREADS // at_once else 1
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
-        "SLACK": int(math.log2(read * all_taps) / 2) if count == 2 else 2, "SAMPLED": int(gradient and problem.dtype == "float32"),
+        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"),
         "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
     }
@@ -432,6 +432,12 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
     )
     return Packed(defines, scalars, images, rows * tiles, tiles)
+
+
+def slack(problem: ConvProblem) -> int:
+    """How many bits less than their limbs hold values may have before they are flagged."""
+    gemm_k = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+    return int(math.log2(gemm_k) / 2) if limbs(problem) == 2 else 2
 
 
 def packs_filter_last(problem: ConvProblem) -> bool:
@@ -515,18 +521,23 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
-    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False,
+    moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
 ) -> Program:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
-    :func:`packs_filter_last`; `windows`: see :func:`packing`. What `products` is given last is the place of the parts of `moments`.
+    :func:`packs_filter_last`; `windows`: see :func:`packing`. With `patch_rows` the product splits them itself, patches of 8 columns and
+    so many rows of the result at a time, each of which has a scale and a flag. What `products` is given last is the place of the parts
+    of `moments`.
     """
     packed, walks = packed_form(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Room(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last)
+    if patch_rows:
+        units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
+        operands = replace(operands, x_scales=scratch.take(4 * units), x_flags=scratch.take(4 * units))
     target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
@@ -537,7 +548,7 @@ def assemble(
     wide = problem.dtype == "float32"
     if wide:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in noting.guarded(problem, found, filter_last)]
+        after += [[step] for step in noting.guarded(problem, found, filter_last, patch_rows)]
     filter_bytes, moments = operands.filter_bytes, noting.moments
     return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, wide, moments)
 
