@@ -1,0 +1,81 @@
+"""The launch that mends what did not fit the limbs, its own text on the CPU: what is flagged is computed, nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from emulator import Memory, launch
+from reference import dgrad, fprop
+from test_implicit_gemm import WHOLE, asked, patches, raw
+
+from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.runtime.base import KERNEL_DIR
+
+HERE = os.path.dirname(__file__)
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
+
+MAIN = r"""
+int main(int, char** files) {
+  FILE* file = fopen(files[1], "rb");
+  std::vector<std::vector<char>> buffers(10);
+  long long size, scalars[3];
+  for (auto& buffer : buffers) {
+    if (fread(&size, 8, 1, file) != 1) return 1;
+    buffer.resize(size + 16);
+    if (fread(buffer.data(), 1, size, file) != (size_t)size) return 1;
+  }
+  if (fread(scalars, 8, 3, file) != 3) return 1;
+  fclose(file);
+  auto floats = [&](int i) { return (float*)buffers[i].data(); };
+  auto flags = [&](int i) { return (const int*)buffers[i].data(); };
+  launch(scalars[2], THREADS, [&] {
+    direct_gemm(floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), flags(6), flags(7), floats(8), floats(9), scalars[0], scalars[1]);
+  });
+  file = fopen(files[2], "wb");
+  fwrite(buffers[5].data(), 1, buffers[5].size() - 16, file);
+  return fclose(file);
+}
+"""
+
+KINDS = {
+    "ordinary": lambda x, w, rng: None,
+    "2^-40 to 2^40": lambda x, w, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
+    "Inf": lambda x, w, rng: x.__setitem__((0, 0, 2, 2), np.inf),
+    "NaN in the last image": lambda x, w, rng: x.__setitem__((-1, -1, -1, -1), np.nan),
+    "a filter of its own range": lambda x, w, rng: w[0, 0].__imul__(np.float32(2) ** rng.integers(-50, 50, w[0, 0].shape)),
+}
+RUNS = [
+    (WHOLE, patches(64, 4)), (WHOLE, raw(4)), (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2, bias=False), raw(2)),
+    (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), raw(5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config"), RUNS, ids=[f"{'raw' if config.RAW else 'packed'}-{case}" for case, config in RUNS])
+def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
+    program = ig.program(asked(case, "fp32"), config, 3)
+    *before, (step,) = program.whole
+    (tmp_path / "run.cpp").write_text(f'#include "on_cpu.h"\n{step.source()}\n{MAIN}')
+    command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", "-I", HERE, "-I", str(KERNEL_DIR), "-o", "run", "run.cpp"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=120)
+    for seed, (kind, change) in enumerate(KINDS.items()):
+        x, w, b = case.normals("float32", seed)
+        change(x, w, np.random.default_rng(seed))
+        memory = Memory(asked(case, "fp32"), program, x, w, b, None, None)
+        with np.errstate(all="ignore"):
+            launch(before, memory, False)
+            want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
+        given = [memory.view(place, "uint8").tobytes() for place in step.buffers]
+        numbers = np.array((*step.scalars, step.grid), np.int64).tobytes()
+        (tmp_path / "in").write_bytes(b"".join(np.int64(len(a)).tobytes() + a for a in given) + numbers)
+        subprocess.run(["./run", "in", "out"], cwd=tmp_path, check=True, timeout=120)
+        old, y = (np.frombuffer(a, np.float32).reshape(want.shape) for a in (given[5], (tmp_path / "out").read_bytes()))
+        with np.errstate(all="ignore"):
+            wrong = ~((np.abs(y - want) <= 3e-6 * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
+        assert not wrong.any(), f"{kind}: {np.argwhere(wrong)[:5]}"
+        touched = (old.view(np.uint32) != y.view(np.uint32)).reshape(len(y), -1).any(1)
+        expected = {"ordinary": [], "Inf": [0], "NaN in the last image": [len(y) - 1]}
+        assert kind not in expected or np.flatnonzero(touched).tolist() == expected[kind], f"{kind}: images {np.flatnonzero(touched)}"
