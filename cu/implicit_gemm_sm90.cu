@@ -307,14 +307,15 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
   constexpr int ITEMS = (COUNT + RUN - 1) / RUN * 8, ROUNDS = (ITEMS + CONVERTERS - 1) / CONVERTERS;          // of 8 channels
   constexpr int ROW_PIECES = RAW_PITCH / 4, PIECES = 8 * RUN_ROWS * ROW_PIECES, LOADS = (PIECES + 31) / 32;  // of 16 bytes
   __shared__ Extremes of_warps[X_STAGES][2][CONVERTERS];
-  const unsigned warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32, thread = 32 * warp + lane;
+  const unsigned warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32;
   uint8_t* const x_ring = dynamic + (rings.x - shared_address(dynamic));
   const uint32_t raw = rings.raw + warp * RAW_STAGES * RAW_BYTES;
   const float* const raw_pixel = (const float*)(dynamic + (raw - shared_address(dynamic))) + lane / HALO_W * RAW_PITCH + lane % HALO_W + RAW_SHIFT;
   auto image_of = [&](const Tile& of) { return x + (of.image(shape) * GROUPS + of.group) * ((long long)X_CHANNELS * PLANE); };
 
   // what is loaded next: of item (run of rows, 8 channels) number next_round * CONVERTERS + warp the pieces lane, lane + 32, ... of 16 bytes
-  int offsets[LOADS], rows[LOADS], next = blockIdx.x, next_round = 0, next_slot = 0;
+  int offsets[LOADS], rows[LOADS], next = blockIdx.x, next_round = 0;
+  int slot = 0;  // the place whose item comes next, and, once that has been taken, of what is loaded next
   const float* from = x;
   auto begin = [&] {
     const Tile of(shape, next);
@@ -335,7 +336,7 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
     if (next < (int)shape.tiles) {
       const unsigned item = next_round * CONVERTERS + warp, c0 = item % 8 * 8, run_row = item / 8 * RUN_ROWS;
       const int first = c0 * PLANE + run_row * X_W;
-      const uint32_t to = raw + next_slot * RAW_BYTES + lane * 16;
+      const uint32_t to = raw + slot * RAW_BYTES + lane * 16;
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) {
         const bool there = run_row + rows[i] < (unsigned)X_H && (X_CHANNELS == 64 || c0 + (i * 32 + lane) / (ROW_PIECES * RUN_ROWS) < X_CHANNELS);
@@ -343,15 +344,17 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
       }
     }
     commit_loads();
-    next_slot = next_slot + 1 == RAW_STAGES ? 0 : next_slot + 1;
+    slot = slot + 1 == RAW_STAGES ? 0 : slot + 1;
     if (++next_round == ROUNDS) {
       next_round = 0;
       next += gridDim.x;
       if (next < (int)shape.tiles) begin();
     }
   };
-  // 8 channels of this lane's pixel, of the item in a place; nonsense from lane RUN on
-  auto take = [&](float(&v)[8], int slot) {
+  // 8 channels of this lane's pixel, of the item that comes next; nonsense from lane RUN on
+  auto take = [&](float(&v)[8]) {
+    wait_for_loads<RAW_STAGES - 1>();
+    __syncwarp();
     const float* const of_lane = raw_pixel + slot * (RAW_BYTES / 4);
 #pragma unroll
     for (int e = 0; e < 8; ++e) v[e] = of_lane[e * (RUN_ROWS * RAW_PITCH)];
@@ -369,12 +372,10 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
   };
 
   // and those of the item that comes next, by which the scale of its tile is guessed
-  auto sample = [&](int slot) {
+  auto sample = [&] {
     Extremes found = {0, ~0u};
     float v[8];
-    wait_for_loads<RAW_STAGES - 1>();
-    __syncwarp();
-    take(v, slot);
+    take(v);
     if (lane < RUN) found.add(v);
     return found;
   };
@@ -383,10 +384,9 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
 #pragma unroll 1
   for (int i = 0; i < RAW_STAGES; ++i) load();
   XPosition at;
-  together(sample(0), of_warps[X_STAGES - 1][1]);
+  together(sample(), of_warps[X_STAGES - 1][1]);
   named_barrier(3, 32 * CONVERTERS);
   int guess = combined(of_warps[X_STAGES - 1][1]).guess();
-  int slot = 0;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x, at.next()) {
     // where the first limbs of 8 channels of a pixel lie, swizzled as wgmma wants them; the others, HALO_BYTES further
     auto place = [&](unsigned pixel, unsigned chunk) { return (uint4*)(x_ring + at.stage * X_BYTES + pixel * 128 + ((chunk ^ pixel % 8) << 4)); };
@@ -402,9 +402,7 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
 #pragma unroll 1
     for (int round = 0; round < ROUNDS; ++round) {
       float v[8];
-      wait_for_loads<RAW_STAGES - 1>();
-      __syncwarp();
-      take(v, slot);
+      take(v);
       __syncwarp();  // all lanes have taken theirs
       load();
       const unsigned item = round * CONVERTERS + warp, pixel = item / 8 * RUN + lane;
@@ -412,10 +410,9 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
         found.add(v);
         store(v, scale, pixel, item % 8);
       }
-      slot = slot + 1 == RAW_STAGES ? 0 : slot + 1;
     }
     together(found, of_warps[at.stage][0]);
-    together(sample(slot), of_warps[at.stage][1]);
+    together(sample(), of_warps[at.stage][1]);
     named_barrier(3, 32 * CONVERTERS);
     const Extremes all = combined(of_warps[at.stage][0]);
     const bool guessed = all.fits(guess);
@@ -438,7 +435,7 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
         }
       }
     }
-    if (thread == 0) {
+    if (warp == 0 && lane == 0) {
       const Tile of(shape, tile);
       const int unit = of.group * (int)shape.tiles_pixels + of.patch;
       scales[at.stage] = unit_scales[unit] = 1 / scale;
@@ -581,7 +578,7 @@ struct Rows {
   [[maybe_unused]] int patch;      // its number
   [[maybe_unused]] bool real[2];   // whether there are a thread's two channels
   [[maybe_unused]] long long at;   // offset in y of its first pixel there
-  [[maybe_unused]] float scale_x;  // of its image
+  [[maybe_unused]] float scale_x;  // of its image, or patch
   float scale_w[2], scale[2], bias[2];  // of the packed filter; of the epilogue
   DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),

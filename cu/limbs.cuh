@@ -65,6 +65,6 @@ struct Extremes {
   // of an image that was split with 2^guess
   __device__ int flag(int guess) const { return loses(guess) ? 1 : 0; }
   // what 2^guess should be for numbers of which these are a sample: it brings their largest to [2^11, 2^12)
-  __device__ int guess() const { return largest != 0 && largest < INFINITE && abs(exponent()) <= LARGEST ? 11 - exponent() : GUESS; }
+  __device__ int guess() const { return largest && usable() ? 11 - exponent() : GUESS; }
   __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }
 };

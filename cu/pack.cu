@@ -426,9 +426,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* 
     found.add(v, v);
   }
   found = over_block(found);
-  if (threadIdx.x == 0) {
-    guesses[blockIdx.x] = power_of_two(-found.guess());
-  }
+  if (threadIdx.x == 0) guesses[blockIdx.x] = power_of_two(-found.guess());
 }
 
 // scales[image] undoes the scale.

@@ -194,7 +194,7 @@ def _raw_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     """How many of that fit beside the rings."""
-    return min(6, (SHARED_BYTES - _rings_bytes(problem, config)) // _raw_bytes(problem, config))
+    return min(6, (SHARED_BYTES - _bytes_beside_raw(problem, config)) // _raw_bytes(problem, config))
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -205,10 +205,10 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Shared memory of a block: the rings, the consumers' staging tiles and scales, room to align them, and what is split."""
     split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.RAW else 0
-    return _rings_bytes(problem, config) + split
+    return _bytes_beside_raw(problem, config) + split
 
 
-def _rings_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
+def _bytes_beside_raw(problem: ConvProblem, config: ImplicitGemm) -> int:
     return _ring_bytes(problem, config) + _x_stages(problem, config) * _x_bytes(problem, config)
 
 
@@ -410,14 +410,17 @@ def _product(
 
 def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
     """The defines of images that are split by the product, all zero if they are not."""
+    names = (
+        "RAW", "PATCHES_DOWN", "PATCHES_ACROSS", "TILES_M", "GROUPS", "X_CHANNELS", "X_H", "X_W", "RAW_STAGES", "RAW_SHIFT", "SLACK",
+    )  # fmt: skip
+    if not config.RAW:
+        return dict.fromkeys(names, 0)
     groups, (_, high, wide), (_, down, across) = problem.groups, problem.operand_size, problem.result_size
-    defines = {
-        "RAW": 1, "PATCHES_DOWN": down // (config.PIXELS // 8), "PATCHES_ACROSS": across // 8, "GROUPS": groups,
-        "TILES_M": ceil(problem.result_channels // groups, config.ROWS), "X_CHANNELS": problem.operand_channels // groups,
-        "X_H": high, "X_W": wide, "SLACK": slack(problem), "RAW_SHIFT": _raw_shift(problem),
-        "RAW_STAGES": _raw_stages(problem, config) if config.RAW else 0,
-    }
-    return defines if config.RAW else dict.fromkeys(defines, 0)
+    values = (
+        1, down // (config.PIXELS // 8), across // 8, ceil(problem.result_channels // groups, config.ROWS), groups,
+        problem.operand_channels // groups, high, wide, _raw_stages(problem, config), _raw_shift(problem), slack(problem),
+    )  # fmt: skip
+    return dict(zip(names, values, strict=True))
 
 
 def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk) -> tuple[int, ...]:
