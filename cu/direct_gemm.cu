@@ -26,7 +26,8 @@
 // Guarded  GUARDED = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
 //          at once in the usual case that pack.cu flagged no image (PATCH_ROWS: the product no patch of one) or channel. A tile is
 //          computed again if one that belongs to it is flagged with 2, or with 1 and a result is so small that what its operands'
-//          limbs lost can be seen in it. Limbs are off by at most 2^-36 where the largest is below 2^15, so that a sum of GEMM_K products, scaled back by scale_n * scale_k, is off by
+//          limbs lost can be seen in it. Limbs are off by
+//          at most 2^-36 where the largest is below 2^15, so that a sum of GEMM_K products, scaled back by scale_n * scale_k, is off by
 //          GEMM_K * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(GEMM_K) of a result of 2 sqrt(GEMM_K) * scale_n * scale_k.
 //          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 GEMM_K or more,
 //          what was lost is 2^-22 of that, as much as any sum in fp32 loses. A few suspects of a tile are looked at so; of many, most
