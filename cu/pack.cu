@@ -10,6 +10,7 @@
 // direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
 // image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
 // One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
+// Images of 16 bits are what they are; where they have flags (FLAGGED: windows, below) these are 2 if there is Inf or NaN.
 // SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
@@ -42,6 +43,7 @@
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
 #define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
+#define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
 #define SAMPLED 0    // the guesses are made by sample_images
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded: so many along t, r and s
@@ -219,7 +221,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
     place(i, inside, at);
-    if (IN == 32) found.add(v[i]);
+    if (FLAGGED) found.add(v[i]);
     uint32_t limbs[LIMBS][4];
     split<limb_t>(v[i], scale, limbs);
 #pragma unroll
@@ -335,6 +337,12 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     }
   }
 #else
+#if FLAGGED
+  if (real && threadIdx.x == 0) {
+    scales[g * shape.rows_group + row] = 1;
+    flags[g * shape.rows_group + row] = 0;
+  }
+#endif
   __syncthreads();
 #endif
   // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
@@ -401,11 +409,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const
   // neighbouring rows of a filter side by side: they are neighbours in the packed one
   const int line = FILTER ? block % rows : block / (blocks / rows), tile = FILTER ? block / rows : block % (blocks / rows);
   const int image = row_of(shape, line);
-  const bool guessing = IN == 32 && image >= 0;
-  const Extremes found = pack_tile(x, x_packed, shape, line, tile, guessing ? power_of_two(guess_of(guesses, image)) : 1);
-#if IN == 32
+  const bool real = image >= 0;
+  const Extremes found = pack_tile(x, x_packed, shape, line, tile, IN == 32 && real ? power_of_two(guess_of(guesses, image)) : 1);
+#if FLAGGED
   const Extremes all = over_block(found);
-  if (threadIdx.x == 0 && guessing) parts[image * (blocks / rows) + tile] = all;
+  if (threadIdx.x == 0 && real) parts[image * (blocks / rows) + tile] = all;
 #endif
 }
 
@@ -428,7 +436,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* 
   found = over_block(found);
   if (threadIdx.x == 0) guesses[blockIdx.x] = power_of_two(-found.guess());
 }
+#endif
 
+#if FLAGGED
 // scales[image] undoes the scale.
 extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
                                                                     const Extremes* __restrict__ parts, const float* __restrict__ guesses,
@@ -441,12 +451,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
 #pragma unroll 4
   for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
   found = over_block(found);
-  const int guess = guess_of(guesses, image);
-  const bool guessed = found.fits(guess);
+  const int guess = IN == 32 ? guess_of(guesses, image) : 0;
+  const bool guessed = IN != 32 || found.fits(guess);
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
     scales[image] = 1 / scale;
-    flags[image] = guessed ? found.flag(guess) : found.flag();
+    flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess) : found.flag();
   }
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {

@@ -19,6 +19,7 @@
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][COLUMNS][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
 //          WGRAD: the consumers make the second limb of B, or round it, as it has arrived.
+//          NCHW: with a box for BUSY of the warps, so many that no round of tiles is nearly empty; the others multiply what they find.
 // NCHW     a warp's 32 pixels are neighbours in an image, and a thread's four are, so that y is written 16 bytes at once, a channel's
 //          128 by 8 lanes: lane / 4 names the four, lane % 4 the channel. Which row of the product is which pixel is of no account.
 // Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct_reduce.cu adds them in order.
@@ -52,7 +53,7 @@ struct Shape {
   long long tiles, across, down;          // all, along the columns, along the rows
   long long steps, each;                  // stages of k, and how many of them a split takes at the most
   long long rows, columns;                // that there are; NCHW: images instead of rows
-  long long boxes, plane;                 // of an image: runs of 32 pixels, and pixels
+  long long boxes, plane, busy;           // of an image: runs of 32 pixels, and pixels; warps of a tile that have a box, NCHW
   long long row_step, column_step, size;  // elements of y from one row, and column, to the next, and of y
 };
 
@@ -78,7 +79,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Sh
     for (int step = of.first; step < of.last; ++step) {
       const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(arrived, LOADED_BYTES);
+      barrier_expect(arrived, LOADED_BYTES - (TURNED ? (WARPS - (int)shape.busy) * A_WARP : 0));
       if (WGRAD) {
         const int image = step / (int)shape.boxes, pixel = step % (int)shape.boxes * 32;
         load_box(a, map_a, arrived, pixel, of.row * ROWS, image);
@@ -89,8 +90,9 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Sh
         } else {
 #pragma unroll
           for (int warp = 0; warp < WARPS; ++warp) {
-            const int box = of.row * WARPS + warp;
-            load_box(a + warp * A_WARP, map_a, arrived, box % (int)shape.boxes * 32, step * 32, box / (int)shape.boxes);
+            const int box = of.row * (int)shape.busy + warp;
+            if (warp < (int)shape.busy)
+              load_box(a + warp * A_WARP, map_a, arrived, box % (int)shape.boxes * 32, step * 32, box / (int)shape.boxes);
           }
         }
 #pragma unroll
@@ -279,12 +281,13 @@ DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 
 DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const float* bias, const float* scale, const float* residual,
                   [[maybe_unused]] float* moments, float* y) {
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
-  const int warp = of.row * WARPS + threadIdx.x / 32 - 4, column0 = of.column + 2 * (lane % 4);
+  const int own = threadIdx.x / 32 - 4, warp = TURNED ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
+  const bool any = !TURNED || (own < (int)shape.busy && warp / (int)shape.boxes < (int)shape.rows);  // pixels of this warp's
   long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
   bool counted[2 * BLOCKS];
   if (TURNED) {
     const int image = warp / (int)shape.boxes, pixel = warp % (int)shape.boxes * 32 + 4 * four(r);
-    counted[0] = counted[1] = counted[2] = counted[3] = image < (int)shape.rows && pixel < (int)shape.plane;
+    counted[0] = counted[1] = counted[2] = counted[3] = any && pixel < (int)shape.plane;
     at[0] = image * shape.row_step + pixel;
   } else {
 #pragma unroll
@@ -297,7 +300,7 @@ DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const flo
   y += of.split * shape.size;
 #if MOMENTS
   const int begin = TURNED ? warp % (int)shape.boxes * 32 : warp * WARP_ROWS, end = TURNED ? (int)shape.plane : (int)shape.rows;
-  const int count = TURNED && warp / (int)shape.boxes >= (int)shape.rows ? 0 : min(end - begin, WARP_ROWS);
+  const int count = any ? min(end - begin, WARP_ROWS) : 0;
 #endif
   constexpr int BATCH = 8;  // loads under way at once; more would spill
   float scales[BATCH], biases[BATCH];

@@ -179,6 +179,9 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
         store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
+    elif define["FLAGGED"] and real:
+        store(memory.view(scales, "float32"), group * s.rows_group + row, 1.0)
+        store(memory.view(flags, "int32"), group * s.rows_group + row, 0)
     tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
     if define["WINDOW"]:
         across, (fold, c) = j // define["WINDOW"], np.divmod(j % define["WINDOW"], channels)
@@ -280,8 +283,8 @@ def pack(step, memory: Memory) -> None:
         image = row_of(s, line) if step.defines["FILTER"] else line
         real = image >= 0
         values = image_tile(step, s, memory, source, packed, line, tile, 2.0 ** guess_of(step, memory, guesses, image) if wide and real else 1.0)
-        if wide and real:
-            found = Extremes.of(values)
+        if step.defines["FLAGGED"] and real:
+            found = Extremes.of(values.astype("float32"))
             store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
 
 
@@ -294,6 +297,11 @@ def settle_images(step, memory: Memory) -> None:
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
+        if step.defines["IN"] != 32:
+            if piece == 0:
+                store(memory.view(scales, "float32"), image, 1.0)
+                store(memory.view(flags, "int32"), image, 2 * (found.largest >= 0x7F800000))
+            continue
         guess = guess_of(step, memory, guesses, image)
         guessed = found.fits(guess)
         scale = 2.0**guess if guessed else found.scale()
@@ -754,8 +762,9 @@ def pointwise_product(step, memory: Memory, finite: bool) -> None:
                 b = tf32_limbs(boxed(b_map, memory, (32 * pixel, column * columns, image))[0], limbs, False)
             else:
                 if turned:
-                    boxes = [divmod(8 * row + warp, s.boxes) for warp in range(8)]
+                    boxes = [divmod(s.busy * row + warp, s.boxes) for warp in range(s.busy)]
                     a = np.concatenate([boxed(a_map, memory, (32 * box, 32 * k, image))[0].T for image, box in boxes])
+                    a = np.pad(a, ((0, 8 * warp_rows - len(a)), (0, 0)))  # in truth whatever lies there
                 else:
                     a = boxed(a_map, memory, (32 * k, row * 8 * warp_rows, 0))[0]
                 b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(limbs)]
@@ -767,9 +776,10 @@ def pointwise_product(step, memory: Memory, finite: bool) -> None:
                     cross += rest @ b[0].T + high @ b[1].T
         with np.errstate(invalid="ignore", over="ignore"):
             total = main + np.where(np.isfinite(main.astype(np.float32)), cross / LARGER, 0)
-        for warp in range(8):
+        assert 1 <= s.busy <= 8 and (turned or s.busy == 8)
+        for warp in range(s.busy):
             of_warp = slice(warp * warp_rows, (warp + 1) * warp_rows)
-            write_rows(step, s, memory, total[of_warp], 8 * row + warp, column * columns + np.arange(columns), part)
+            write_rows(step, s, memory, total[of_warp], s.busy * row + warp, column * columns + np.arange(columns), part)
 
 
 def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np.ndarray, part: int) -> None:

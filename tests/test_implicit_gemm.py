@@ -23,8 +23,9 @@ from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines import packed as packed_module
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
-from pycuda_conv.engines.packed import packing
+from pycuda_conv.engines.packed import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 from pycuda_conv.tools.suite import suite
@@ -346,8 +347,8 @@ def test_any_plan_computes_the_convolution(request):
         (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=128), 0), (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=(0, 129)), 1),
         (fprop((1, 16, 9, 9), (8, 16, 2, 2), padding=(129, 0)), 2), (fprop((1, 16, 9, 9), (8, 16, 1, 2), padding=((0, 0), (0, 128))), 0),
         (fprop((1, 16, 9, 9), (8, 16, 1, 2), padding=((0, 0), (0, 129))), 1),  # the corner is at 128
-        (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=8), 0), (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=(8, 9)), 1),
-        (fprop((1, 16, 40, 40), (8, 16, 2, 2), stride=(9, 8)), 2), (fprop((1, 16, 40, 40), (8, 16, 1, 1), stride=(1, 9)), 1),
+        (fprop((1, 16, 40, 40), (8, 16, 7, 7), stride=8), 0), (fprop((1, 16, 40, 40), (8, 16, 7, 7), stride=(8, 9)), 1),
+        (fprop((1, 16, 40, 40), (8, 16, 7, 7), stride=(9, 8)), 2), (fprop((1, 16, 40, 40), (8, 16, 1, 1), stride=(1, 9)), 1),
         (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(127, 0), dilation=(255, 1)), 0), (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(126, 0), dilation=(255, 1)), 2),
         (fprop((1, 16, 300, 9), (8, 16, 2, 2), padding=(128, 0), dilation=(256, 1)), 2),
         (fprop((1, 16, 9, 300), (8, 16, 2, 2), dilation=(1, 100)), 0),
@@ -389,6 +390,23 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
 
 
 @pytest.mark.parametrize(
+    ("case", "level"),
+    [
+        (fprop((2, 16, 12, 14), (8, 16, 1, 1), stride=2), 2), (fprop((2, 16, 12, 14), (8, 16, 1, 1), stride=(1, 2)), 1), (fprop((2, 16, 12, 14), (8, 16, 1, 1), stride=(2, 1)), 2),
+        (fprop((2, 16, 40), (8, 16, 3), stride=8, padding=1), 1), (fprop((2, 16, 40), (8, 16, 3), stride=4, padding=1), 0), (fprop((2, 16, 12, 14), (8, 16, 3, 3), stride=2, padding=1), 0),
+        (fprop((2, 16, 4, 6, 8), (8, 16, 1, 1, 1), stride=2), 3), (fprop((2, 16, 12, 14), (8, 16, 2, 2), stride=2), 0), (dgrad((2, 16, 5, 6), (16, 8, 1, 1), stride=2), 0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_stride_steps_over_is_not_packed(case, level):
+    for mode, config in (("fp32", ImplicitGemm(64, 64, 3)), ("tf32 last", ImplicitGemm(64, 64, 3)), ("fp16", ImplicitGemm(128, 64, 3))):
+        assert packing(asked(case, mode))[0].level == level
+        arrays = case.integers(dtype_of(mode))
+        assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), mode)
+    assert packing(asked(case, "fp16 last"))[0].level == 0 and (case.transposed or packing(asked(case, "fp16 last"))[0].as_is)
+
+
+@pytest.mark.parametrize(
     ("case", "pixel", "rows", "shift", "taps", "load"),
     [
         (fprop((2, 3, 224, 224), (64, 3, 7, 7), stride=2, padding=3), 8, 2, 1, 4, 64), (fprop((2, 3, 224, 224), (64, 3, 3, 3), padding=1), 8, 1, 0, 3, 32),
@@ -404,9 +422,43 @@ def test_windows_of_few_channels(case, pixel, rows, shift, taps, load):
         assert (window.pixel, window.rows, window.shift, packed.load, walk.taps[1]) == (pixel, rows, shift, load, taps)
         assert packed.group == asked(case, mode).filter_size[2] * pixel and walk.stride[2] == walk.taps[2] == 1 and not walk.flat
         assert packing(asked(case, mode))[0].window is None  # not where loads can't overlap
-    # of 16 bits no rows of the image may meet a filter's zeros: they might hold Inf
-    packed, (walk,) = packing(asked(case, "fp16"), windows=True)
-    assert packed.window.rows == (rows if shift == 0 and case.weight_shape[2] % rows == 0 else 1) and packed.window.shift == 0
+    # of 16 bits rows of the image that meet a filter's zeros must be looked at: they might hold Inf. That pays in large problems only
+    for n in (2, 16):
+        problem = asked(replace(case, input_shape=(n, *case.input_shape[1:])), "fp16")
+        packed, (walk,) = packing(problem, windows=True)
+        beyond = shift != 0 or case.weight_shape[2] % rows != 0
+        assert (packed.window.rows, packed.window.shift) == ((1, 0) if beyond and n == 2 else (rows, shift))
+        assert flagged(problem, packed) == (beyond and n == 16)
+
+
+@pytest.fixture
+def flags_pay_always(monkeypatch):
+    monkeypatch.setattr(packed_module, "WORTH_FLAGS", 0)
+    packing.cache_clear()
+    yield
+    packing.cache_clear()
+
+
+BEYOND = [  # (case, mode, config): windows whose rows lie beyond the filter, of 16 bits
+    (case, mode, config) for case in (
+        fprop((3, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), fprop((2, 3, 15, 20), (9, 3, 4, 3), stride=(3, 2), padding=(2, 1), bias=False),
+        fprop((3, 9, 14, 13), (70, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 3, 4, 7, 8), (8, 3, 3, 3, 3), stride=2, padding=1))
+    for mode, config in (("fp16", ImplicitGemm(64, 64, 3)), ("fp16 last", ImplicitGemm(64, 128, 3)), ("bf16", ImplicitGemm(64, 32, 2, 2)), ("bf16 last", ImplicitGemm(128, 64, 3)))
+    if mode in MODES
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), BEYOND, ids=[f"{mode}-{case}" for case, mode, _ in BEYOND])
+def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
+    """Ordinary numbers are exact and mend nothing; Inf and NaN in such a row, or anywhere, reach their own results only."""
+    problem = asked(case, mode)
+    assert packing(problem, windows=True)[0].window.beyond
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
+    assert len(ig.program(problem, config, 132).whole) == 4 + (config.SPLIT > 1) and ig.program(problem, config, 132).redoes
+    if case.ndim == 2 and mode != "bf16 last":
+        plain = replace(case, bias=False)
+        check_not_finite(plain, mode, lambda *arrays: emulated(plain, mode, arrays, config, finite=False, keep=False))
 
 
 @pytest.mark.parametrize("case", [fprop((1, 3, 2**15, 2**15), (8, 3, 7, 7), stride=(1, 8), padding=(3, 2**15 - 1)), fprop((1, 3, 9, 9), (8, 3, 3, 3), dilation=(1, 2)), fprop((1, 6, 9, 9), (8, 3, 3, 3), groups=2), fprop((1, 16, 9, 9), (8, 16, 3, 3)), fprop((1, 3, 9, 9), (8, 3, 3, 1))], ids=str)

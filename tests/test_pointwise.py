@@ -90,6 +90,13 @@ def test_every_grid(multiprocessors):
         assert_exact(got, case.reference(*arrays))
 
 
+@given(st.integers(1, 5000), st.integers(1, 40), st.integers(1, 200))
+def test_a_tile_has_no_more_boxes_than_its_round_of_tiles_needs(boxes, across, multiprocessors):
+    busy, rounds = pw._busy(boxes, across, multiprocessors), math.ceil(across * math.ceil(boxes / 8) / multiprocessors)
+    assert 1 <= busy <= 8 and across * math.ceil(boxes / busy) <= rounds * multiprocessors
+    assert busy == 1 or across * math.ceil(boxes / (busy - 1)) > rounds * multiprocessors
+
+
 @pytest.mark.parametrize(("case", "mode"), [(case, mode) for case, mode in PLANNED if not case.transposed and case.problem().batched], ids=str)
 def test_moments_are_noted(case, mode):
     for arrays in (case.integers("float32"), case.normals("float32", seed=1)):
@@ -254,7 +261,7 @@ def test_what_is_not_finite_reaches_its_own_results_only(mode):
 @pytest.mark.parametrize(
     ("case", "mode", "scalars"),
     [
-        (fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", "across down steps each rows columns boxes plane row_step column_step"),
+        (fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", "across down steps each rows columns boxes plane busy row_step column_step"),
         (fprop((7, 72, 6, 10), (100, 72, 1, 1)), "tf32 last", "across down steps each rows columns row_step column_step"),
         (None, "fp32", "across down steps each rows columns boxes row_step column_step size"),
     ],
@@ -301,6 +308,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
 RUNS = [(case, mode, replace(config, STAGES=stages)) for case, mode in PLANNED for config in tiles(case, mode) for stages in (2, 3)][::2]
 RUNS += [(fprop((9, 192, 28, 28), (256, 192, 1, 1)), mode, config) for mode in MODES for config in (Pointwise(), Pointwise(32, 2, 5))]
 RUNS += [(fprop((9, 192, 28, 28), (256, 192, 1, 1)), mode, Pointwise(128, 2, 4)) for mode in ("tf32", "tf32 last")]
+RUNS += [(fprop((20, 40, 56, 56), (64, 40, 1, 1)), mode, Pointwise()) for mode in ("fp32", "tf32")]  # more boxes than multiprocessors
 
 
 @cache

@@ -50,7 +50,7 @@ class ImplicitGemm:
     Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
     convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
     PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores; RAW: with HALO, it splits float32
-    images itself instead of packing them. That is not among :func:`configs`: it is for those who ask for it.
+    images itself instead of packing them.
     """
 
     ROWS: int = 128
@@ -481,7 +481,10 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
                 config = ImplicitGemm(rows, pixels, POINTWISE=pointwise, PINGPONG=True)
                 yield from _deepest(problem, config, (6, 5, 4, 3))
         for high in range(4, 17):
-            yield from _deepest(problem, ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True), (6, 5, 4, 3))
+            config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True)
+            yield from _deepest(problem, config, (6, 5, 4, 3))
+            if three:  # one product takes as long as packing or less: its loads bound it
+                yield from _deepest(problem, replace(config, RAW=True), (4, 3))
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:

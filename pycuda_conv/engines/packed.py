@@ -30,6 +30,8 @@ CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
 MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
+WORTH_FOLDING = 0.6  # of what is packed, for stores that are less well read
+WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers, from which on two short launches cost less than a window's rows one at a time
 
 
 def size3(values: list[int]) -> Size3:
@@ -66,12 +68,15 @@ class Window:
         Rows of the first such row that are above the filter's first.
     wide : int
         Pixels of a packed row, padding included.
+    beyond : bool
+        Whether some of the rows are none that the filter reaches: they are multiplied by zero, so Inf and NaN there must be found.
     """
 
     pixel: int
     rows: int
     shift: int
     wide: int
+    beyond: bool
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class Walk:
 
 def _channels_a_load(channels: int) -> int:
     # a shorter row wastes less where channels end, but is loaded less well
-    return min((64, 32, 16), key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.05, 16: 1.15}[load])
+    return min((64, 32, 16), key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
 def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
@@ -184,14 +189,17 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
             return packed, (found,)
     # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
+    load = _channels_a_load(channels)
+    readable = not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
+    if levels == 4 and not first and not readable:
+        first = _fewest(problem)
     for level in range(first, levels):
-        folded = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
-        size = size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
+        folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
         load = _channels_a_load(count)
         # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
         align = 8 if problem.groups == 1 else load
-        as_is = level == 0 and not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
+        as_is = level == 0 and readable
         taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
         packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load, taps)
         walks = []
@@ -207,16 +215,29 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
     return None
 
 
+def _folded(problem: ConvProblem, level: int) -> tuple[Size3, Size3]:
+    """Taps and pixels of an image along its axes, of which the innermost `level` are folded."""
+    taps = size3([problem.filter_size[i] if i >= 3 - level else 1 for i in range(3)])
+    return taps, size3([problem.output_size[i] if i >= 3 - level else problem.operand_size[i] for i in range(3)])
+
+
+def _fewest(problem: ConvProblem) -> int:
+    """The level that packs much less than none would: filters that step over pixels, 1x1 with a stride for one."""
+    packed = [math.prod(taps) * math.prod(size) for taps, size in (_folded(problem, level) for level in range(4))]
+    return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
+
+
 def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
     """The packing and the only phase of a forward convolution of few channels."""
     (phase,) = direct.phases(problem)
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
-    if problem.itemsize == 2 and (problem.padding_before[1] % rows or r % rows):
-        rows = 1  # a row that the filter does not reach would be multiplied by zero, and may hold Inf, which no exact path mends
+    beyond = bool(problem.padding_before[1] % rows or r % rows)
+    if problem.itemsize == 2 and beyond and problem.macs < WORTH_FLAGS:
+        rows, beyond = 1, False
     first, shift = divmod(-problem.padding_before[1], rows)
     pixel = ceil(rows * problem.C, 8) * 8
-    window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s)
+    window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s, beyond)
     taps = (t, (shift + r - 1) // rows + 1, 1)
     size = (problem.operand_size[0], ceil(problem.operand_size[1], rows), problem.output_size[2])
     packed = Packing(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
@@ -243,6 +264,11 @@ def packed_form(problem: ConvProblem, windows: bool = False) -> tuple[Packing, t
     found = packing(problem, windows)
     assert found is not None
     return found
+
+
+def flagged(problem: ConvProblem, packed: Packing) -> bool:
+    """Whether what the products can't compute is found while packing, and computed once more."""
+    return problem.dtype == "float32" or (packed.window is not None and packed.window.beyond)
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -422,7 +448,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     items = PACK_ITEMS if pixels > PACK_THREADS // at_once else 1
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
-        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"),
+        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
         "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
     }
@@ -447,7 +473,7 @@ def packs_filter_last(problem: ConvProblem) -> bool:
 
 def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int, filter_last: bool) -> Operands:
     """Pack the operands, the images into `scratch`."""
-    wide, count, written = problem.dtype == "float32", limbs(problem), problem.result_channels
+    checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
     kept = Room(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
     w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
@@ -456,13 +482,13 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
 
     def places(images: Packed, room: Room) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of the extremes and the guesses."""
-        return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if wide else (nowhere, nowhere)
+        return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if checked else (nowhere, nowhere)
 
     def settle(
         images: Packed, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
         flags: tuple[int, int],
     ) -> list[Step]:
-        if not wide:
+        if not checked:
             return []
         # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
         slices = max(1, min(images.tiles, 4 * multiprocessors // images.images))
@@ -475,7 +501,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
     if not packed.as_is:
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
         parts, guesses = places(images, scratch)
-        if wide:
+        if checked:
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
 
     def pack(filter_rows: int, blocks: int) -> list[Step]:
@@ -545,12 +571,12 @@ def assemble(
     after = [products(packed, walks, operands, target, noting.parts)]
     if split > 1:
         after.append([direct.reduce_step(problem, split, target)])
-    wide = problem.dtype == "float32"
-    if wide:
+    checked = flagged(problem, packed)
+    if checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
         after += [[step] for step in noting.guarded(problem, found, filter_last, patch_rows)]
     filter_bytes, moments = operands.filter_bytes, noting.moments
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, wide, moments)
+    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 
 
 def tap_numbers(packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
@@ -590,5 +616,5 @@ def overhead(problem: ConvProblem, packed: Packing, split: int, packs_images: bo
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
     gradient = problem.direction == "dgrad" or problem.layout == "CNHW"
-    launches = 2 + (2 + gradient if problem.dtype == "float32" else 0) + (not packed.as_is)
+    launches = 2 + (2 + gradient if flagged(problem, packed) else 0) + (not packed.as_is)
     return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches

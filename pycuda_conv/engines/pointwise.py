@@ -102,20 +102,22 @@ def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
 class _Product:
     """The matrix product of a problem: see the head of the kernel.
 
-    Tiles along its columns, and rows; stages of k; columns, and elements of the result from one to the next; the kernel's scalars.
+    Tiles along its columns, and rows; stages of k; columns, warps of a tile that have rows, and elements of the result from one column
+    to the next; the kernel's scalars.
     """
 
     across: int
     down: int
     steps: int
     columns: int
+    busy: int
     column_step: int
     scalars: tuple[int, ...]
 
     @classmethod
-    def of(cls, problem: ConvProblem, config: Pointwise) -> _Product:
+    def of(cls, problem: ConvProblem, config: Pointwise, multiprocessors: int) -> _Product:
         plane, read, written = math.prod(problem.operand_size), problem.operand_channels, problem.result_channels
-        boxes, images = ceil(plane, 32), problem.N
+        boxes, images, busy = ceil(plane, 32), problem.N, WARPS
         if _wgrad(problem):
             rows, columns = (images, written) if config.SWAPPED else (written, images)
             down, steps = ceil(rows, config.rows), read * boxes
@@ -125,23 +127,30 @@ class _Product:
             down, places = ceil(rows, config.rows), (written, 1)
         else:
             rows, columns, steps = images, written, ceil(read, 32)
-            down, places = ceil(images * boxes, WARPS), (written * plane, plane)
+            busy = _busy(images * boxes, ceil(columns, config.COLUMNS), multiprocessors)
+            down, places = ceil(images * boxes, busy), (written * plane, plane)
         across = ceil(columns, config.COLUMNS)
         each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
         tiles = across * down * config.SPLIT
-        scalars = (tiles, across, down, steps, each, rows, columns, boxes, plane, *places, size)
-        return cls(across, down, steps, columns, places[1], scalars)
+        scalars = (tiles, across, down, steps, each, rows, columns, boxes, plane, busy, *places, size)
+        return cls(across, down, steps, columns, busy, places[1], scalars)
 
     @property
     def tiles(self) -> int:
         return self.scalars[0]
 
 
+def _busy(boxes: int, across: int, multiprocessors: int) -> int:
+    """Warps of a tile that get a box: as few as take no more rounds of tiles than all of them would."""
+    rounds = ceil(across * ceil(boxes, WARPS), multiprocessors)
+    return ceil(boxes, rounds * multiprocessors // across)
+
+
 def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted: bool = False) -> Program:
     """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
     scratch, kept = Room(WORKSPACE), Room(PACKED)
     noting = Noting(_moments(problem, config) if noted else None, scratch, multiprocessors)
-    product, split = _Product.of(problem, config), config.SPLIT > 1
+    product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "COLUMNS": config.COLUMNS, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
         "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.column_step == 1 and product.columns % 2 == 0),
@@ -219,7 +228,7 @@ def configs(problem: ConvProblem) -> Iterator[Pointwise]:
     swaps: tuple[bool, ...] = (False,)
     splits: tuple[int, ...] = (1,)
     if _wgrad(problem):
-        swaps, splits = (False, True), direct.splits(problem, _Product.of(problem, Pointwise()).steps // 8)
+        swaps, splits = (False, True), direct.splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
     for blocks in (1, 2):
         for columns in (32, 64, 96, 128):
             deepest = next((n for n in (6, 5, 4, 3) if legal(problem, Pointwise(columns, blocks, n)) is None), None)
@@ -229,16 +238,18 @@ def configs(problem: ConvProblem) -> Iterator[Pointwise]:
 
 def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float:
     """Microseconds that `config` should take: arithmetic, bytes from memory and from the caches, rounds of tiles."""
-    product, (of_rows, of_columns) = _Product.of(problem, config), _stage_bytes(problem, config)
+    product, (of_rows, of_columns) = _Product.of(problem, config, multiprocessors), _stage_bytes(problem, config)
+    rows = config.rows * product.busy // WARPS
+    of_rows = of_rows * product.busy // WARPS
     wgrad, steps = _wgrad(problem), ceil(product.steps, config.SPLIT)
     if wgrad:
         of_columns //= limbs(problem)
     cycles = 4 * products(problem) * config.BLOCKS * config.COLUMNS  # of 4 times 8 of k, by two consumers
     step = max((cycles + WAIT_CYCLES) / CLOCK, (of_rows + of_columns) / FILL)
     # memory is met by the first of the tiles that share something
-    written = config.rows * min(config.COLUMNS, product.columns) * 4
+    written = rows * min(config.COLUMNS, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
-    tile = max(steps * step + STORE_TIME * config.rows * config.COLUMNS / 2**14, moved / MOVED)
+    tile = max(steps * step + STORE_TIME * rows * config.COLUMNS / 2**14, moved / MOVED)
     time = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
         time += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
