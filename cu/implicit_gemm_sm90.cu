@@ -39,13 +39,12 @@
 //          the gradient of the input has its output channels last: FILTER_MAP = 2, rows of 64 of them, which wgmma takes turned.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
-// Planes   PLANES: 16-bit NCHW images as they lie, without packing, where taps lie along a plane's rows: 1x1 filters, and one axis. Rows of a
-//          tile are 64 pixels of a channel, shifted by a tap, which wgmma takes turned. Pixels are counted in blocks of 64 of an
-//          image, load_plane of them in all, of which the last ones may be none.
+// 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
+//          wgmma takes turned. Tiles lie within an image.
 // Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
-//          squares of what y is off by: moments[slice][2][channel], slices along the pixels; of 64 of an image where PLANES.
+//          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
@@ -71,7 +70,7 @@
 #define VEC 4        // else: elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
-#define PLANES 0
+#define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
 #define FILTER_MAP 0   // w as it lies: 1 channels of x last, 2 channels of y last
 #define PHASES 1
@@ -93,7 +92,7 @@
 #define SLACK 4      // of a patch's limbs: pack.cu
 #define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
 #endif
-#if PLANES
+#if POINTWISE
 #define WGMMA_TURNED_B "1"
 #else
 #define WGMMA_TURNED_B "0"
@@ -128,9 +127,9 @@ constexpr int RAW_ROOM = CONVERTERS * RAW_STAGES * RAW_BYTES;
 #else
 constexpr int RAW_ROOM = 0;
 #endif
-static_assert(!PLANES || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
-static_assert(FILTER_MAP != 2 || (KC == 64 && !PLANES && !HALO), "whole blocks of 64 channels");
-static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !PLANES && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
+static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
+static_assert(FILTER_MAP != 2 || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
+static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
 static_assert(!RAW || (HALO && ROWS == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
@@ -196,7 +195,11 @@ struct Tile {
     tile /= (int)shape.splits;
     group = tile / (int)shape.tiles_pixels;
     tile %= (int)shape.tiles_pixels;
-    if (HALO) {
+    if (POINTWISE) {
+      const int image = tile / tiles_image(shape), plane = (int)shape.plane;
+      pixel = image * plane + tile % tiles_image(shape) * PIXELS;
+      end = (image + 1) * plane;
+    } else if (HALO) {
       const int across = (int)shape.q / 8, number = tile % (int)shape.patches;
       patch = tile;
       column = number % across * 8;
@@ -205,11 +208,12 @@ struct Tile {
       end = pixel + (int)shape.plane;
     } else {
       pixel = tile * PIXELS;
-      end = PLANES ? (int)shape.pixels / (int)shape.plane * (int)shape.load_plane : (int)shape.pixels;
+      end = (int)shape.pixels;
     }
   }
   DEVICE int image(const Shape& shape) const { return pixel / (int)shape.plane; }
 #endif
+  DEVICE static int tiles_image(const Shape& shape) { return ((int)shape.plane + PIXELS - 1) / PIXELS; }
 };
 
 // stages of gemm k that a split takes: first to last
@@ -444,7 +448,7 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
   }
 }
 #endif
-#elif !PLANES
+#elif !POINTWISE
 DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
 #if FILTER_MAP
   prefetch_map(map_w);
@@ -514,7 +518,7 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
 }
 #endif
 
-#if PLANES
+#if POINTWISE
 DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   const Shape& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
@@ -526,37 +530,24 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
-    constexpr int BLOCKS = PIXELS / 64;
-    int images[BLOCKS], pixels[BLOCKS];
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-      images[block] = (of.pixel + block * 64) / (int)shape.load_plane;
-      pixels[block] = (of.pixel + block * 64) % (int)shape.load_plane + (int)shape.low_w;
-    }
+    const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
     [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
-    [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
-    int c = 0, s = 0;  // block of channels, tap
+    [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
-      const int tap = (int)(shape.tap_base + s * shape.tap_step_s);
       barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int rows = 0; rows < ROWS / 64; ++rows)
 #if FILTER_MAP
-        load_box(stage + rows * A_SUB, map_w, arrived, c * 64, tap, of.group * (int)shape.rows_group + of.m + 64 * rows);
+        load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
 #else
-        load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + (tap * shape.channel_blocks + c) * A_SUB, A_SUB, arrived);
+        load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
 #endif
 #pragma unroll
-      for (int block = 0; block < BLOCKS; ++block)
-        load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, pixels[block] + s * (int)shape.dilation_w,
-                 of.group * (int)shape.channels_group + c * 64, images[block]);
+      for (int block = 0; block < PIXELS / 64; ++block)
+        load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
       at.next();
-      if (++c == (int)shape.channel_blocks) {
-        c = 0;
-        ++s;
-      }
     }
   }
 }
@@ -725,10 +716,9 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   const int last = m0 + across < (int)shape.rows_group ? min(width, rows.end - pixel0) : 0;
   const int first = k0 + across;
 #else
-  const int pixel = pixel0 + across, of_image = PLANES ? (int)shape.load_plane : (int)shape.plane, inside = pixel % of_image;
-  const bool counts = across < width && pixel < rows.end && (!PLANES || inside < (int)shape.plane);
-  const int last = counts ? (int)shape.rows_group - m0 : 0;
-  const long long first = pixel / of_image * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, inside);
+  const int pixel = pixel0 + across;
+  const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
+  const long long first = pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
 #endif
   y += first;
   residual += first;
@@ -831,57 +821,51 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #if MOMENTS
 // Four lanes have a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const float* scales, float* moments) {
-  constexpr int SLICES = PLANES ? WGMMA_N / 64 : 1, WIDTH = WGMMA_N / SLICES;
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, count = HALO ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
+  if (count <= 0) return;
+  const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
+  const int slice = HALO ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+  // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
+  bool alike = OUT == 32 && count == WGMMA_N;
+  auto scale_of = [&](int pixel) { return HALO ? rows.scale_x : SCALED ? scales[pixel] : 1; };
 #pragma unroll
-  for (int part = 0; part < SLICES; ++part) {
-    const int base = part * WIDTH, pixel = rows.pixel + base, left = PLANES ? (int)shape.plane - pixel % (int)shape.load_plane : rows.end - pixel;
-    const int count = HALO ? WIDTH : PLANES && pixel >= rows.end ? 0 : min(left, WIDTH);  // patches are whole
-    if (count <= 0) continue;
-    const int slice = HALO ? rows.patch : pixel / WIDTH;
-    // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
-    bool alike = OUT == 32 && count == WIDTH;
-    auto scale_of = [&](int pixel) { return HALO ? rows.scale_x : SCALED ? scales[pixel] : 1; };
+  for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
+  alike = __all_sync(~0u, alike);
 #pragma unroll
-    for (int i = 0; i < WIDTH; i += 32) alike &= scale_of(min(i + lane, WIDTH - 1)) == scale_of(0);
-    alike = __all_sync(~0u, alike);
+  for (int half = 0; half < 2; ++half) {
+    const float factor = scale_of(0) * rows.scale_w[half];
+    auto value = [&](int i, int e) {  // as it is stored
+      float v = sum[4 * i + 2 * half + e] * (scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half]);
+      SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
+      return to_float(from_float<out_t>(v));
+    };
+    const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
+    Deviations of;
+    if (alike) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float factor = scale_of(0) * rows.scale_w[half];
-      auto raw = [&](int i, int e) { return sum[4 * (base / 8 + i) + 2 * half + e]; };
-      auto value = [&](int i, int e) {  // as it is stored
-        float v = raw(i, e) * (scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half]);
-        SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
-        return to_float(from_float<out_t>(v));
-      };
-      const float first = __shfl_sync(~0u, alike ? raw(0, 0) : value(0, 0), lane & ~3);
-      Deviations of;
+      for (int i = 0; i < WGMMA_N / 8; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) of.add(sum[4 * i + 2 * half + e] - first);
+    } else {
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 8; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) of.add(8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0);
+    }
+    of.add_lanes<1, 4>();
+    const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
+    if (lane % 4 == 0 && m < (int)shape.rows_group) {
+      float mean = of.mean(first, count), square = of.off_mean(count);
       if (alike) {
-#pragma unroll
-        for (int i = 0; i < WIDTH / 8; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) of.add(raw(i, e) - first);
-      } else {
-#pragma unroll
-        for (int i = 0; i < WIDTH / 8; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) of.add(8 * i + 2 * (lane % 4) + e < count ? value(i, e) - first : 0);
+        mean *= factor;
+        square *= factor;
+        square *= factor;
+        SCALE_AND_SHIFT(mean, rows.scale[half], rows.bias[half])
+        if (HAS_SCALE) square *= rows.scale[half] * rows.scale[half];
       }
-      of.add_lanes<1, 4>();
-      const int m = rows.m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4 + 8 * half;
-      if (lane % 4 == 0 && m < (int)shape.rows_group) {
-        float mean = of.mean(first, count), square = of.off_mean(count);
-        if (alike) {
-          mean *= factor;
-          square *= factor;
-          square *= factor;
-          SCALE_AND_SHIFT(mean, rows.scale[half], rows.bias[half])
-          if (HAS_SCALE) square *= rows.scale[half] * rows.scale[half];
-        }
-        float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
-        to[0] = mean;
-        to[shape.rows] = square;
-      }
+      float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
+      to[0] = mean;
+      to[shape.rows] = square;
     }
   }
 }
@@ -923,7 +907,7 @@ DEVICE void load_scales(const Rows& rows, const Shape& shape, int consumer, floa
 // The descriptors of what a stage holds of w and x.
 DEVICE uint64_t w_descriptor(uint32_t place) { return FILTER_MAP == 2 ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
 DEVICE uint64_t x_descriptor(uint32_t place) {
-  return PLANES ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? HALO_W * SPAN : 8 * SPAN);
+  return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? HALO_W * SPAN : 8 * SPAN);
 }
 
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
@@ -931,7 +915,7 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / KC, inner = 2 * (k % KC);
-    wgmma(d, a + (FILTER_MAP == 2 ? k * 128 : sub * A_SUB + inner) / 16, b + (PLANES ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+    wgmma(d, a + (FILTER_MAP == 2 ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 

@@ -14,7 +14,7 @@
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x COLUMNS columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.
-//          warpgroup 0: a warp, the producer. Two consumer warpgroups of 64 * BLOCKS rows; a warp has 16 * BLOCKS of them, of its own.
+//          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; a warp has 16 * BLOCKS of them, of its own.
 // A        goes through registers: nothing else turns an operand of 32 bits, or splits it without being written once more.
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][COLUMNS][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
@@ -70,29 +70,39 @@ struct Tile {
 };
 typedef RingPosition<STAGES> Position;
 
-// By a warp: every load of a stage has a lane of its own, which knows where it goes.
 DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
-  const int lane = threadIdx.x, busy = (int)shape.busy, limb = lane - WARPS;
-  const bool loads_a = lane < (TURNED ? busy : 1), loads_b = limb >= 0 && limb < (WGRAD ? 1 : LIMBS);
-  if (lane == 0) prefetch_map(map_a);
-  if (limb == 0) prefetch_map(map_b);
+  prefetch_map(map_a);
+  prefetch_map(map_b);
+  const int busy = (int)shape.busy, boxes = (int)shape.boxes;
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
+    const int first = of.row * busy, first_image = first / boxes, first_box = first % boxes;  // NCHW
     for (int step = of.first; step < of.last; ++step) {
       const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-      if (lane == 0) barrier_expect(arrived, LOADED_BYTES - (TURNED ? (WARPS - busy) * A_WARP : 0));
-      __syncwarp();
-      const int box = WGRAD ? step : of.row * busy + lane, image = box / (int)shape.boxes, pixel = box % (int)shape.boxes * 32;
-      if (loads_a) {
-        if (WGRAD) load_box(a, map_a, arrived, pixel, of.row * ROWS, image);
-        if (NHWC && !WGRAD) load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
-        if (TURNED) load_box(a + lane * A_WARP, map_a, arrived, pixel, step * 32, image);
-      }
-      if (loads_b) {
-        if (WGRAD) load_box(b, map_b, arrived, pixel, of.column, image);
-        else load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+      barrier_expect(arrived, LOADED_BYTES - (TURNED ? (WARPS - busy) * A_WARP : 0));
+      if (WGRAD) {
+        const int image = step / boxes, pixel = step % boxes * 32;
+        load_box(a, map_a, arrived, pixel, of.row * ROWS, image);
+        load_box(b, map_b, arrived, pixel, of.column, image);
+      } else {
+        if (NHWC) {
+          load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
+        } else {
+          int image = first_image, box = first_box;
+#pragma unroll
+          for (int warp = 0; warp < WARPS; ++warp)
+            if (warp < busy) {
+              load_box(a + warp * A_WARP, map_a, arrived, box * 32, step * 32, image);
+              if (++box == boxes) {  // no division here: with one a box these layers took up to twice as long
+                box = 0;
+                ++image;
+              }
+            }
+        }
+#pragma unroll
+        for (int limb = 0; limb < LIMBS; ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
       }
       at.next();
     }
@@ -387,7 +397,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   if (threadIdx.x < 128) {
     registers_down<24>();
-    if (threadIdx.x < 32) produce(&map_a, &map_b, shape, shared_address(ring), full, empty);
+    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, shared_address(ring), full, empty);
   } else {
     registers_up<240>();
     Position at;

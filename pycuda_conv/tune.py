@@ -27,7 +27,7 @@ from pycuda_conv.runtime.cache import cache_dir
 
 FORMAT = "pycuda_conv tuned choices"
 #: Of the kernels and their configurations: raised when they change so much that old measurements tell nothing of them.
-VERSION = 5
+VERSION = 4
 
 #: What was measured to be faster than the planner's choice by less is not taken for it: runs of one configuration differ so much.
 CHANCE = 1.03

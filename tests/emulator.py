@@ -389,14 +389,13 @@ def check_product(step, s, memory: Memory) -> None:
         w_map, *y_map = y_map
         kc = define["KC"]
         assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype
-        assert define["FILTER_MAP"] == 1 or (kc == 64 and not define["PLANES"])
-    rows, pixels = define["ROWS"], define["PIXELS"]
+        assert define["FILTER_MAP"] == 1 or (kc == 64 and not define["POINTWISE"])
+    rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
-    if define["PLANES"]:
+    if pointwise:
         assert x_map.box == (64, 64, 1) and x_map.span == 128 and not define["NHWC"] and define["OUT"] != 32
-        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks * s.tap_s
-        assert s.load_plane == ceil(s.plane, 64) * 64 and s.tap_r == 1 and define["DENSE"]
+        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     elif define["HALO"]:
         if define["RAW"]:
             assert not step.maps and rows == 64 and s.channel_blocks == 1 and define["X_CHANNELS"] <= 64 and define["WGMMA_N"] <= 112
@@ -478,8 +477,8 @@ def product(step, memory: Memory, finite: bool) -> None:
 def multiplied(step, memory: Memory, finite: bool) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
-    if define["PLANES"]:
-        planes(step, s, memory, finite)
+    if define["POINTWISE"]:
+        pointwise(step, s, memory, finite)
         return
     if define["HALO"]:
         patches(step, s, memory, finite)
@@ -515,30 +514,23 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
         write_pixels(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
 
 
-def planes(step, s, memory: Memory, finite: bool) -> None:
-    """16-bit images as they lie, in blocks of 64 pixels and channels."""
+def pointwise(step, s, memory: Memory, finite: bool) -> None:
+    """1x1 filters on 16-bit images as they lie."""
     define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
-    images = s.pixels // s.plane
-    assert s.tiles_pixels == ceil(images * s.load_plane, pixels)
+    across = ceil(s.plane, pixels)
+    assert s.tiles_pixels == across * (s.pixels // s.plane)
     for m, tile, group, part in tiles_of(step, s):
+        image, first = tile // across, tile % across * pixels
         total = np.zeros((define["ROWS"], pixels))
-        places = [divmod(pixel, s.load_plane) for pixel in range(tile * pixels, (tile + 1) * pixels, 64)]
-        for k in range(s.blocks):
-            across, c = divmod(k, s.channel_blocks)
-            w_tap, channel = s.tap_base + across * s.tap_step_s, group * s.channels_group + 64 * c
-            assert 0 <= w_tap < s.tap_s, f"tap {w_tap} of {s.tap_s}"
-            starts = [(inside + s.low_w + across * s.dilation_w, channel, image) for image, inside in places]
-            b = [np.concatenate([boxed(x_map, memory, start)[0].T for start in starts])]
+        for c in range(0, s.channel_blocks * 64, 64):
+            b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
             if define["FILTER_MAP"]:
-                a = [load_filter_box(step, memory, 64 * c, w_tap, group * s.rows_group + m)]
+                a = [load_filter_box(step, memory, c, 0, m)]
             else:
-                a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, w_tap * s.channel_blocks + c)
+                a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
             assert not finite or all(np.isfinite(v).all() for v in (*a, *b)), "a load met what nobody has written"
             multiply(total, a, b)
-        for i, (image, inside) in enumerate(places):
-            pixel, counted = image * s.plane + inside + np.arange(64), (inside + np.arange(64) < s.plane) & (image < images)
-            number = (tile * pixels + 64 * i) // 64
-            write_tile(step, s, memory, total[:, 64 * i : 64 * i + 64], m, np.minimum(pixel, s.pixels - 1), counted, group, part, number)
+        write_pixels(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
 
 
 def patches(step, s, memory: Memory, finite: bool) -> None:
@@ -628,9 +620,10 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
-    pixel, per = pixel0 + np.arange(step.defines["PIXELS"]), step.defines["WGMMA_N"]
-    assert not step.defines["MOMENTS"] or pixel0 % per == 0
-    write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, pixel0 // per, pixel0)
+    pixel, plane, per = pixel0 + np.arange(step.defines["PIXELS"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
+    image, first = divmod(pixel0, plane)
+    assert not step.defines["MOMENTS"] or first % per == 0
+    write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, image * ceil(plane, per) + first // per, pixel0)
 
 
 def write_tile(

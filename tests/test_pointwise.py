@@ -92,9 +92,10 @@ def test_every_grid(multiprocessors):
 
 @given(st.integers(1, 5000), st.integers(1, 40), st.integers(1, 200))
 def test_a_tile_has_no_more_boxes_than_its_round_of_tiles_needs(boxes, across, multiprocessors):
-    busy, rounds = pw._busy(boxes, across, multiprocessors), math.ceil(across * math.ceil(boxes / 8) / multiprocessors)
+    busy, rounds = pw._busy(boxes, across, multiprocessors, True), math.ceil(across * math.ceil(boxes / 8) / multiprocessors)
     assert 1 <= busy <= 8 and across * math.ceil(boxes / busy) <= rounds * multiprocessors
     assert busy == 1 or across * math.ceil(boxes / (busy - 1)) > rounds * multiprocessors
+    assert pw._busy(boxes, across, multiprocessors, False) == (busy if rounds == 1 else 8)
 
 
 @pytest.mark.parametrize(("case", "mode"), [(case, mode) for case, mode in PLANNED if not case.transposed and case.problem().batched], ids=str)
@@ -261,11 +262,12 @@ def test_what_is_not_finite_reaches_its_own_results_only(mode):
 @pytest.mark.parametrize(
     ("case", "mode", "scalars"),
     [
-        (fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", "across down steps each rows columns boxes plane busy row_step column_step"),
+        (fprop((7, 70, 6, 10), (100, 70, 1, 1)), "fp32", "across down steps each rows columns boxes plane row_step column_step"),
+        (fprop((7, 70, 6, 10), (100, 70, 1, 1)), "tf32", "busy"),
         (fprop((7, 72, 6, 10), (100, 72, 1, 1)), "tf32 last", "across down steps each rows columns row_step column_step"),
         (None, "fp32", "across down steps each rows columns boxes row_step column_step size"),
     ],
-    ids=["NCHW", "NHWC", "gradient"],
+    ids=["NCHW", "NCHW, one product", "NHWC", "gradient"],
 )
 def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
     if case is None:

@@ -47,8 +47,8 @@ MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameter
 class ImplicitGemm:
     """One tile of ``implicit_gemm_sm90.cu``.
 
-    Its output channels, its pixels, the stages of its ring, and splits of gemm k; PLANES multiplies 16-bit NCHW
-    images as they lie, of 1x1 filters and of one axis, instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
+    Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
+    convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
     PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores; RAW: with HALO, it splits float32
     images itself instead of packing them.
     """
@@ -57,7 +57,7 @@ class ImplicitGemm:
     PIXELS: int = 128
     STAGES: int = 3
     SPLIT: int = 1
-    PLANES: bool = False
+    POINTWISE: bool = False
     HALO: bool = False
     PINGPONG: bool = False
     RAW: bool = False
@@ -95,8 +95,8 @@ def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         reason = _no_pingpong(problem, config)
         if reason:
             return reason
-    if config.PLANES:
-        reason = _not_planes(problem, config)
+    if config.POINTWISE:
+        reason = _not_pointwise(problem, config)
         if reason:
             return reason
     if config.HALO:
@@ -118,15 +118,12 @@ def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     return f"a consumer takes all {config.PIXELS} pixels of a tile then, up to {most}" if config.PIXELS > most else None
 
 
-def _not_planes(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the images can't be multiplied as they lie, or None if they can."""
     packed, walks = _form(problem)
-    plain = problem.layout == "NCHW" and problem.itemsize == 2 and packed.load == 64 and not packed.level
-    along_rows = len(walks) == 1 and (walks[0].flat or (walks[0].rank == 1 and walks[0].stride == (1, 1, 1) == walks[0].phase.step))
-    if not plain or not along_rows:
-        return "images are multiplied as they lie for 1x1 filters, and of one axis without stride, on 16-bit NCHW arrays, 64 channels a load"
-    if problem.groups > 1 and problem.operand_channels // problem.groups % 64:
-        return "groups of a multiple of 64 channels are"
+    plain = problem.layout == "NCHW" and problem.itemsize == 2 and problem.groups == 1
+    if not plain or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
+        return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
     if math.prod(problem.operand_size) % 8:
         return "tensor loads take planes of a multiple of 16 bytes"
     if config.SPLIT != 1 or _consumer_pixels(config) % 64 or config.PIXELS > 256:
@@ -139,7 +136,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     packed, walks = _form(problem)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
-    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.PLANES:
+    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.POINTWISE:
         return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, on NCHW float32 arrays, 64 channels a load"
     if problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8:
         return "tiles of 8 columns fill the result then"
@@ -275,7 +272,7 @@ def _program(
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    packs_images = not config.PLANES and not config.RAW
+    packs_images = not config.POINTWISE and not config.RAW
     high = config.PIXELS // 8 if config.RAW else 0
     return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images, filter_last, windows=True, patch_rows=high)
 
@@ -287,9 +284,8 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
-    if config.PLANES:
-        return Moments(problem.N, plane, 64, problem.result_channels)
-    return Moments(1, problem.N * plane, pixels, problem.result_channels)
+    sets, span = (problem.N, plane) if config.POINTWISE else (1, problem.N * plane)
+    return Moments(sets, span, pixels, problem.result_channels)
 
 
 def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
@@ -363,7 +359,7 @@ def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
     # of the gradient of the input that axis is gemm m
-    return packed.as_is or config.PLANES if problem.direction == "fprop" else packed.as_is and packed.load == 64
+    return packed.as_is or config.POINTWISE if problem.direction == "fprop" else packed.as_is and packed.load == 64
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
@@ -382,14 +378,14 @@ def _product(
     """The launch of some phases."""
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "PLANES": int(config.PLANES),
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
         "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.PINGPONG),
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
         "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
         **_raw(problem, config),
     }
-    if config.PLANES:
+    if config.POINTWISE:
         maps = [_plane_map(problem)]
     elif config.RAW:
         maps = []
@@ -435,10 +431,7 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
     plane, size = math.prod(phase.size), phase.size
     # as the loads count pixels: all images are one row of them where no tap looks elsewhere
     flat = problem.N * plane
-    if config.PLANES:
-        load = (1, _counted(problem), 1, 1, 1, 1, 1, *walk.low)
-    else:
-        load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
+    load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
     return (
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
@@ -447,15 +440,10 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
     )
 
 
-def _counted(problem: ConvProblem) -> int:
-    """Pixels of an image, in whole blocks of 64."""
-    return ceil(math.prod(problem.result_size), 64) * 64
-
-
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
     plane = math.prod(phase.size)
-    across = ceil(problem.N * (_counted(problem) if config.PLANES else plane), config.PIXELS)
+    across = problem.N * ceil(plane, config.PIXELS) if config.POINTWISE else ceil(problem.N * plane, config.PIXELS)
     if config.HALO:
         across = problem.N * plane // config.PIXELS
     return ceil(problem.result_channels // problem.groups, config.ROWS), across
@@ -486,11 +474,11 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
             for split in splits(problem, steps // 4):
                 yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
-        for pixels in (64, 128, 192, 256):
-            yield from _deepest(problem, ImplicitGemm(rows, pixels, PLANES=True), (4, 3, 2))
+        for pixels in (64, 128, 256):
+            yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
         for pixels in range(128, 193, 32 if problem.layout == "NHWC" else 16):  # rows of channels by TMA: multiples of 32
             for pointwise in (False, True):
-                config = ImplicitGemm(rows, pixels, PLANES=pointwise, PINGPONG=True)
+                config = ImplicitGemm(rows, pixels, POINTWISE=pointwise, PINGPONG=True)
                 yield from _deepest(problem, config, (6, 5, 4, 3))
         for high in range(4, 17):
             config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True)
@@ -518,8 +506,8 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
     pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
     cycles = 4 * count * config.PIXELS * config.ROWS / 128
     step = max(cycles / CLOCK, ROW_CYCLES * pixel_rows / CLOCK, stage_bytes(problem, config) / LOADED)
-    if config.PLANES:  # each tile of pixels' first use
-        step = max(step, 64 * config.PIXELS * problem.itemsize / READ / math.prod(walks[0].taps))
+    if config.POINTWISE:  # limited by memory for each tile of pixels' first use
+        step = max(cycles / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
     between = TILE_TIME + stores
     if config.HALO:  # neither loads nor stores are waited for
@@ -536,7 +524,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
             time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
         else:
             time += rounds * (product + between)
-    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.PLANES and not config.RAW)
+    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.POINTWISE and not config.RAW)
 
 
 def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:

@@ -127,7 +127,7 @@ class _Product:
             down, places = ceil(rows, config.rows), (written, 1)
         else:
             rows, columns, steps = images, written, ceil(read, 32)
-            busy = _busy(images * boxes, ceil(columns, config.COLUMNS), multiprocessors)
+            busy = _busy(images * boxes, ceil(columns, config.COLUMNS), multiprocessors, products(problem) == 1)
             down, places = ceil(images * boxes, busy), (written * plane, plane)
         across = ceil(columns, config.COLUMNS)
         each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
@@ -140,10 +140,13 @@ class _Product:
         return self.scalars[0]
 
 
-def _busy(boxes: int, across: int, multiprocessors: int) -> int:
-    """Warps of a tile that get a box: as few as take no more rounds of tiles than all of them would."""
+def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> int:
+    """Warps of a tile that get a box: as few as take no more rounds of tiles than all of them would.
+
+    The others multiply all the same, so that three products, which bound a tile's time, gain in a single round only.
+    """
     rounds = ceil(across * ceil(boxes, WARPS), multiprocessors)
-    return ceil(boxes, rounds * multiprocessors // across)
+    return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
 
 
 def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted: bool = False) -> Program:
