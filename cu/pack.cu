@@ -27,8 +27,9 @@
 // sample_images  block -> an image; for gradients, whose magnitude nobody can guess (SAMPLED). The guess is the power of two that
 //                brings the largest of 1024 elements, spread evenly, to [2^11, 2^12). guesses[image] undoes it.
 //
-// Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), packing does: packed
-//          channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. `fold_*` taps; 1 where an axis is not folded.
+// Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
+//          (1x1 with a stride), packing does: packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation.
+//          `fold_*` taps; 1 where an axis is not folded.
 // Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
 //          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.

@@ -19,7 +19,7 @@
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][COLUMNS][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
 //          WGRAD: the consumers make the second limb of B, or round it, as it has arrived.
-//          NCHW: with a box for BUSY of the warps, so many that no round of tiles is nearly empty; the others multiply what they find.
+//          NCHW: `busy` of the warps have a box, so many that no round of tiles is nearly empty; the others multiply what they find.
 // NCHW     a warp's 32 pixels are neighbours in an image, and a thread's four are, so that y is written 16 bytes at once, a channel's
 //          128 by 8 lanes: lane / 4 names the four, lane % 4 the channel. Which row of the product is which pixel is of no account.
 // Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct_reduce.cu adds them in order.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import emulator
 import numpy as np
 import pytest
+from filelock import FileLock
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from reference import DTYPES, EPS, TINY, Case, assert_close, assert_exact, dgrad, fprop, tensor
@@ -28,6 +29,7 @@ from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.packed import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.tools.suite import suite
 
 H200 = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="NVIDIA H200")
@@ -476,6 +478,8 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     assert not as_is(fprop((2, 20, 5, 5), (4, 20, 3, 3)))  # pitches of 40 bytes
     assert not as_is(fprop((2, 3, 5, 5), (4, 3, 3, 3))) and not as_is(fprop((2, 16, 5, 40), (4, 16, 3, 3), stride=(1, 9)))  # folded
     assert not as_is(fprop((2, 48, 5, 5), (8, 24, 3, 3), groups=2))  # loads would run on into the next group
+    grouped = fprop((2, 96, 5, 5), (8, 48, 3, 3), groups=2)  # with loads of 16, which are whole; packed, of 64
+    assert as_is(grouped) and packing(asked(grouped, "fp16 last"))[0].load == 16 and packing(asked(grouped, "fp16"))[0].load == 64
     problem = asked(BASE, "fp16 last")
     program = ig.program(problem, TILES["fp16 last"], 132)
     assert program.workspace_bytes == 4 * 2 * math.prod(problem.result_shape)  # the parts of a split sum alone
@@ -1037,16 +1041,21 @@ GROUPS = {
 }  # fmt: skip
 
 
+def side_by_side(name: str, make, runs) -> dict:
+    """What `make` makes of each of `runs`; of several workers the first compiles, the others find it in the cache on disk."""
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with FileLock(cache_dir() / f"tests of {name}.lock"), ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(map(str, runs), pool.map(make, runs), strict=True))
+
+
 @cache
 def plans(group: str) -> dict:
-    """The plans of a group, compiled side by side."""
+    """The plans of a group."""
     def made(run):
         case, mode, config = run
         return Plan(asked(case, mode), "cuda", config=config)
 
-    runs = GROUPS[group]()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return dict(zip(map(str, runs), pool.map(made, runs), strict=True))
+    return side_by_side(group, made, GROUPS[group]())
 
 
 def test_what_runs_on_the_gpu_is_legal():

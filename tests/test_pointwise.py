@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 
@@ -32,6 +31,7 @@ from test_implicit_gemm import (
     emulated,
     ids_of,
     limbs_bound,
+    side_by_side,
     torch,  # noqa: F401 -- a fixture
 )
 from test_kernels import check_refused
@@ -315,10 +315,9 @@ RUNS += [(fprop((20, 40, 56, 56), (64, 40, 1, 1)), mode, Pointwise()) for mode i
 
 @cache
 def plans() -> dict:
-    """The plans of all runs, compiled side by side."""
-    runs = {str(run): run for run in (*RUNS, *((THIN, mode, Pointwise()) for mode in MODES))}
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(runs, pool.map(lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs.values()), strict=True))
+    """The plans of all runs."""
+    runs = [*RUNS, *((THIN, mode, Pointwise()) for mode in MODES)]
+    return side_by_side("1x1 layers", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), runs)
 
 
 @pytest.mark.gpu

@@ -483,7 +483,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         for high in range(4, 17):
             config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True)
             yield from _deepest(problem, config, (6, 5, 4, 3))
-            if three:  # one product takes as long as packing or less: its loads bound it
+            if three:  # one product does not take as long as its loads
                 yield from _deepest(problem, replace(config, RAW=True), (4, 3))
 
 

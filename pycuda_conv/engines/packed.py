@@ -30,7 +30,7 @@ CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
 OFFSETS = {1: 65535, 2: 255, 3: 31}
 MOST_STRIDE = 8
 MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
-WORTH_FOLDING = 0.6  # of what is packed, for stores that are less well read
+WORTH_FOLDING = 0.6  # of the elements that are packed otherwise: where a stride steps over pixels, folding leaves fewer
 WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers, from which on two short launches cost less than a window's rows one at a time
 
 
@@ -143,9 +143,11 @@ class Walk:
     flat: bool
 
 
-def _channels_a_load(channels: int) -> int:
+def _channels_a_load(channels: int, whole: bool = False) -> int:
+    """So many, of which loads are whole if that is asked for and can be."""
+    loads = [load for load in (64, 32, 16) if not whole or channels % load == 0] or [64, 32, 16]
     # a shorter row wastes less where channels end, but is loaded less well
-    return min((64, 32, 16), key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
+    return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
 def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
@@ -189,14 +191,14 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
             return packed, (found,)
     # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
     levels = 2 if problem.layout == "CNHW" else 4 if forward else 1
-    load = _channels_a_load(channels)
-    readable = not wide and problem.layout == "NHWC" and channels % 8 == 0 and (problem.groups == 1 or channels % load == 0)
+    lying = not wide and problem.layout == "NHWC"  # as the loads want them
+    readable = lying and channels % (8 if problem.groups == 1 else 16) == 0
     if levels == 4 and not first and not readable:
         first = _fewest(problem)
     for level in range(first, levels):
         folded, size = _folded(problem, level)
         count = channels * math.prod(folded)
-        load = _channels_a_load(count)
+        load = _channels_a_load(count, lying and problem.groups > 1 and level == 0)
         # a group's last load must not reach the next one's channels: what is not finite there would be multiplied by zero
         align = 8 if problem.groups == 1 else load
         as_is = level == 0 and readable
