@@ -62,6 +62,11 @@ class ImplicitGemm:
     PINGPONG: bool = False
     RAW: bool = False
 
+    @property
+    def packs_images(self) -> bool:
+        """Whether images are packed before the product, unless they lie as it wants them."""
+        return not self.POINTWISE and not self.RAW
+
 
 def _form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
     """The packing and the walks of `problem` here: TMA's loads may overlap."""
@@ -272,9 +277,10 @@ def _program(
         groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
         return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
 
-    packs_images = not config.POINTWISE and not config.RAW
     high = config.PIXELS // 8 if config.RAW else 0
-    return assemble(problem, config.SPLIT, multiprocessors, products, moments, packs_images, filter_last, windows=True, patch_rows=high)
+    return assemble(
+        problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high
+    )
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -483,7 +489,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         for high in range(4, 17):
             config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True)
             yield from _deepest(problem, config, (6, 5, 4, 3))
-            if three:  # one product does not take as long as its loads
+            if three and rows == 64:  # one product does not take as long as its loads
                 yield from _deepest(problem, replace(config, RAW=True), (4, 3))
 
 
@@ -524,7 +530,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
             time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
         else:
             time += rounds * (product + between)
-    return time + overhead(problem, packed, config.SPLIT, not packed.as_is and not config.POINTWISE and not config.RAW)
+    return time + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
 
 
 def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:

@@ -144,7 +144,7 @@ class Walk:
 
 
 def _channels_a_load(channels: int, whole: bool = False) -> int:
-    """So many, of which loads are whole if that is asked for and can be."""
+    """So many; with `whole` such as divide `channels`, if there are any: then no load runs on into the next group's."""
     loads = [load for load in (64, 32, 16) if not whole or channels % load == 0] or [64, 32, 16]
     # a shorter row wastes less where channels end, but is loaded less well
     return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
@@ -493,7 +493,8 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         if not checked:
             return []
         # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
-        slices = max(1, min(images.tiles, 4 * multiprocessors // images.images))
+        # (those of 16 bits are only looked at)
+        slices = max(1, min(images.tiles, 4 * multiprocessors // images.images)) if problem.dtype == "float32" else 1
         buffers = (array, limbs, parts, guesses, scales, flags)
         scalars = (images.tiles, *images.shape(0, slices))
         return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
