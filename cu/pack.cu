@@ -18,8 +18,8 @@
 //                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
 //                filled up with zeros; where a stage takes several blocks, one of zeros follows each 64 rows', to fill it up.
 //                The other blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
-//                a thread reads 8 channels of a pixel, 32 neighbouring pixels a warp, and turns them to whole rows of channels
-//                in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
+//                a thread reads 8 channels of some pixels, VECTOR neighbours at once, a warp 32 times as many, and turns them to whole rows
+//                of channels in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
 //                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
@@ -37,8 +37,9 @@
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
 #define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are
 #define NHWC 0       // layout of x
-#define CHUNKS 8     // 8 channels each, of a block's tile: 1, 2, 4 or 8
-#define ITEMS 2      // 8 channels of a pixel each, of a thread
+#define CHUNKS 8     // 8 channels each, of a block's tile: 1, 2, 4, 8 or 16
+#define VECTOR 4     // neighbouring pixels that are read at once, 1, 2 or 4: NCHW, not folded, of planes of a multiple of so many
+#define ITEMS 1      // 8 channels of VECTOR pixels each, of a thread
 #define SLACK 4
 #define CHANNELS 64  // of a group of x
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
@@ -64,7 +65,7 @@
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
 
-constexpr int THREADS = 256, PIXELS = ITEMS * THREADS / CHUNKS;
+constexpr int THREADS = 256, PIXELS = VECTOR * ITEMS * THREADS / CHUNKS;
 constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
 constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
@@ -126,8 +127,32 @@ template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
 }
 #endif
 
-// The 8 channels of `chunk` of a pixel of a packed image; zeros where there is nothing.
-__device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
+typedef typename WordOf<VECTOR * sizeof(in_t)>::type word_t;  // VECTOR neighbours of a channel
+DEVICE in_t element_of(const word_t& v, int i) { return ((const in_t*)&v)[i]; }
+#if IN != 32
+// element i of two channels, side by side
+DEVICE uint32_t pair_of(const word_t& a, const word_t& b, int i) {
+  if (VECTOR == 1) return *(const uint16_t*)&a | (uint32_t) * (const uint16_t*)&b << 16;
+  return __byte_perm(((const uint32_t*)&a)[i / 2], ((const uint32_t*)&b)[i / 2], i % 2 ? 0x7632 : 0x5410);
+}
+#endif
+
+// 8 channels, so far apart.
+DEVICE void read_channels(word_t (&v)[8], const in_t* __restrict__ x, long long apart, bool there) {
+#if NHWC && CHANNELS % 8 == 0
+  uint4 raw[sizeof(in_t) / 2];  // they are neighbours
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(in_t) / 2; ++i) load_word(raw[i], (const uint4*)x + i, there);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) v[e] = ((const word_t*)raw)[e];
+#else
+#pragma unroll
+  for (int e = 0; e < 8; ++e) load_word(v[e], x + e * apart, there);
+#endif
+}
+
+// The 8 channels of `chunk` of VECTOR pixels of a packed image; zeros where there is nothing.
+__device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
   const int g = 8 * chunk / (int)shape.packed_group, j0 = 8 * chunk % (int)shape.packed_group;  // packed_group is a multiple of 8
   const long long from_pixel = NHWC ? shape.x_pixel : 1, from_channel = NHWC ? 1 : shape.x_channel;
   x += g * shape.x_group;
@@ -144,23 +169,25 @@ __device__ void read(float (&v)[8], const in_t* __restrict__ x, const Shape& sha
 #if CHANNELS % 8 == 0
   // all of one tap
   const int at = place(j0 / CHANNELS);
-  x += max(at, 0) * from_pixel + j0 % CHANNELS * from_channel;
-#pragma unroll
-  for (int e = 0; e < 8; ++e) v[e] = at >= 0 ? to_float(x[e * from_channel]) : 0;
+  read_channels(v, x + max(at, 0) * from_pixel + j0 % CHANNELS * from_channel, from_channel, at >= 0);
 #else
   // which tap and channel is which element is known to the compiler once it knows the chunk, which is one for all lanes of a warp
   with_chunk<0>(j0 / 8, [&](auto known) {
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
       const int j = (decltype(known)::value >= 0 ? 8 * decltype(known)::value : j0) + e, at = place(j / CHANNELS);
-      v[e] = at >= 0 ? to_float(x[at * from_pixel + j % CHANNELS * from_channel]) : 0;
+      load_word(v[e], x + (at * from_pixel + j % CHANNELS * from_channel), at >= 0);
     }
   });
 #endif
 #else
   x += pixel * from_pixel + j0 * from_channel;
+#if CHANNELS % 8 == 0
+  read_channels(v, x, from_channel, inner && j0 < CHANNELS);
+#else
 #pragma unroll
-  for (int e = 0; e < 8; ++e) v[e] = inner && j0 + (CHANNELS % 8 ? e : 0) < CHANNELS ? to_float(x[e * from_channel]) : 0;
+  for (int e = 0; e < 8; ++e) load_word(v[e], x + e * from_channel, inner && j0 + e < CHANNELS);
+#endif
 #endif
 }
 
@@ -203,11 +230,11 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   // a thread's places in the tile. Channels last: neighbours take neighbouring chunks, so that they read and write
   // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
   auto place = [&](int i, int& inside, int& at) {
-    const int item = threadIdx.x + i * THREADS, unit = item / 32;
-    inside = TURNED ? unit / CHUNKS * 32 + item % 32 : item / CHUNKS;
-    at = TURNED ? unit % CHUNKS : item % CHUNKS;
+    const int item = threadIdx.x + i * THREADS;
+    inside = TURNED ? item % (PIXELS / VECTOR) * VECTOR : item / CHUNKS;
+    at = TURNED ? item / (PIXELS / VECTOR) : item % CHUNKS;
   };
-  float v[ITEMS][8];  // all loads are under way before the first value is used
+  word_t v[ITEMS][8];  // all loads are under way before the first value is used
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
@@ -217,21 +244,35 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   Extremes found = {0, ~0u};
 #if TURNED
   auto& turned = *(uint4(*)[LIMBS][PIXELS * CHUNKS])turn_room().pieces;
+  auto turned_place = [](int inside, int at) { return inside * CHUNKS + (at ^ (inside / VECTOR % CHUNKS)); };
 #endif
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
     place(i, inside, at);
-    if (FLAGGED) found.add(v[i]);
-    uint32_t limbs[LIMBS][4];
-    split<limb_t>(v[i], scale, limbs);
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) {
-#if !TURNED
-      if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, piece_of(limbs[limb]));
-#else
-      turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))] = piece_of(limbs[limb]);
+    for (int j = 0; j < VECTOR; ++j) {
+      uint32_t limbs[LIMBS][4];
+#if IN == 32 || FLAGGED
+      float values[8];
+#pragma unroll
+      for (int e = 0; e < 8; ++e) values[e] = to_float(element_of(v[i][e], j));
+      if (FLAGGED) found.add(values);
 #endif
+#if IN == 32
+      split<limb_t>(values, scale, limbs);
+#else
+#pragma unroll
+      for (int e = 0; e < 8; e += 2) limbs[0][e / 2] = pair_of(v[i][e], v[i][e + 1], j);
+#endif
+#pragma unroll
+      for (int limb = 0; limb < LIMBS; ++limb) {
+#if !TURNED
+        if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, piece_of(limbs[limb]));
+#else
+        turned[limb][turned_place(inside + j, at)] = piece_of(limbs[limb]);
+#endif
+      }
     }
   }
 #if TURNED
@@ -241,7 +282,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     const int inside = i / CHUNKS, at = i % CHUNKS;
     if (wanted(pixel0 + inside, chunk0 + at)) {
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk0 + at, limb, turned[limb][inside * CHUNKS + (at ^ (inside % CHUNKS))]);
+      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk0 + at, limb, turned[limb][turned_place(inside, at)]);
     }
   }
 #endif

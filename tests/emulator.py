@@ -214,7 +214,9 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], define["CHANNELS"], s.groups * s.packed_group // 8
     pixels, across = s.packed_d * s.packed_h * s.packed_w, ceil(s.groups * s.packed_group // 8, define["CHUNKS"])
-    many = step.block * define["ITEMS"] // define["CHUNKS"]
+    vector = define["VECTOR"]
+    assert vector == 1 or not any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) and not define["FOLDED"] and not define["NHWC"]
+    many = step.block * vector * define["ITEMS"] // define["CHUNKS"]
     chunk0, pixel0 = tile % across * define["CHUNKS"], tile // across * many
     whole = pixels + (define["FILTER"] and define["KC"] < 64)  # behind the taps a block of zeros
     assert pixel0 < whole

@@ -21,7 +21,8 @@ from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Place, Step
 
 PACK_THREADS = 256
-PACK_ITEMS = 2  # pixels of 8 channels that a thread of it takes at once, if an image has so many
+PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
+PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
 FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
@@ -446,15 +447,18 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         images = rows = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
     chunks = groups * group // 8
-    pixels, at_once = math.prod(packed_size) + (as_filter and packed.load < 64), min(8, 1 << (chunks - 1).bit_length())
-    items = PACK_ITEMS if pixels > PACK_THREADS // at_once else 1
+    pixels, planes = math.prod(packed_size) + (as_filter and packed.load < 64), as_filter or (not packed.level and problem.layout != "NHWC")
+    # few pixels leave room for more channels
+    at_once = min(16 if planes and pixels <= PACK_THREADS * PACK_PIXELS // 16 else 8, 1 << (chunks - 1).bit_length())
+    vector = math.gcd(math.prod(size), PACK_PIXELS) if planes else 1
+    items = min((PACK_PIXELS if planes else PACK_APART) // vector, 1 << (ceil(pixels * at_once, PACK_THREADS * vector) - 1).bit_length())
     defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "ITEMS": items,
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "VECTOR": vector, "ITEMS": items,
         "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
         "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
     }
-    tiles = ceil(pixels, PACK_THREADS * items // at_once) * ceil(chunks, at_once)
+    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * ceil(chunks, at_once)
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
