@@ -127,6 +127,40 @@ template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
 }
 #endif
 
+// Elements of x, as a word, or zeros: a condition in C would be one for each element. They are not met again, unless in other taps: the
+// L2 cache had better keep what is written, which the products read next.
+#if FOLDED
+#define READ_POLICY "evict_normal"
+#else
+#define READ_POLICY "evict_first"
+#endif
+DEVICE uint64_t read_policy() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::" READ_POLICY ".b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+DEVICE void load_word(uint16_t& v, const void* from, bool there) {
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.nc.L2::cache_hint.b16 %0, [%1], %3;\n}"
+      : "=&h"(v)
+      : "l"(from), "r"((int)there), "l"(read_policy()));
+}
+DEVICE void load_word(uint32_t& v, const void* from, bool there) {
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.L2::cache_hint.b32 %0, [%1], %3;\n}"
+      : "=&r"(v)
+      : "l"(from), "r"((int)there), "l"(read_policy()));
+}
+DEVICE void load_word(uint2& v, const void* from, bool there) {
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.L2::cache_hint.v2.b32 {%0, %1}, [%2], %4;\n}"
+      : "=&r"(v.x), "=&r"(v.y)
+      : "l"(from), "r"((int)there), "l"(read_policy()));
+}
+DEVICE void load_word(uint4& v, const void* from, bool there) {
+  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n}"
+      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+      : "l"(from), "r"((int)there), "l"(read_policy()));
+}
+
 typedef typename WordOf<VECTOR * sizeof(in_t)>::type word_t;  // VECTOR neighbours of a channel
 DEVICE in_t element_of(const word_t& v, int i) { return ((const in_t*)&v)[i]; }
 #if IN != 32
@@ -431,7 +465,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || FITTING < CHANNELS ? 3 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
                                                            Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                            uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags,
                                                            const Shape shape) {
@@ -486,7 +520,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
                                                                     const Extremes* __restrict__ parts, const float* __restrict__ guesses,
                                                                     float* __restrict__ scales, int* __restrict__ flags, const long long tiles,
                                                                     const Shape shape) {
-  NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
   Extremes found = {0, ~0u};

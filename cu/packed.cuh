@@ -40,23 +40,6 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-// Such a word of memory that nobody writes meanwhile, or zeros. A condition in C would be one for each element.
-DEVICE void load_word(uint16_t& v, const void* from, bool there) { v = there ? __ldg((const uint16_t*)from) : 0; }
-DEVICE void load_word(uint32_t& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}" : "=&r"(v) : "l"(from), "r"((int)there));
-}
-DEVICE void load_word(uint2& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.v2.b32 {%0, %1}, [%2];\n}"
-      : "=&r"(v.x), "=&r"(v.y)
-      : "l"(from), "r"((int)there));
-}
-DEVICE void load_word(uint4& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@p ld.global.nc.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
-      : "l"(from), "r"((int)there));
-}
-
 // ---- moments of y
 
 // Of numbers, how far they are off a first one, summed, and the squares of that: a large mean costs no digits.

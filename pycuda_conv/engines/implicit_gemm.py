@@ -141,7 +141,8 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     packed, walks = _form(problem)
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
-    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or packed.level or not alone or few or config.POINTWISE:
+    folded = packed.level > 0 and packed.window is None
+    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or folded or not alone or few or config.POINTWISE:
         return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, on NCHW float32 arrays, 64 channels a load"
     if problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8:
         return "tiles of 8 columns fill the result then"
@@ -158,8 +159,8 @@ def _not_raw(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the product can't split images itself, or None if it can."""
     if not config.HALO or config.ROWS != 64:
         return "images are split where they are loaded for all taps at once, to tiles of 64 rows"
-    if problem.operand_channels // problem.groups > 64:
-        return "they are if all channels of a group are one load"
+    if problem.operand_channels // problem.groups > 64 or _form(problem)[0].window is not None:
+        return "they are if all channels of a group are one load, and those of one pixel"
     if problem.operand_size[2] % 4 or halo(problem, config)[0] > 32:
         return "their rows are multiples of 16 bytes then, and taps meet at most 32 columns"
     if _raw_stages(problem, config) < 2:
@@ -274,8 +275,10 @@ def _program(
         noted = (parts,) if moments else ()
         ours = (INPUT, operands.x_scales, operands.x_flags, operands.w_limbs) if config.RAW else (operands.w_limbs, operands.x_scales)
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
-        groups = _together(_columns_side_by_side(walks) if paired(problem) else walks)
-        return [_product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w) for group in groups]
+        return [
+            _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w)
+            for group in _launches(problem, walks)
+        ]
 
     high = config.PIXELS // 8 if config.RAW else 0
     return assemble(
@@ -294,8 +297,9 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     return Moments(sets, span, pixels, problem.result_channels)
 
 
-def _together(walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
+def _launches(problem: ConvProblem, walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
     """Phases that share a launch: as many pixels, loaded along as many axes; such as write into each other's gaps first."""
+    walks = _columns_side_by_side(walks) if paired(problem) else walks
 
     def alike(walk: Walk) -> tuple[Hashable, ...]:
         return walk.rank, walk.flat, walk.phase.size
@@ -335,8 +339,10 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
 def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
     """Packed images, loaded at once for all taps of a tile."""
     _, high, wide = packed.size
+    pixel = 2 * problem.groups * packed.pixel  # bytes
+    row = pixel * packed.stored[2]
     sizes = (problem.groups * packed.group, wide, high, limbs(problem) * problem.N)
-    strides = (2 * sizes[0], 2 * sizes[0] * wide, 2 * sizes[0] * wide * high)
+    strides = (pixel if packed.window is None else pixel * problem.stride[2], row, row * high)  # windows overlap
     return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
 
 
@@ -404,14 +410,22 @@ def _product(
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk) for walk in walks]
-    # what a block takes at a time: a tile, or that of two phases; it must meet all of them
-    side_by_side = 2 if paired(problem) else 1
-    tiles, turns = sum(shape[0] for shape in shapes) // side_by_side, len(walks) // side_by_side
-    grid = multiprocessors if tiles <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
     return Step(
-        "implicit_gemm_sm90", defines, min(tiles, grid), THREADS + 128 * config.RAW, buffers, tuple(chain.from_iterable(shapes)),
+        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.RAW, buffers, tuple(chain.from_iterable(shapes)),
         maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
+
+
+def _grid(problem: ConvProblem, walks: Sequence[Walk], tiles: int, multiprocessors: int) -> int:
+    """Blocks of the launch of some phases, of so many tiles each. A block takes a tile, or that of two phases, and meets all of these."""
+    turns = len(walks) // _at_once(problem)
+    some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
+    return min(tiles * turns, some)
+
+
+def _at_once(problem: ConvProblem) -> int:
+    """Phases of which a block takes a tile at a time."""
+    return 2 if paired(problem) else 1
 
 
 def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
@@ -516,20 +530,27 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
         step = max(cycles / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
     stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
     between = TILE_TIME + stores
-    if config.HALO:  # neither loads nor stores are waited for
+    if config.HALO:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / CLOCK, 0
     if config.RAW:  # rows of 16 floats or so, of 64 channels
         wide, high = halo(problem, config)
         step = max(step, 64 * 4 * high * (ceil(_raw_shift(problem) + wide, 4) * 4) / RAW_RATE / math.prod(walks[0].taps))
-    time = LAUNCH_TIME
-    for walk in walks:
+
+    def tile_time(walk: Walk) -> float:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
-        rounds = ceil(math.prod(_tiles(problem, config, walk.phase)) * problem.groups * config.SPLIT, multiprocessors)
         product = ceil(steps, config.SPLIT) * step
         if config.PINGPONG:  # stores beside products slow these down, but are waited for only at the end
-            time += rounds * max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between) + between
-        else:
-            time += rounds * (product + between)
+            return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
+        return max(product, stores) if config.HALO else product + between
+
+    time = LAUNCH_TIME
+    for group in _launches(problem, walks):
+        at_once = _at_once(problem)
+        works = [sum(tile_time(walk) for walk in group[i : i + at_once]) for i in range(0, len(group), at_once)]
+        tiles = math.prod(_tiles(problem, config, group[0].phase)) * problem.groups * config.SPLIT
+        rounds = ceil(tiles * len(works), _grid(problem, group, tiles, multiprocessors))
+        # phases come by turns, so that blocks have as much of each
+        time += max(max(works), rounds * sum(works) / len(works)) + (between if config.PINGPONG else 0)
     return time + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
 
 
