@@ -14,9 +14,10 @@
 // SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
-// pack           filter_rows blocks (every other one at first): one output channel m of w each, to [m / 64][tap][block of KC channels][limb][m % 64][KC],
-//                the rows of KC channels swizzled as in shared memory: 64 of them are one bulk copy. Rows and channels are
-//                filled up with zeros; where a stage takes several blocks, one of zeros follows each 64 rows', to fill it up.
+// pack           filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
+//                shared memory, to [m / 64][tap][block of KC channels][limb][m % 64][KC], the rows of KC channels swizzled as in shared
+//                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
+//                one of zeros follows each 64 rows', to fill it up.
 //                The other blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
 //                a thread reads 8 channels of some pixels, VECTOR neighbours at once, a warp 32 times as many, and turns them to whole rows
 //                of channels in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
@@ -44,6 +45,7 @@
 #define CHANNELS 64  // of a group of x
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
+#define FITTING 64   // channels of a row of w that shared memory takes at a time; 0: none, its elements are read where they are needed
 #define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
 #define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
 #define SAMPLED 0    // the guesses are made by sample_images
@@ -52,6 +54,7 @@
 #define FOLD_T 1
 #define FOLD_R 1
 #define FOLD_S 1
+#define TOGETHER 0   // so many of a block's 8 * CHUNKS channels are of each tap, the same ones; 0: they are neighbours in the packed image
 #define WINDOW 0     // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's
 #define SHIFT 0      // rows of FOLD_R before the filter's first one
 #define PACKED_R 1   // taps of the packed filter along r
@@ -70,10 +73,12 @@ constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
 constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
 constexpr long long ROW_BLOCKS = (long long)TAPS * CHANNEL_BLOCKS + (KC < 64);  // of 64 packed rows: one of zeros where KC < 64
+constexpr bool IN_PARTS = !FOLDED && FITTING > 0 && FITTING < CHANNELS;  // a row of w is too long for shared memory
+constexpr int PARTS = IN_PARTS ? (CHANNEL_BLOCKS * KC + FITTING - 1) / FITTING : 1;  // of a row, a block each
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
-  long long filter_rows;                             // blocks of pack that take a filter's rows: all of them, or none
+  long long filter_rows;                             // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
   long long images, slices;                          // slices of an image, of settle_images
   long long groups, packed_group;                    // channels of a group, packed
   long long d, h, w;                                 // x
@@ -85,9 +90,6 @@ struct Shape {
 };
 
 // Room in shared memory to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
-constexpr int MOST_ROOM = 11264;  // words: with four blocks a multiprocessor is not full yet
-constexpr int ROOM_FOR = (MOST_ROOM - MOST_ROOM / (8 * ALL_TAPS)) / ALL_TAPS / (FOLDED ? 1 : 8) * (FOLDED ? 1 : 8);  // channels
-constexpr int FITTING = CHANNELS < ROOM_FOR ? CHANNELS : ROOM_FOR;
 struct Turn {
   static constexpr int PIECES = LIMBS * PIXELS * CHUNKS, ROOM = FILTER ? 0 : FITTING * ALL_TAPS + FITTING / 8;
   uint4 pieces[PIECES * 4 > ROOM ? PIECES : (ROOM + 3) / 4];
@@ -238,8 +240,14 @@ __device__ long long line_of(const Shape& shape, long long row) {
 // One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read.
 __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, float scale) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
-  const int tiles_c = (chunks + CHUNKS - 1) / CHUNKS;
-  const int chunk0 = tile % tiles_c * CHUNKS, pixel0 = tile / tiles_c * PIXELS;
+  constexpr int OF_TAP = CHANNELS / 8;
+  const int tiles_c = TOGETHER ? (OF_TAP + TOGETHER - 1) / max(TOGETHER, 1) : (chunks + CHUNKS - 1) / CHUNKS;
+  const int first = tile % tiles_c * (TOGETHER ? TOGETHER : CHUNKS), pixel0 = tile / tiles_c * PIXELS;
+  // the packed chunk that is number `at` of the tile, `chunks` or more where there is none
+  auto chunk_of = [&](int at) {
+    const int tap = at / max(TOGETHER, 1), c = first + at % max(TOGETHER, 1);
+    return !TOGETHER ? first + at : tap < FOLDS && c < OF_TAP ? tap * OF_TAP + c : chunks;
+  };
 #if FILTER
   // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
   constexpr int PIECES = KC / 8;
@@ -273,7 +281,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   for (int i = 0; i < ITEMS; ++i) {
     int inside, at;
     place(i, inside, at);
-    read(v[i], x, shape, pixel0 + inside, chunk0 + at, real && pixel0 + inside < pixels && chunk0 + at < chunks);
+    read(v[i], x, shape, pixel0 + inside, chunk_of(at), real && pixel0 + inside < pixels && chunk_of(at) < chunks);
   }
   Extremes found = {0, ~0u};
 #if TURNED
@@ -302,7 +310,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb) {
 #if !TURNED
-        if (wanted(pixel0 + inside, chunk0 + at)) store(pixel0 + inside, chunk0 + at, limb, piece_of(limbs[limb]));
+        if (wanted(pixel0 + inside, chunk_of(at))) store(pixel0 + inside, chunk_of(at), limb, piece_of(limbs[limb]));
 #else
         turned[limb][turned_place(inside + j, at)] = piece_of(limbs[limb]);
 #endif
@@ -314,9 +322,9 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #pragma unroll
   for (int i = threadIdx.x; i < PIXELS * CHUNKS; i += THREADS) {
     const int inside = i / CHUNKS, at = i % CHUNKS;
-    if (wanted(pixel0 + inside, chunk0 + at)) {
+    if (wanted(pixel0 + inside, chunk_of(at))) {
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk0 + at, limb, turned[limb][turned_place(inside, at)]);
+      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk_of(at), limb, turned[limb][turned_place(inside, at)]);
     }
   }
 #endif
@@ -335,13 +343,15 @@ __host__ __device__ constexpr int batch(int count, int most) {
 }
 
 // One row of a block of 64. scales[m] undoes the scale. Taps are neighbours in w, channels in the packed filter: turned in shared
-// memory, where a whole row mostly fits, so that it is read once; else as many channels at a time as fit. All sizes are known to the
+// memory, where a whole row mostly fits, so that it is read once; else a block takes as many channels as fit. All sizes are known to the
 // compiler: divisions by them took longer than the bytes.
 __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
                             int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   constexpr bool whole = FITTING == CHANNELS;
   float* const turn = (float*)turn_room().pieces;
+  const int part = block % PARTS;
+  block /= PARTS;
   const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
@@ -456,19 +466,16 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   } else if constexpr (FOLDED || FITTING == 0) {
     write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[source(c, tap)]); });
   } else {
-    for (int c0 = 0; c0 < ROW_PIECES * 8; c0 += FITTING) {
-      __syncthreads();
-      fetch(c0);
-      __syncthreads();
-      write(c0 / 8, min(FITTING / 8, ROW_PIECES - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
-    }
+    const int c0 = part * FITTING;
+    fetch(c0);
+    __syncthreads();
+    write(c0 / 8, min(FITTING / 8, ROW_PIECES - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || FITTING < CHANNELS ? 3 : 4) pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
-                                                           Extremes* __restrict__ parts, const float* __restrict__ guesses,
-                                                           uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags,
-                                                           const Shape shape) {
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || IN_PARTS ? 3 : 4)
+    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts,
+         const float* __restrict__ guesses, uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both

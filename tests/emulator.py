@@ -163,6 +163,8 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     _, source, _, _, _, packed, scales, flags = step.buffers
     kind, channels, kc = ELEMENT[define["IN"]], define["CHANNELS"], define["KC"]
     folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
+    parts = filter_parts(define)
+    block, part = divmod(block, parts)
     group, row = divmod(block, s.blocks_group * 64)
     real, first = row < s.rows_group, group * s.w_group + row * s.w_m
 
@@ -183,6 +185,8 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1.0)
         store(memory.view(flags, "int32"), group * s.rows_group + row, 0)
     tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
+    if parts > 1:
+        tap, j = (v[j // define["FITTING"] == part] for v in (tap, j))
     if define["WINDOW"]:
         across, (fold, c) = j // define["WINDOW"], np.divmod(j % define["WINDOW"], channels)
         t, r = np.divmod(tap, define["PACKED_R"])
@@ -203,6 +207,16 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
             store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
 
 
+def filter_parts(define: dict) -> int:
+    """Blocks that pack a row of the filter: as many as shared memory takes it in parts."""
+    words = define["FITTING"] * (1 if define["FOLDED"] else define["TAPS"])
+    assert words + define["FITTING"] // 8 <= 11264
+    if define["FOLDED"] or define["FITTING"] in (0, define["CHANNELS"]):
+        return 1
+    assert define["FITTING"] % 8 == 0
+    return ceil(packed_blocks(define)[0] * define["KC"], define["FITTING"])
+
+
 def row_of(s, line: int) -> int:
     """The row of a filter that becomes row `line` of the packed one; -1 if none does."""
     group, m = divmod(line, 64 * s.blocks_group)
@@ -213,15 +227,20 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     """Pack one tile of an image; what was read."""
     define = step.defines
     kind, channels, chunks = ELEMENT[define["IN"]], define["CHANNELS"], s.groups * s.packed_group // 8
-    pixels, across = s.packed_d * s.packed_h * s.packed_w, ceil(s.groups * s.packed_group // 8, define["CHUNKS"])
+    pixels, together = s.packed_d * s.packed_h * s.packed_w, define["TOGETHER"]
+    across = ceil(channels // 8, together) if together else ceil(chunks, define["CHUNKS"])
     vector = define["VECTOR"]
     assert vector == 1 or not any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) and not define["FOLDED"] and not define["NHWC"]
     many = step.block * vector * define["ITEMS"] // define["CHUNKS"]
-    chunk0, pixel0 = tile % across * define["CHUNKS"], tile // across * many
+    first, pixel0 = tile % across * (together or define["CHUNKS"]), tile // across * many
     whole = pixels + (define["FILTER"] and define["KC"] < 64)  # behind the taps a block of zeros
     assert pixel0 < whole
     pixel = np.arange(pixel0, min(pixel0 + many, whole))[:, None]
-    to = np.arange(8 * chunk0, 8 * min(chunk0 + define["CHUNKS"], chunks))[None]  # packed channels
+    to = np.arange(8 * first, 8 * min(first + define["CHUNKS"], chunks))[None]  # packed channels
+    if together:
+        folds = define["FOLD_S"] * define["FOLD_R"] * define["FOLD_T"]
+        assert channels % 8 == 0 and s.groups == 1 and folds * together <= define["CHUNKS"] and chunks == folds * channels // 8
+        to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(folds)])[None]
     group, j = np.divmod(to, s.packed_group)
     if define["FOLDED"]:
         tap, c = np.divmod(j, channels)

@@ -258,7 +258,7 @@ def test_plans_with_equal_packing_keys_pack_a_filter_alike():
             if engines.legal(problem, config, device):
                 continue
             ((step,),) = engines.program(problem, config, device).prepare
-            defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "CHUNKS", "VECTOR", "ITEMS")}  # of the images
+            defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "CHUNKS", "VECTOR", "ITEMS", "TOGETHER")}  # of the images
             taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[5:], step.scalars[0], step.scalars[3:5], step.scalars[-7:]
             assert seen.setdefault(engines.packing_key(problem, config), taken) == taken
     assert len(seen) > 8 and None not in seen

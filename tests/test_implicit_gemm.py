@@ -81,6 +81,9 @@ SHAPES = [
     fprop((1, 16, 4, 6), (8, 16, 9, 2), padding=((128, 3), (1, 126))), fprop((1, 16, 4, 6), (8, 16, 2, 2), padding=(0, 129)),
     fprop((1, 16, 3, 5), (8, 16, 1, 2), padding=(129, 0)), fprop((1, 16, 6, 40), (8, 16, 2, 2), padding=(0, 127), dilation=(3, 255)),
     fprop((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)), fprop((2, 16, 6, 7), (8, 16, 3, 3), dilation=4, padding=6),
+    # taps of which a block packs the same channels; rows of the filter that are packed in parts
+    fprop((2, 72, 100), (9, 72, 3), stride=12, padding=1), fprop((2, 40, 9, 50), (9, 40, 2, 2), stride=(1, 11)),
+    fprop((1, 1300, 3, 4), (9, 1300, 3, 3), padding=1), fprop((1, 50, 8, 6), (70, 50, 20, 13), padding=(8, 5)), dgrad((1, 1301, 3, 3), (1301, 9, 3, 3), padding=1),
     # few channels: windows that overlap, of one row of the image or as many as the stride
     fprop((2, 3, 24, 32), (9, 3, 8, 8), stride=8), fprop((2, 2, 15, 20), (9, 2, 4, 3), stride=(3, 2), padding=(2, 1)), fprop((2, 5, 13, 9), (8, 5, 3, 3), stride=(2, 1), dilation=(2, 1), padding=2),
     fprop((3, 9, 14, 13), (8, 9, 3, 4), stride=2, padding=((0, 1), (1, 0))), fprop((2, 1, 9, 9), (70, 1, 5, 5), padding=((3, 4), (4, 6)), stride=(2, 3)), fprop((2, 12, 7, 8), (8, 12, 1, 6), padding=(0, 2)),

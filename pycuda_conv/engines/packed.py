@@ -23,6 +23,7 @@ from pycuda_conv.runtime.base import Place, Step
 PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
 PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
+FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
 FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
 ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
@@ -447,23 +448,42 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         images = rows = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
     chunks = groups * group // 8
-    pixels, planes = math.prod(packed_size) + (as_filter and packed.load < 64), as_filter or (not packed.level and problem.layout != "NHWC")
-    # few pixels leave room for more channels
-    at_once = min(16 if planes and pixels <= PACK_THREADS * PACK_PIXELS // 16 else 8, 1 << (chunks - 1).bit_length())
+    pixels, planes = math.prod(packed_size) + (as_filter and packed.load < 64), not packed.level and problem.layout != "NHWC"
+    folds = math.prod(packed.folded)
+    # taps of a pixel share sectors of memory: a block takes the same channels of all of them (of more than 4 too few to be written well)
+    together = 0
+    if not planes and problem.layout == "NCHW" and packed.window is None and groups == 1 and read % 8 == 0 and 1 < folds <= 4:
+        together = 8 if folds == 2 else 4
+    # few pixels, too, leave room for more channels
+    most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
+    at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
     vector = math.gcd(math.prod(size), PACK_PIXELS) if planes else 1
     items = min((PACK_PIXELS if planes else PACK_APART) // vector, 1 << (ceil(pixels * at_once, PACK_THREADS * vector) - 1).bit_length())
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "VECTOR": vector, "ITEMS": items,
         "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
-        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
+        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed), "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), "TOGETHER": together, **window,
     }
-    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * ceil(chunks, at_once)
+    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * (ceil(read // 8, together) if together else ceil(chunks, at_once))
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
     )
     return Packed(defines, scalars, images, rows * tiles, tiles)
+
+
+def _fitting(problem: ConvProblem, packed: Packing) -> int:
+    """Channels of a filter's row that shared memory takes at a time, a word more for every 8."""
+    taps, step = math.prod(problem.filter_size), 1 if packed.level else 8
+    return min(problem.operand_channels // problem.groups, (FILTER_ROOM - FILTER_ROOM // (8 * taps)) // taps // step * step)
+
+
+def _filter_parts(problem: ConvProblem, packed: Packing) -> int:
+    """Blocks that pack a filter's row: where it does not fit, each takes as many channels as do."""
+    fitting, _, channel_blocks = _fitting(problem, packed), *filter_sizes(problem, packed)[1:]
+    whole = packed.level or fitting in (0, problem.operand_channels // problem.groups)
+    return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
 
 def slack(problem: ConvProblem) -> int:
@@ -510,6 +530,8 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         parts, guesses = places(images, scratch)
         if checked:
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+
+    filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
 
     def pack(filter_rows: int, blocks: int) -> list[Step]:
         buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
