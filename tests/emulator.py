@@ -230,7 +230,7 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     pixels, together = s.packed_d * s.packed_h * s.packed_w, define["TOGETHER"]
     across = ceil(channels // 8, together) if together else ceil(chunks, define["CHUNKS"])
     vector = define["VECTOR"]
-    assert vector == 1 or not any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) and not define["FOLDED"] and not define["NHWC"]
+    assert vector == 1 or not (any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) or define["FOLDED"] or define["NHWC"])
     many = step.block * vector * define["ITEMS"] // define["CHUNKS"]
     first, pixel0 = tile % across * (together or define["CHUNKS"]), tile // across * many
     whole = pixels + (define["FILTER"] and define["KC"] < 64)  # behind the taps a block of zeros

@@ -411,8 +411,8 @@ def _product(
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk) for walk in walks]
     return Step(
-        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.RAW, buffers, tuple(chain.from_iterable(shapes)),
-        maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.RAW, buffers,
+        tuple(chain.from_iterable(shapes)), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 

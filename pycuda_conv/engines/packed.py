@@ -447,30 +447,40 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     else:
         images = rows = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
-    chunks = groups * group // 8
-    pixels, planes = math.prod(packed_size) + (as_filter and packed.load < 64), not packed.level and problem.layout != "NHWC"
-    folds = math.prod(packed.folded)
+    tile, together, tiles = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
+    defines = {
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), **tile,
+        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
+        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed), "FILTER_LAST": 0,
+        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), "TOGETHER": together, **window,
+    }
+    scalars = (
+        groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
+        *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
+    )
+    return Packed(defines, scalars, images, rows * tiles, tiles)
+
+
+def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int, int]:
+    """What a block takes at a time of a packed image of so many pixels and chunks of 8 channels, and how many tiles that makes.
+
+    The second number is how many of the chunks are of each tap, 0 where they are neighbours. `size` is that of the image as it lies.
+    """
+    planes, folds = not packed.level and problem.layout != "NHWC", math.prod(packed.folded)
+    channels = problem.operand_channels // problem.groups
     # taps of a pixel share sectors of memory: a block takes the same channels of all of them (of more than 4 too few to be written well)
     together = 0
-    if not planes and problem.layout == "NCHW" and packed.window is None and groups == 1 and read % 8 == 0 and 1 < folds <= 4:
+    if problem.layout == "NCHW" and packed.window is None and problem.groups == 1 and channels % 8 == 0 and 1 < folds <= 4:
         together = 8 if folds == 2 else 4
     # few pixels, too, leave room for more channels
     most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
     at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
     vector = math.gcd(math.prod(size), PACK_PIXELS) if planes else 1
     items = min((PACK_PIXELS if planes else PACK_APART) // vector, 1 << (ceil(pixels * at_once, PACK_THREADS * vector) - 1).bit_length())
-    defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "CHUNKS": at_once, "VECTOR": vector, "ITEMS": items,
-        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
-        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed), "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), "TOGETHER": together, **window,
-    }
-    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * (ceil(read // 8, together) if together else ceil(chunks, at_once))
-    scalars = (
-        groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
-        *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
-    )
-    return Packed(defines, scalars, images, rows * tiles, tiles)
+    across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
+    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * across
+    return {"CHUNKS": at_once, "VECTOR": vector, "ITEMS": items}, together, tiles
 
 
 def _fitting(problem: ConvProblem, packed: Packing) -> int:
@@ -481,7 +491,7 @@ def _fitting(problem: ConvProblem, packed: Packing) -> int:
 
 def _filter_parts(problem: ConvProblem, packed: Packing) -> int:
     """Blocks that pack a filter's row: where it does not fit, each takes as many channels as do."""
-    fitting, _, channel_blocks = _fitting(problem, packed), *filter_sizes(problem, packed)[1:]
+    fitting, (*_, channel_blocks) = _fitting(problem, packed), filter_sizes(problem, packed)
     whole = packed.level or fitting in (0, problem.operand_channels // problem.groups)
     return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
