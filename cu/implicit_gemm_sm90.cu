@@ -27,7 +27,7 @@
 //          channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
 //          patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
 //          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
-//          and are written while the next tile is multiplied.
+//          and are written while the next tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
 // Raw      RAW: such images of up to 64 channels as they lie, which are not packed (ROWS = 64). What a tile's taps meet is read once and
 //          becomes limbs in the ring of x, with a scale of its own: that of a guess by what is met of it first, or, where the extremes of all
 //          say that it was wrong, another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup: each takes

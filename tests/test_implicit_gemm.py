@@ -1020,7 +1020,9 @@ SANITIZED = [
         fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 20, 5, 6), (20, 40, 3, 2), stride=2, padding=1), fprop((2, 48, 7, 6), (80, 24, 3, 3), groups=2),
         fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=(1, 0, 2)), fprop((3, 20, 60), (8, 20, 3), stride=2), fprop((3, 20, 5, 6), (12, 20, 1, 1)))),
     *((dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "tf32", "fp16")),
-    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12], *RAWS[::3], *PINGPONG[::3],
+    *(run for run in POINTWISE if run[0].ndim == 2 and not run[0].transposed), *HALOS[:12], *HALOS[-6::3], *RAWS[::3], *PINGPONG[::3],
+    *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp16") for case in (
+        fprop((2, 72, 100), (9, 72, 3), stride=12, padding=1), fprop((1, 1300, 3, 4), (9, 1300, 3, 3), padding=1), fprop((2, 136, 7, 7), (9, 136, 1, 1)))),
     *((dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16 last", "bf16 last")),
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]
