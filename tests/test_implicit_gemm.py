@@ -221,11 +221,16 @@ HALOS = [  # (case, mode, config)
         (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2), (2, 4)), (fprop((1, 64, 28, 10), (8, 64, 1, 3)), (7, 14)),
         (fprop((1, 192, 4, 8), (9, 192, 3, 1), padding=(2, 0)), (3, 6)), (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), (5, 10)),
         (dgrad((2, 128, 4, 8), (128, 30, 2, 3), dilation=2, padding=(0, 2)), (3, 6)),
-        # windows
+    )
+    for mode, rows, high, stages in (("fp32", 64, highs[0], 3), ("tf32", 128, highs[1], 4), ("fp32", 128, highs[1], 4), ("tf32", 64, highs[0], 2))
+]  # fmt: skip
+HALOS += [  # windows
+    (case, "tf32", patches(rows, high, stages))
+    for case, highs in (
         (fprop((2, 3, 23, 31), (64, 3, 7, 7), stride=2, padding=3), (6, 12)), (fprop((3, 5, 10, 16), (70, 5, 3, 7), padding=(1, 3)), (5, 10)),
         (fprop((2, 4, 31, 32), (72, 4, 7, 4), stride=(3, 2), padding=((2, 2), (0, 3))), (5, 10)),
     )
-    for mode, rows, high, stages in (("fp32", 64, highs[0], 3), ("tf32", 128, highs[1], 4), ("fp32", 128, highs[1], 4), ("tf32", 64, highs[0], 2))
+    for rows, high, stages in ((128, highs[1], 4), (64, highs[0], 2))
 ]  # fmt: skip
 
 

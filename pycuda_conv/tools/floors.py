@@ -1,6 +1,7 @@
 """The least time that a convolution takes on an H200: arithmetic at its rate or bytes at their bandwidth, whichever is longer.
 
-On the tensor cores, packing the images comes first, in a pass of its own. Losses at the edges of tiles and launches are not counted.
+On the tensor cores, packing the images comes first, in a pass of its own. Losses at the edges of tiles and launches are not counted,
+nor pixels that no tap meets.
 """
 
 from __future__ import annotations
@@ -43,9 +44,24 @@ def plain_floor(problem: ConvProblem) -> Floor:
     return Floor(0.0, problem.flops / PLAIN_FLOPS * 1e6, problem.bytes / BANDWIDTH * 1e6)
 
 
+def _met(problem: ConvProblem) -> float:
+    """The part of the images' pixels that some tap meets: a stride may step over others."""
+    if problem.direction != "fprop":
+        return 1.0
+    axes = zip(
+        problem.operand_size, problem.output_size, problem.filter_size, problem.stride, problem.dilation, problem.padding_before, strict=True
+    )
+    met = 1.0
+    for size, outputs, taps, stride, dilation, before in axes:
+        places = {p * stride + s * dilation - before for p in range(outputs) for s in range(taps)}
+        met *= sum(0 <= place < size for place in places) / size
+    return met
+
+
 def tensor_floor(problem: ConvProblem, packed: bool = True) -> Floor:
     """On the tensor cores. `packed`: float32 and NCHW images are packed first; channels-last ones of 16 bits never are."""
-    read, weights, written = (math.prod(shape) for shape in (problem.input_shape, problem.weight_shape, problem.result_shape))
+    images, weights, written = (math.prod(shape) for shape in (problem.input_shape, problem.weight_shape, problem.result_shape))
+    read = images * _met(problem)
     packed = packed and not (problem.itemsize == 2 and problem.layout == "NHWC")
     limb_bytes = 2 * limbs(problem)
     pack = read * (problem.itemsize + limb_bytes) if packed else 0
