@@ -130,7 +130,7 @@ template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
 #endif
 
 // Elements of x, as a word, or zeros: a condition in C would be one for each element. They are not met again, unless in other taps: the
-// L2 cache had better keep what is written, which the products read next.
+// L2 cache had better keep what is written, which the products read next. Volatile, so that none comes before AFTER_LAST_LAUNCH.
 #if FOLDED
 #define READ_POLICY "evict_normal"
 #else
@@ -142,22 +142,22 @@ DEVICE uint64_t read_policy() {
   return policy;
 }
 DEVICE void load_word(uint16_t& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.nc.L2::cache_hint.b16 %0, [%1], %3;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.nc.L2::cache_hint.b16 %0, [%1], %3;\n}"
       : "=&h"(v)
       : "l"(from), "r"((int)there), "l"(read_policy()));
 }
 DEVICE void load_word(uint32_t& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.L2::cache_hint.b32 %0, [%1], %3;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.L2::cache_hint.b32 %0, [%1], %3;\n}"
       : "=&r"(v)
       : "l"(from), "r"((int)there), "l"(read_policy()));
 }
 DEVICE void load_word(uint2& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.L2::cache_hint.v2.b32 {%0, %1}, [%2], %4;\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.L2::cache_hint.v2.b32 {%0, %1}, [%2], %4;\n}"
       : "=&r"(v.x), "=&r"(v.y)
       : "l"(from), "r"((int)there), "l"(read_policy()));
 }
 DEVICE void load_word(uint4& v, const void* from, bool there) {
-  asm("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
       "@p ld.global.nc.L2::cache_hint.v4.b32 {%0, %1, %2, %3}, [%4], %6;\n}"
       : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
       : "l"(from), "r"((int)there), "l"(read_policy()));

@@ -48,12 +48,10 @@ def _met(problem: ConvProblem) -> float:
     """The part of the images' pixels that some tap meets: a stride may step over others."""
     if problem.direction != "fprop":
         return 1.0
-    axes = zip(
-        problem.operand_size, problem.output_size, problem.filter_size, problem.stride, problem.dilation, problem.padding_before, strict=True
-    )
     met = 1.0
-    for size, outputs, taps, stride, dilation, before in axes:
-        places = {p * stride + s * dilation - before for p in range(outputs) for s in range(taps)}
+    for i, size in enumerate(problem.operand_size):
+        first, stride, dilation = -problem.padding_before[i], problem.stride[i], problem.dilation[i]
+        places = {first + p * stride + s * dilation for p in range(problem.output_size[i]) for s in range(problem.filter_size[i])}
         met *= sum(0 <= place < size for place in places) / size
     return met
 
