@@ -208,6 +208,12 @@ def test_floors_are_those_of_the_design_notes(words):
     assert floor(_layer(words, "fp32"), tensor_cores=False) == three
 
 
+def test_pixels_that_no_tap_meets_are_not_in_the_floor():
+    every, few = (tensor_floor(_layer(f"conv1d 128x512x448 -> 1024x{size} k3 s{stride}", "tf32")) for size, stride in ((448, 1), (28, 16)))
+    assert few.pack == pytest.approx(every.pack * (3 * 28 - 1) / 448)  # the first tap lies in the padding
+    assert tensor_floor(_layer("conv_transpose2d 32x512x7x7 -> 512x14x14", "tf32")).pack == pytest.approx(32 * 512 * 49 * 6 / 4.3e6)
+
+
 def test_a_depthwise_layer_s_floor_is_its_bytes():
     full, half = (_layer("conv2d 64x144x56x56", mode) for mode in ("fp32", "fp16"))
     assert floor(full, tensor_cores=False).us == pytest.approx(54, abs=0.5) and floor(half, tensor_cores=False).us == pytest.approx(27, abs=0.5)
