@@ -46,6 +46,7 @@
 #define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
 #define FITTING 64   // channels of a row of w that shared memory takes at a time; 0: none, its elements are read where they are needed
+#define PARTS 1      // of FITTING channels, a block each, of a row of w that is too long for shared memory
 #define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
 #define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
 #define SAMPLED 0    // the guesses are made by sample_images
@@ -73,8 +74,6 @@ constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
 constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
 constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
 constexpr long long ROW_BLOCKS = (long long)TAPS * CHANNEL_BLOCKS + (KC < 64);  // of 64 packed rows: one of zeros where KC < 64
-constexpr bool IN_PARTS = !FOLDED && FITTING > 0 && FITTING < CHANNELS;  // a row of w is too long for shared memory
-constexpr int PARTS = IN_PARTS ? (CHANNEL_BLOCKS * KC + FITTING - 1) / FITTING : 1;  // of a row, a block each
 
 // Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -473,7 +472,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || IN_PARTS ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 4)
     pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts,
          const float* __restrict__ guesses, uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
   NEXT_LAUNCH_MAY_COME

@@ -211,10 +211,10 @@ def filter_parts(define: dict) -> int:
     """Blocks that pack a row of the filter: as many as shared memory takes it in parts."""
     words = define["FITTING"] * (1 if define["FOLDED"] else define["TAPS"])
     assert words + define["FITTING"] // 8 <= 11264
-    if define["FOLDED"] or define["FITTING"] in (0, define["CHANNELS"]):
-        return 1
-    assert define["FITTING"] % 8 == 0
-    return ceil(packed_blocks(define)[0] * define["KC"], define["FITTING"])
+    whole = define["FOLDED"] or define["FITTING"] in (0, define["CHANNELS"])
+    assert whole or define["FITTING"] % 8 == 0
+    assert define["PARTS"] == (1 if whole else ceil(packed_blocks(define)[0] * define["KC"], define["FITTING"]))
+    return define["PARTS"]
 
 
 def row_of(s, line: int) -> int:

@@ -318,20 +318,27 @@ def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
     return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
 
 
+def _packed_strides(problem: ConvProblem, packed: Packing, axes: Sequence[int]) -> list[int]:
+    """Bytes of the packed images from one pixel to the next along these axes, innermost first, and from one image to the next."""
+    pixel = 2 * problem.groups * packed.pixel
+    strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
+    for i in axes:
+        pixel *= packed.stored[i]
+        strides.append(pixel)
+    return strides
+
+
 def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
-    pixel = 2 * problem.groups * packed.pixel  # bytes
     if walk.flat:
+        pixel = 2 * problem.groups * packed.pixel  # bytes
         axes, images = [problem.N * math.prod(packed.size)], copies
         strides = [pixel, pixel * axes[0]]
         stride, low, upper = [1], [0], [0]
     else:
         inner = range(2, 2 - walk.rank, -1)  # W first
         axes, images = [packed.size[i] for i in inner], copies * problem.N
-        strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
-        for i in inner:
-            pixel *= packed.stored[i]
-            strides.append(pixel)
+        strides = _packed_strides(problem, packed, inner)
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
@@ -341,10 +348,8 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
 def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
     """Packed images, loaded at once for all taps of a tile."""
     _, high, wide = packed.size
-    pixel = 2 * problem.groups * packed.pixel  # bytes
-    row = pixel * packed.stored[2]
     sizes = (problem.groups * packed.group, wide, high, limbs(problem) * problem.N)
-    strides = (pixel if packed.window is None else pixel * problem.stride[2], row, row * high)  # windows overlap
+    strides = tuple(_packed_strides(problem, packed, (2, 1)))
     return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
 
 

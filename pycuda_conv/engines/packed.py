@@ -447,13 +447,13 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     else:
         images = rows = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
-    tile, together, tiles = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
+    tile, tiles = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), **tile,
         "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
-        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed), "FILTER_LAST": 0,
-        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), "TOGETHER": together, **window,
+        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed),
+        "PARTS": _filter_parts(problem, packed), "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
     }
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
@@ -462,10 +462,10 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     return Packed(defines, scalars, images, rows * tiles, tiles)
 
 
-def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int, int]:
-    """What a block takes at a time of a packed image of so many pixels and chunks of 8 channels, and how many tiles that makes.
+def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int]:
+    """The defines of what a block takes at a time of a packed image of so many pixels and chunks of 8 channels; how many tiles.
 
-    The second number is how many of the chunks are of each tap, 0 where they are neighbours. `size` is that of the image as it lies.
+    `size` is that of the image as it lies.
     """
     planes, folds = not packed.level and problem.layout != "NHWC", math.prod(packed.folded)
     channels = problem.operand_channels // problem.groups
@@ -480,7 +480,7 @@ def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chun
     items = min((PACK_PIXELS if planes else PACK_APART) // vector, 1 << (ceil(pixels * at_once, PACK_THREADS * vector) - 1).bit_length())
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
     tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * across
-    return {"CHUNKS": at_once, "VECTOR": vector, "ITEMS": items}, together, tiles
+    return {"CHUNKS": at_once, "VECTOR": vector, "ITEMS": items, "TOGETHER": together}, tiles
 
 
 def _fitting(problem: ConvProblem, packed: Packing) -> int:
