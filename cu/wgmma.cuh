@@ -5,7 +5,8 @@
 // The instruction names its registers one by one, so the text for N is that for N - 8 with four more.
 //
 // With float32 operands, TF32: A [64 x 8] lies in registers, a[0..3] of a thread being rows lane / 4 and + 8 of column lane % 4, then
-// the same rows of column lane % 4 + 4; B [N x 8] lies along k. Of each number the product ignores the last 13 bits.
+// the same rows of column lane % 4 + 4; B [N x 8] lies along k. Of each number the product ignores the last 13 bits. With fp16 operands
+// A [64 x 16] may lie in registers too, two neighbouring columns in each: 2 * (lane % 4) and + 1, then those + 8.
 #pragma once
 #include "sm90.cuh"
 
@@ -138,14 +139,19 @@ DEVICE void wgmma(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, int accumulat
 }
 #endif
 
-// wgmma_tf32(d, a, b, accumulate) for N as long as d says
-#define WGMMA_TF32(N, A0, A1, A2, A3, B_AT, P_AT)                                                                                               \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P_AT ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" WGMMA_REGISTERS_##N     \
-               "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B_AT ", p, 1, 1;}"                                                             \
+// wgmma_tf32(d, a, b, accumulate) and wgmma_f16 for N as long as d says: A in registers, B along k
+#define WGMMA_OF_REGISTERS(N, K, TYPE, MORE, A0, A1, A2, A3, B_AT, P_AT)                                                                        \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %" #P_AT ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k" #K ".f32." TYPE "." TYPE                 \
+               " {" WGMMA_REGISTERS_##N "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B_AT ", p, 1, 1" MORE ";}"                            \
                : WGMMA_SUMS_##N : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate))
+#define WGMMA_OF_REGISTERS_(K, TYPE, MORE)                                                          \
+  if constexpr (count == 16) WGMMA_OF_REGISTERS(32, K, TYPE, MORE, 16, 17, 18, 19, 20, 21);         \
+  if constexpr (count == 32) WGMMA_OF_REGISTERS(64, K, TYPE, MORE, 32, 33, 34, 35, 36, 37);         \
+  if constexpr (count == 48) WGMMA_OF_REGISTERS(96, K, TYPE, MORE, 48, 49, 50, 51, 52, 53);         \
+  if constexpr (count == 64) WGMMA_OF_REGISTERS(128, K, TYPE, MORE, 64, 65, 66, 67, 68, 69);
 template <int count> DEVICE void wgmma_tf32(float (&d)[count], const uint32_t (&a)[4], uint64_t b, int accumulate) {
-  if constexpr (count == 16) WGMMA_TF32(32, 16, 17, 18, 19, 20, 21);
-  if constexpr (count == 32) WGMMA_TF32(64, 32, 33, 34, 35, 36, 37);
-  if constexpr (count == 48) WGMMA_TF32(96, 48, 49, 50, 51, 52, 53);
-  if constexpr (count == 64) WGMMA_TF32(128, 64, 65, 66, 67, 68, 69);
+  WGMMA_OF_REGISTERS_(8, "tf32", "")
+}
+template <int count> DEVICE void wgmma_f16(float (&d)[count], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  WGMMA_OF_REGISTERS_(16, "f16", ", 0")
 }

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines import lines
 from pycuda_conv.engines import pointwise as pw
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 
@@ -31,9 +32,9 @@ def ceil(a: int, b: int) -> int:
 
 
 @cache
-def fields(file: str) -> list[str]:
+def fields(file: str, struct: str = "Shape") -> list[str]:
     """The scalars of `file`'s kernels, in order."""
-    (body,) = re.findall(r"struct Shape \{(.*?)\n\};", (KERNEL_DIR / f"{file}.cu").read_text(), re.S)
+    (body,) = re.findall(r"struct " + struct + r" \{(.*?)\n\};", (KERNEL_DIR / f"{file}.cu").read_text(), re.S)
     return [name.strip() for names in re.findall(r"long long ([^;]+);", body) for name in names.split(",")]
 
 
@@ -827,6 +828,131 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
     memory.count(y, at)
 
 
+# ---- lines_sm90.cu
+
+
+X_SCALE, LEAST_HALF = 2.0**10, 2.0**-14
+
+
+def line_of(d, half: int) -> np.ndarray:
+    """Which line of an eight, or a sixteen, is number 0, 1, ... of k, as it lies in memory."""
+    k = np.arange(16 if half else 8)
+    c, n = (k % 8 // 2, k % 2 + k // 8 * 2) if half else (k % 4, k // 4)
+    return c % 2 + n % 2 * 2 + c // 2 * 4 + n // 2 * 8 if d.SPAN == 64 and not d.FLAT else c + 4 * n
+
+
+def lay_filter(step, memory: Memory) -> None:
+    d = SimpleNamespace(**step.defines)
+    s = SimpleNamespace(**dict(zip(fields(step.file, "Filter"), step.scalars, strict=True)))
+    rows, padded, channels, eights, row_step, channel_step, turned = s.rows, s.padded, s.channels, s.eights, s.row_step, s.channel_step, s.turned
+    taps = (1 if d.FLAT else d.R) * d.S
+    assert step.grid == padded and padded % 32 == 0 and padded >= rows and 4 * channels * d.R * d.S <= step.shared <= 40 * 1024
+    w = memory.view(step.buffers[0], "float32")
+
+    def elements(count, half):
+        chunk, tap, row, k = np.ix_(*map(np.arange, (count, taps, padded, 16 if half else 8)))
+        line = line_of(d, half)[k] + chunk * k.size
+        c, r = (line // d.R, line % d.R) if d.FLAT else (line, tap // d.S)
+        number = r * d.S + tap % d.S
+        number = d.R * d.S - 1 - number if turned else number
+        real = (row < rows) & (c < channels)
+        at = ((chunk * taps + tap) * padded + row) * k.size + (k ^ (row & 4) * (k.size // 8))
+        return at, np.where(real, inside(w, np.where(real, row * row_step + c * channel_step + number, 0)), np.float32(0))
+
+    at, values = elements(eights, 0)
+    store(memory.view(step.buffers[1], "float32"), at, tf32(values))
+    if d.HALF:
+        at, values = elements(eights // 2, 1)
+        of_rows = np.abs(np.moveaxis(values, 2, 0).reshape(padded, -1))
+        exponent = (of_rows.view(np.uint32).max(1) >> 23).astype(int) - 127
+        usable = np.abs(exponent) <= 60
+        factor = np.where(usable, 2.0 ** (14 - np.clip(exponent, -60, 60)), 1.0)
+        with np.errstate(over="ignore"):
+            store(memory.view(step.buffers[2], "float16"), at, (values * factor[:, None]).astype(np.float16))
+        lost = ((of_rows > 0) & (of_rows * factor[:, None] < LEAST_HALF)).sum(1)
+        least = np.where(~of_rows.any(1), 0, np.where(usable, 32.0 * lost, np.nan))
+        store(memory.view(step.buffers[3], "float32"), np.arange(2 * rows), np.stack((1 / (X_SCALE * factor), least), 1)[:rows].ravel())
+
+
+def lines_product(step, memory: Memory, finite: bool) -> None:
+    s, d, (described,) = named(step), SimpleNamespace(**step.defines), step.maps
+    *before, bias, scale, residual, y = step.buffers
+    assert len(before) == (4 if d.HALF else 1)
+    taps, units, fours = (1 if d.FLAT else d.R) * d.S, 4 * d.CONSUMERS, 8 * d.FOURS
+    check_map(described, memory)
+    assert described.box == (d.BOX_W, d.CHANNELS, d.BOX_H, 1) and described.dtype == "float32" and described.span == d.SPAN
+    unit_bytes, w_stage = ceil(d.CHANNELS * d.BOX_H * d.BOX_W * 4, 1024) * 1024, d.CHUNKS * taps * d.COLUMNS * 32
+    assert step.block == 128 * (1 + d.CONSUMERS) and step.arch == "sm_90a"
+    assert units * d.STAGES * unit_bytes + d.W_STAGES * w_stage + 1023 <= step.shared
+    assert step.shared + (1 + d.HALF) * 16 * (d.W_STAGES + d.CONSUMERS * d.STAGES) + 8 * d.COLUMNS * d.HALF + 4 <= MOST_SHARED
+    assert d.KEPT == (d.W_STAGES == s.steps) and d.STAGES > 1 and s.across == ceil(s.columns, d.COLUMNS) and step.grid % s.across == 0
+    assert d.UNIT_W * d.UNIT_H == 4 * fours and s.low_w % 4 == 0 and d.BOX_W % 4 == 0 and not any(n % 4 for n in (s.wide, s.plane, s.image_step))
+    row, column = np.divmod(np.arange(4 * fours), d.UNIT_W)
+
+    def load_w(first: int, half: int) -> list[np.ndarray]:
+        """[tap][row][line] of each stage."""
+        w, many = memory.view(before[0 if half == d.HALF else 1], "float16" if half else "float32"), 16 if half else 8
+        count = min(d.COLUMNS, s.padded - first)
+        swap = np.arange(many) ^ (np.arange(count)[:, None] & 4) * (many // 8)
+        tap = np.arange(d.CHUNKS * taps)[:, None, None]
+        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * (1 + (d.HALF and not half))))
+        return [np.take_along_axis(inside(w, (at * s.padded + first + np.arange(count)[:, None]) * many + np.arange(many)), swap[None], 2).astype(float) for at in stages]
+
+    def multiplied(number: int, filters: list[np.ndarray], half: int) -> tuple[np.ndarray, int]:
+        """The sums of a unit, and how many numbers of x have lost bits."""
+        image, rest = divmod(number, s.unit_rows * s.unit_columns)
+        p0, q0 = rest // s.unit_columns * d.UNIT_H, rest % s.unit_columns * d.UNIT_W
+        many, total, lost = 16 if half else 8, np.zeros((4 * fours, filters[0].shape[1])), 0
+        parts = len(filters) // s.steps
+        for i in range(s.steps):
+            box = boxed(described, memory, (q0 * d.STRIDE_W + s.low_w, i * d.CHANNELS, p0 * d.STRIDE_H + s.low_h, image))[0].transpose(1, 0, 2)
+            assert not finite or np.isfinite(box).all(), "a load met what nobody has written"
+            met = np.stack([np.stack([box[:, row * d.STRIDE_H + r * d.DILATION_H, d.SHIFT + column * d.STRIDE_W + t * d.DILATION_W] for t in range(d.S)]) for r in range(d.R)])
+            if d.FLAT:  # [s][line][pixel]
+                lines = met.transpose(1, 2, 0, 3).reshape(d.S, d.CHANNELS * d.R, -1)
+                lines = np.pad(lines, ((0, 0), (0, 8 * d.CHUNKS - lines.shape[1]), (0, 0))).reshape(d.S, d.CHUNKS, 8, -1).transpose(1, 0, 2, 3)
+            else:
+                lines = met.reshape(taps, parts * d.CHUNKS, many, -1).transpose(1, 0, 2, 3)
+            with np.errstate(invalid="ignore", over="ignore"):
+                a = (lines * X_SCALE).astype(np.float16) if half else tf32(lines)
+                lost += int(((lines != 0) & (np.abs(lines) < LEAST_HALF / X_SCALE)).sum())
+                of_step = np.concatenate(filters[i * parts : (i + 1) * parts]).reshape(-1, taps, total.shape[1], many)
+                total += np.einsum("etlp,etkl->pk", a[:, :, line_of(d, half)].astype(float), of_step)
+        return total, lost
+
+    def write(number: int, total: np.ndarray, k: np.ndarray, there: np.ndarray) -> None:
+        image, rest = divmod(number, s.unit_rows * s.unit_columns)
+        pixel = (rest // s.unit_columns * d.UNIT_H + row) * s.wide + rest % s.unit_columns * d.UNIT_W + column
+        mine = k < s.columns
+        at = (image * s.image_step + pixel)[there][:, None] + k[mine] * s.plane
+        v = finished(step.defines, memory, "float32", total[there][:, mine], scale, bias, residual, np.broadcast_to(k[mine], at.shape), at)
+        store(memory.view(y, "float32"), at, v)
+        memory.count(y, at)
+
+    for block in range(step.grid):
+        first, left = block % s.across * d.COLUMNS, []
+        filters = load_w(first, d.HALF)
+        k = first + np.arange(filters[0].shape[1])
+        for number in (n for tile in range(block // s.across, s.tiles, step.grid // s.across) for n in range(tile * units, (tile + 1) * units)):
+            image, rest = divmod(number, s.unit_rows * s.unit_columns)
+            there = (image < s.images) & (rest // s.unit_columns * d.UNIT_H + row < s.rows) & (rest % s.unit_columns * d.UNIT_W + column < s.wide)
+            total, lost = multiplied(number, filters, d.HALF)
+            if d.HALF:
+                factor, least = inside(memory.view(before[2], "float32"), 2 * np.minimum(k, s.columns - 1)[:, None] + np.arange(2)).T.astype(float)
+                good = (np.abs(total) >= 16 * 64 * lost + least) & (np.abs(total) < np.inf)  # a thread counts up to 64 at once
+                doubtful = not good[there][:, k < s.columns].all()
+                store(memory.view(before[3], "int32"), np.array([(number // units * s.across + block % s.across) * units + number % units]), doubtful)
+                if doubtful:
+                    left.append((number, there))
+                    continue
+                total = total * factor
+            write(number, total, k, there)
+        for number, there in left:
+            total, _ = multiplied(number, load_w(first, 0), 0)
+            write(number, total, k, there)
+            memory.mended += int(there.sum()) * int((k < s.columns).sum())
+
+
 # ---- the direct engine's kernels beside it
 
 
@@ -896,7 +1022,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "sample_images": sample_images, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels["split_filter"] = split_filter
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
@@ -904,11 +1030,15 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 product(step, memory, finite)
             elif step.kernel == "pointwise_sm90":
                 pointwise_product(step, memory, finite)
+            elif step.kernel == "lines_sm90":
+                lines_product(step, memory, finite)
             else:
                 kernels[step.kernel](step, memory)
 
 
 def program_of(problem, config, multiprocessors: int, noted: bool = False):
+    if isinstance(config, lines.Lines):
+        return lines.program(problem, config, multiprocessors)
     engine = pw if isinstance(config, pw.Pointwise) else ig
     return engine.program(problem, config, multiprocessors, noted)
 
@@ -942,7 +1072,7 @@ def emulate(
         for stages in (program.prepare, program.stages) if kept else (program.whole,):
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()
-        assert len(counts) == config.SPLIT * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"
+        assert len(counts) == getattr(config, "SPLIT", 1) * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:
             mended.append(memory.mended)

@@ -937,8 +937,8 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     check_compiled(steps, tmp_path)
 
 
-def check_compiled(steps: dict, folder) -> None:
-    """`steps`: by source, a step and what it is for."""
+def check_compiled(steps: dict, folder, most: int = 0) -> None:
+    """`steps`: by source, a step and what it is for. `most`: bytes that may be spilled."""
 
     def compiled(item):
         i, (source, (step, _)) = item
@@ -953,7 +953,7 @@ def check_compiled(steps: dict, folder) -> None:
     for (step, what), result in zip(steps.values(), done, strict=True):
         said = result.stderr
         spills = re.findall(r"(\d+) bytes spill stores", said)
-        if result.returncode or not spills or any(int(n) for n in spills) or re.search(r"warning|C75(08|10|17)|setmaxnreg", said, re.I):
+        if result.returncode or not spills or any(int(n) > most for n in spills) or re.search(r"warning|C75(08|10|17)|setmaxnreg", said, re.I):
             wrong.append(f"{what}: {dict(step.defines)}\n{said[-800:]}")
     assert not wrong, "\n".join(wrong)
 

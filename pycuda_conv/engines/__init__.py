@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80, pointwise
+from pycuda_conv.engines import direct, implicit_gemm, implicit_gemm_sm80, lines, pointwise
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.lines import Lines
 from pycuda_conv.engines.packed import Program, packed_form
 from pycuda_conv.engines.pointwise import Pointwise
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: A kernel and its tile.
-Config = direct.Config | ImplicitGemm | ImplicitGemm80 | Pointwise
+Config = direct.Config | ImplicitGemm | ImplicitGemm80 | Pointwise | Lines
 
 #: The classes of those that run on tensor cores.
-TENSOR_CORES = (ImplicitGemm, ImplicitGemm80, Pointwise)
+TENSOR_CORES = (ImplicitGemm, ImplicitGemm80, Pointwise, Lines)
 
 __all__ = ["TENSOR_CORES", "Config", "Program", "candidates", "choose", "legal", "packing_key", "predictions", "program"]
 
@@ -38,6 +39,8 @@ def legal(problem: ConvProblem, config: Config, device: Device) -> str | None:
         return implicit_gemm_sm80.unsupported(device) or implicit_gemm_sm80.legal(problem, config)
     if isinstance(config, Pointwise):
         return pointwise.unsupported(device) or pointwise.legal(problem, config)
+    if isinstance(config, Lines):
+        return lines.unsupported(device) or lines.legal(problem, config)
     return direct.legal(problem, config)
 
 
@@ -50,7 +53,7 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     if isinstance(plain, direct.Gemm) and (problem.macs >= LEAST_MACS or read_as_is):
         found: list[tuple[float, Config] | None] = []
         if implicit_gemm.unsupported(device) is None:
-            found = [implicit_gemm.choose(problem, units), pointwise.choose(problem, units)]
+            found = [implicit_gemm.choose(problem, units), pointwise.choose(problem, units), lines.choose(problem, units)]
         elif implicit_gemm_sm80.unsupported(device) is None:
             found = [implicit_gemm_sm80.choose(problem, units, device.capability)]
         best = min((one for one in found if one), key=lambda one: one[0], default=None)
@@ -68,6 +71,7 @@ def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Confi
         if implicit_gemm.why_not(problem) is None:
             found += [(implicit_gemm.time(problem, config, units), config) for config in implicit_gemm.configs(problem)]
         found += [(pointwise.time(problem, config, units), config) for config in pointwise.configs(problem)]
+        found += [(lines.time(problem, config, units), config) for config in lines.configs(problem)]
     elif implicit_gemm_sm80.unsupported(device) is None and implicit_gemm_sm80.why_not(problem) is None:
         configs, capability = implicit_gemm_sm80.configs(problem), device.capability
         found += [(implicit_gemm_sm80.time(problem, config, units, capability), config) for config in configs]
@@ -99,6 +103,8 @@ def program(problem: ConvProblem, config: Config, device: Device, noted: bool = 
         return implicit_gemm_sm80.program(problem, config, device.multiprocessors)
     if isinstance(config, Pointwise):
         return pointwise.program(problem, config, device.multiprocessors, noted)
+    if isinstance(config, Lines):
+        return lines.program(problem, config, device.multiprocessors)
     stages, workspace_bytes = direct.stages(problem, config)
     return Program([], stages, stages, workspace_bytes, 0)
 
@@ -110,6 +116,8 @@ def packing_key(problem: ConvProblem, config: Config) -> Hashable:
     problem = problem.launched
     if isinstance(config, Pointwise):
         return "split", problem.direction, problem.precision, problem.C, problem.K
+    if isinstance(config, Lines):
+        return "laid", problem.direction, problem.C, problem.K, problem.filter_size, *lines.packed_as(problem, config)
     packed, _ = packed_form(problem, windows=isinstance(config, ImplicitGemm))
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)

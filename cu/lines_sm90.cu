@@ -1,0 +1,566 @@
+// lines_sm90.cu: convolutions of float32 arrays as they lie in memory, NCHW, on Hopper's tensor cores, for TF32's precision: nothing is packed
+// but the filter.
+//
+//   D[pixel, k] = sum over lines and s of A[pixel, line, s] * B[k, line, s]
+//   A line is a row of a channel that a pixel's taps meet, (c, r); what the taps along it meet are its neighbours there, so that a thread
+//   that has a few of a line's numbers in registers has operand A of all taps s: another tap is another choice of registers.
+//
+// In TF32 nothing is scaled, and Inf, NaN and 1e-38 are numbers like others: it takes a float32 number's exponent and, rounded, 11 bits of it.
+// HALF: fp16 numbers have as many bits, and half the products' time. x is scaled by X_SCALE, w by a factor of its channel, on the way into
+// fp16, and where a warp's sums are not what TF32 would make of them (see `store`) its block does them again, in TF32, when it is through
+// with its tiles.
+//
+// Mapping  block: persistent, one a multiprocessor; has COLUMNS channels of y and takes tiles of 4 * CONSUMERS units of pixels, every
+//          gridDim.x / across-th one. A unit is a warp's: UNIT_W x UNIT_H pixels of an image, FOURS * 32 of them.
+//          warpgroup 0: a thread for w, one for each consumer's x. The consumer warpgroups have rings of x of their own, and drift apart:
+//          one stores while another multiplies.
+// A        goes through registers: nothing else turns an operand of 32 bits. A thread has four neighbouring pixels of a row, lane / 4 names
+//          which, and of FOURS = 2 the four below; rows of x that both meet are read once. lane % 4 names the lines, every fourth one.
+//          Which row of the product is which pixel is of no account: y is written 16 bytes at once.
+// Lines    are taken by eights, HALF by sixteens: so many channels of a row; or, FLAT, for less than 8 channels, all (c, r), r fastest, the
+//          last ones being zeros.
+// Shared   w: W_STAGES stages of CHUNKS of these, [tap][COLUMNS][lines], rows of 32 bytes, swizzled; with as many stages as there are, KEPT,
+//          each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]: what the taps of a unit meet,
+//          from a multiple of 16 bytes on, SHIFT columns before the first; swizzled where rows have SPAN bytes.
+//          full: the bytes have arrived; empty: the consumer's 4 warps, or for w all warps, have read them.
+#ifndef COLUMNS
+#define COLUMNS 64
+#define FOURS 1
+#define CONSUMERS 2
+#define STAGES 2
+#define W_STAGES 1
+#define KEPT 1
+#define CHUNKS 1
+#define HALF 0
+#define FLAT 0
+#define CHANNELS 8   // in a box
+#define R 3
+#define S 3
+#define STRIDE_H 1
+#define STRIDE_W 1
+#define DILATION_H 1
+#define DILATION_W 1
+#define UNIT_W 8
+#define UNIT_H 4
+#define BOX_W 16
+#define BOX_H 6
+#define SPAN 64      // bytes over which rows of x are swizzled, or 0
+#define SHIFT 3
+#define HAS_BIAS 1
+#define HAS_SCALE 0
+#define HAS_RESIDUAL 0
+#define RELU 0
+#endif
+#include "wgmma.cuh"
+
+template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product takes at once
+[[maybe_unused]] constexpr float X_SCALE = 1024;
+constexpr int THREADS = 128 * (1 + CONSUMERS), UNITS = 4 * CONSUMERS;
+constexpr int TAPS = (FLAT ? 1 : R) * S;                              // of an eight of lines
+constexpr int W_TAP = COLUMNS * 32, W_STAGE = CHUNKS * TAPS * W_TAP;  // bytes
+constexpr int CHANNEL = BOX_W * 4, ROW = CHANNELS * CHANNEL, BOX = BOX_H * ROW, UNIT = (BOX + 1023) / 1024 * 1024, STAGE = 4 * UNIT;
+constexpr int LOADED = FLAT ? 1 : R + FOURS - 1;                      // rows of a line that a thread takes
+constexpr int PIECES = (SHIFT + 3 * STRIDE_W + (S - 1) * DILATION_W) / 4 + 1;  // of 16 bytes, that a thread's taps meet of a row
+constexpr int ACROSS = UNIT_W / 4;                                    // fours of a unit's row
+// Stages of w that belong to one of x: with numbers of 32 bits that came for 16.
+template <bool halves> constexpr int W_PARTS = HALF && !halves ? 2 : 1;
+template <bool halves> constexpr bool W_KEPT = KEPT && halves == HALF;
+// A row is loaded beside the products of the one before; not where these still read the same registers, one row a stage, nor where too many
+// registers would be needed.
+constexpr bool BESIDE = S <= 5 && CHUNKS * LOADED > 1;
+static_assert(UNIT_W % 4 == 0 && UNIT_W * UNIT_H == 32 * FOURS && UNIT_H % FOURS == 0, "a unit is a warp's");
+static_assert(FOURS == 1 || (STRIDE_H == 1 && DILATION_H == 1 && !FLAT), "rows of x are shared");
+static_assert(COLUMNS % 32 == 0 && COLUMNS * FOURS <= 128, "registers");
+static_assert(!HALF || (!FLAT && W_STAGES > 1), "a stage of w is given back when the next one is multiplied");
+static_assert(FLAT ? CHANNELS * R <= 8 * CHUNKS : CHANNELS == LINES<HALF> * CHUNKS, "a stage");
+
+// 64 bits each so that the host can pack it without knowing types
+struct Shape {
+  long long across, tiles;                    // tiles along the channels; of units
+  long long steps;                            // stages of lines
+  long long images, unit_rows, unit_columns;  // images; units of one
+  long long columns, padded;                  // channels of y, and of w as it was laid
+  long long rows, wide;                       // P and Q
+  long long image_step, plane;                // elements of y from one image, and one channel, to the next
+  long long low_w, low_h;                     // x of a unit's box: unit * UNIT * STRIDE + low
+};
+
+// Which four of a unit's is a lane's, and which line is number n of lane % 4 == c: so that 8 lanes that load 16 bytes each at once meet
+// every bank once. The distance between fours is 16 bytes, or STRIDE_W as much, that between lines BOX_W.
+DEVICE int four_of(int lane) { return STRIDE_W % 2 || ACROSS < 4 ? lane / 4 : lane / 16 * 4 + lane / 4 % 2 * 2 + lane / 8 % 2; }
+DEVICE int line_of(int c, int n) { return SPAN == 64 && !FLAT ? c % 2 + n % 2 * 2 + c / 2 * 4 + n / 2 * 8 : c + 4 * n; }
+
+struct Unit {
+  int image, row, column;  // pixels
+  DEVICE Unit(const Shape& shape, int number) {
+    const int columns = (int)shape.unit_columns, of_image = (int)shape.unit_rows * columns;
+    image = number / of_image;
+    number %= of_image;
+    row = number / columns * UNIT_H;
+    column = number % columns * UNIT_W;
+  }
+  DEVICE int row_of(int lane) const { return row + four_of(lane) / ACROSS * FOURS; }
+  DEVICE int column_of(int lane) const { return column + four_of(lane) % ACROSS * 4; }
+  // whether there is the four number `four` of a lane's
+  DEVICE bool has(const Shape& shape, int lane, int four) const {
+    return image < (int)shape.images && row_of(lane) + four < (int)shape.rows && column_of(lane) < (int)shape.wide;
+  }
+};
+
+// HALF: which units are to be done again.
+struct Flags {
+  int* of;
+  DEVICE int& at(const Shape& shape, int tile, int unit) const { return of[(tile * (int)shape.across + blockIdx.x % (int)shape.across) * UNITS + unit]; }
+  // whether there is nothing to do in a tile
+  template <bool halves> DEVICE bool skip(const Shape& shape, int tile) const {
+    if (halves == HALF) return false;
+    int any = 0;
+    for (int unit = 0; unit < UNITS; ++unit) any |= at(shape, tile, unit);
+    return any == 0;
+  }
+};
+
+// ---- producers
+
+template <bool halves>
+DEVICE void produce_w(const uint8_t* w, const Shape& shape, const Flags& flags, uint32_t ring, uint32_t full, uint32_t empty) {
+  const int across = (int)shape.across, column = blockIdx.x % across * COLUMNS;
+  const int rows = min(COLUMNS, (int)shape.padded - column), each = (int)gridDim.x / across;
+  const bool whole = COLUMNS == shape.padded;  // then the taps of a stage are neighbours
+  w += column * 32;
+  RingPosition<W_STAGES> at;
+  for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
+    if (flags.skip<halves>(shape, tile)) continue;
+    for (int step = 0; step < (int)shape.steps * W_PARTS<halves>; ++step) {
+      const uint32_t to = ring + at.stage * W_STAGE, arrived = full + 8 * at.stage;
+      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(arrived, CHUNKS * TAPS * rows * 32);
+      const uint8_t* const from = w + step * (CHUNKS * TAPS) * shape.padded * 32;
+      if (whole) {
+        load_bytes(to, from, W_STAGE, arrived);
+      } else {
+        for (int tap = 0; tap < CHUNKS * TAPS; ++tap) load_bytes(to + tap * W_TAP, from + tap * shape.padded * 32, rows * 32, arrived);
+      }
+      at.next();
+    }
+    if (W_KEPT<halves>) return;
+  }
+}
+
+template <bool halves>
+DEVICE void produce_x(const CUtensorMap* map, const Shape& shape, const Flags& flags, int consumer, uint32_t ring, uint32_t full, uint32_t empty) {
+  prefetch_map(map);
+  const int across = (int)shape.across, each = (int)gridDim.x / across;
+  RingPosition<STAGES> at;
+  for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
+    if (flags.skip<halves>(shape, tile)) continue;
+    int image[4], row[4], column[4];
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) {
+      const Unit unit(shape, tile * UNITS + consumer * 4 + warp);
+      image[warp] = unit.image;
+      row[warp] = unit.row * STRIDE_H + (int)shape.low_h;
+      column[warp] = unit.column * STRIDE_W + (int)shape.low_w;
+    }
+    for (int step = 0; step < (int)shape.steps; ++step) {
+      const uint32_t to = ring + at.stage * STAGE, arrived = full + 8 * at.stage;
+      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(arrived, 4 * BOX);
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) load_box(to + warp * UNIT, map, arrived, column[warp], step * CHANNELS, row[warp], image[warp]);
+      at.next();
+    }
+  }
+}
+
+// ---- a thread's part of A
+
+// To the nearest number of 11 bits, halves away from zero; the product ignores the last 13 bits. (cvt.rna.tf32.f32 is an instruction more.)
+DEVICE uint32_t rounded(float v) { return __float_as_uint(v) + (fabsf(v) < INFINITY ? 0x1000 : 0); }
+
+// Which of the four numbers of a piece a thread's taps meet, as bits.
+DEVICE constexpr int needed(int piece) {
+  int bits = 0;
+  for (int pixel = 0; pixel < 4; ++pixel)
+    for (int s = 0; s < S; ++s) {
+      const int at = SHIFT + pixel * STRIDE_W + s * DILATION_W;
+      if (at / 4 == piece) bits |= 1 << at % 4;
+    }
+  return bits;
+}
+
+[[maybe_unused]] constexpr float LEAST_HALF = 0x1p-14f;  // smaller fp16 numbers lose bits
+constexpr unsigned LEAST_BITS = 0x3380;                  // the upper half of LEAST_HALF / X_SCALE
+
+// Of a lane's two lines of an eight, or twice two of a sixteen: what the taps of its four meet, from a multiple of 16 bytes on.
+struct Window {
+  uint32_t of[2][4 * PIECES];
+};
+
+// f(Constant<0>), ... f(Constant<count - 1>)
+template <int n> struct Constant {
+  static constexpr int value = n;
+};
+template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
+  if constexpr (i < count) {
+    f(Constant<i>());
+    for_all<count, i + 1>(f);
+  }
+}
+
+// Those of `unit`: of eight, or sixteen, number `chunk` row number `row`. `lost`: up to how many of the numbers have lost bits.
+template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& lost, const uint8_t* unit, int chunk, int row) {
+  const int lane = threadIdx.x % 32;
+  const int y = four_of(lane) / ACROSS * FOURS * STRIDE_H + row * DILATION_H, x = four_of(lane) % ACROSS * 4 * STRIDE_W;
+  [[maybe_unused]] unsigned least = ~0u;  // upper halves of magnitudes but 0, less 1
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    constexpr int COUNT = LINES<halves> / 8;
+    float found[COUNT][4 * PIECES];
+#pragma unroll
+    for (int n = 0; n < COUNT; ++n) {
+      const int line = LINES<halves> * chunk + line_of(lane % 4, COUNT * j + n);
+      const bool real = !FLAT || line < CHANNELS * R;
+      const int place = !FLAT ? line * CHANNEL + y * ROW : real ? line / R * CHANNEL + (y + line % R * DILATION_H) * ROW : 0;
+      for_all<PIECES>([&](auto number) {
+        constexpr int piece = decltype(number)::value, bits = needed(piece);
+        const int at = place + (x + 4 * piece) * 4;
+        const uint8_t* const from = unit + (SPAN ? at ^ (at >> 3 & (SPAN - 16)) : at);
+        float(&v)[4] = *(float(*)[4])(found[n] + 4 * piece);
+        v[0] = v[1] = v[2] = v[3] = 0;
+        if constexpr (bits == 1 || bits == 2 || bits == 4 || bits == 8) {
+          constexpr int e = bits == 1 ? 0 : bits == 2 ? 1 : bits == 4 ? 2 : 3;
+          v[e] = ((const float*)from)[e];
+        } else if constexpr (bits == 3 || bits == 12) {
+          *(float2*)(v + (bits == 3 ? 0 : 2)) = *(const float2*)(from + (bits == 3 ? 0 : 8));
+        } else if constexpr (bits) {
+          *(float4*)v = *(const float4*)from;
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!real) v[e] = 0;
+      });
+    }
+#pragma unroll
+    for (int e = 0; e < 4 * PIECES; ++e) {
+      if (needed(e / 4) >> e % 4 & 1) {
+        if constexpr (halves) {
+          least = __viaddmin_u16x2(__byte_perm(__float_as_uint(found[0][e]), __float_as_uint(found[1][e]), 0x7632) & 0x7fff7fff, ~0u, least);
+          const __half2 both = __floats2half2_rn(found[0][e] * X_SCALE, found[1][e] * X_SCALE);
+          window.of[j][e] = *(const uint32_t*)&both;
+        } else {
+          window.of[j][e] = rounded(found[0][e]);
+        }
+      }
+    }
+  }
+  if (halves && ((least & 0xffff) < LEAST_BITS - 1 || least >> 16 < LEAST_BITS - 1)) lost += 16 * PIECES;
+}
+
+// ---- the sums
+
+struct Sums {
+  float of[2 * FOURS][COLUMNS / 2];
+};
+
+// The products of a row of an eight of lines; `w`: where its taps lie.
+template <bool halves> DEVICE void multiply(Sums& sum, const Window& window, uint64_t w, int row) {
+#pragma unroll
+  for (int four = 0; four < FOURS; ++four) {
+    const int r = row - four;
+    if (!FLAT && (r < 0 || r >= R)) continue;
+#pragma unroll
+    for (int s = 0; s < S; ++s)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t a[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[e] = window.of[e / 2][SHIFT + (2 * half + e % 2) * STRIDE_W + s * DILATION_W];
+        const uint64_t b = w + ((FLAT ? 0 : r) * S + s) * (W_TAP / 16);
+        if constexpr (halves) {
+          wgmma_f16(sum.of[2 * four + half], a, b, true);
+        } else {
+          wgmma_tf32(sum.of[2 * four + half], a, b, true);
+        }
+      }
+  }
+}
+
+// ---- and what becomes of them
+
+// What the threads of a block tell one another, HALF: of its channels of y the factor of a sum, and how large it must be if nothing of x was
+// lost, 2^5 for each of the channel's numbers in w that have lost bits, or NaN; and whether there is something to do again.
+struct Told {
+  float scales[COLUMNS], least[COLUMNS];
+  int left;
+};
+
+// Of a warp's sums: whether they are stored, and whether all of them are what TF32 would make (returned). Those are finite, and so large that
+// what was lost of numbers below 2^-14, 2^-25 times up to 2^15 or 2^16 of the other factor, cannot be seen: `lost`, 2^4 for each in x.
+enum { CHECK = 1, WRITE = 2 };
+template <bool halves, int what>
+DEVICE bool store(const Sums& sum, const Shape& shape, const Unit& unit, [[maybe_unused]] const Told* told, [[maybe_unused]] float lost,
+                  const float* bias, const float* scale, const float* residual, float* y) {
+  const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * COLUMNS + 2 * (lane % 4);
+  const long long at = unit.image * shape.image_step + unit.row_of(lane) * (int)shape.wide + unit.column_of(lane);
+  bool real[FOURS], good = true;
+#pragma unroll
+  for (int four = 0; four < FOURS; ++four) real[four] = unit.has(shape, lane, four);
+  constexpr int BATCH = 8;  // loads under way at once; more would spill
+  float scales[BATCH], biases[BATCH];
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 8; ++i) {
+    if (i % (BATCH / 2) == 0 && what & WRITE)
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+        const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
+        scales[j] = HAS_SCALE ? scale[column] : 1;
+        biases[j] = HAS_BIAS ? bias[column] : 0;
+      }
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int j = (2 * i + e) % BATCH, column = column0 + 8 * i + e, of_block = 2 * (lane % 4) + 8 * i + e;
+      const long long place = at + column * shape.plane;
+      const float factor = halves ? told->scales[of_block] : 1, least = halves ? lost + told->least[of_block] : 0;
+      [[maybe_unused]] float4 added[FOURS];
+#pragma unroll
+      for (int four = 0; four < FOURS; ++four)
+        if (HAS_RESIDUAL && what & WRITE && real[four] && column < columns) added[four] = *(const float4*)(residual + place + four * (int)shape.wide);
+#pragma unroll
+      for (int four = 0; four < FOURS; ++four) {
+        const bool there = real[four] && column < columns;
+        float v[4];
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) {
+          v[pixel] = sum.of[2 * four + pixel / 2][4 * i + 2 * (pixel % 2) + e];
+          if (what & CHECK) good &= (fabsf(v[pixel]) >= least && fabsf(v[pixel]) < INFINITY) || !there;
+          if (halves) v[pixel] *= factor;
+          if (what & WRITE) EPILOGUE(v[pixel], scales[j], biases[j], ((const float*)&added[four])[pixel])
+        }
+        if (what & WRITE && there) store_word(y + place + four * (int)shape.wide, *(const uint4*)v);
+      }
+    }
+  }
+  return !(what & CHECK) || __all_sync(~0u, good);
+}
+
+struct Rings {
+  uint32_t w, w_full, w_empty;
+  uint8_t* x;
+  uint32_t x_full, x_empty;
+};
+
+template <bool halves>
+DEVICE void consume(const Shape& shape, const Flags& flags, Told* told, int consumer, const Rings& rings, const float* bias, const float* scale,
+                    const float* residual, float* y) {
+  const int across = (int)shape.across, each = (int)gridDim.x / across, warp = threadIdx.x / 32 % 4, number = consumer * 4 + warp;
+  const uint8_t* const units = rings.x + warp * UNIT;
+  RingPosition<STAGES> at;
+  RingPosition<W_STAGES> w_at;
+  for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
+    if (flags.skip<halves>(shape, tile)) continue;
+    Sums sum;
+#pragma unroll
+    for (int block = 0; block < 2 * FOURS; ++block)
+#pragma unroll
+      for (int i = 0; i < COLUMNS / 2; ++i) sum.of[block][i] = 0;
+    float lost = 0;
+    int read = -1;  // a stage of w whose products are under way
+    auto give_back_w = [&](int stage) {
+      if (!W_KEPT<halves> && stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(rings.w_empty + 8 * stage);
+    };
+    for (int step = 0; step < (int)shape.steps; ++step) {
+      barrier_wait(rings.x_full + 8 * at.stage, at.parity);
+      const uint8_t* const unit = units + at.stage * STAGE;
+#pragma unroll
+      for (int part = 0; part < W_PARTS<halves>; ++part) {
+        barrier_wait(rings.w_full + 8 * w_at.stage, W_KEPT<halves> ? 0 : w_at.parity);
+        const uint64_t w = wgmma_descriptor<32>(rings.w + w_at.stage * W_STAGE);
+        for_all<CHUNKS * LOADED>([&](auto which) {
+          constexpr int chunk = decltype(which)::value / LOADED, row = decltype(which)::value % LOADED;
+          Window window;
+          load<halves>(window, lost, unit, part * CHUNKS + chunk, row);
+          wgmma_fence();
+          multiply<halves>(sum, window, w + chunk * TAPS * (W_TAP / 16), row);
+          wgmma_commit();
+          wgmma_wait<BESIDE>();
+          if (decltype(which)::value == 0) give_back_w(read);
+        });
+        if (BESIDE) {
+          read = w_at.stage;
+        } else {
+          give_back_w(w_at.stage);
+        }
+        w_at.next();
+      }
+      __syncwarp();  // what was loaded is in all lanes' registers: it is multiplied
+      if (threadIdx.x % 32 == 0) barrier_arrive(rings.x_empty + 8 * at.stage);
+      at.next();
+    }
+    wgmma_wait<0>();
+    give_back_w(read);
+#pragma unroll
+    for (int block = 0; block < 2 * FOURS; ++block) wgmma_arrived(sum.of[block]);
+    const Unit unit(shape, tile * UNITS + number);
+    if constexpr (halves) {
+#pragma unroll
+      for (int beside = 1; beside < 32; beside *= 2) lost += __shfl_xor_sync(~0u, lost, beside);
+      // a residual may be y itself, which is not to be overwritten then
+      const bool good = store<true, HAS_RESIDUAL ? CHECK : CHECK | WRITE>(sum, shape, unit, told, 16 * lost, bias, scale, residual, y);
+      if (threadIdx.x % 32 == 0) flags.at(shape, tile, number) = !good;
+      if (!good) {
+        told->left = 1;
+      } else if (HAS_RESIDUAL) {
+        store<true, WRITE>(sum, shape, unit, told, 0, bias, scale, residual, y);
+      }
+    } else {
+      if (HALF && !flags.at(shape, tile, number)) continue;
+      store<false, WRITE>(sum, shape, unit, told, 0, bias, scale, residual, y);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    lines_sm90(const __grid_constant__ CUtensorMap map, const uint8_t* __restrict__ w,
+#if HALF
+               const uint8_t* __restrict__ w_tf32, const float2* __restrict__ scale_k, int* flags_of,
+#endif
+               const float* __restrict__ bias, const float* __restrict__ scale, const float* residual, float* __restrict__ y,
+               const __grid_constant__ Shape shape) {
+  extern __shared__ uint8_t dynamic[];
+  constexpr int BARRIERS = 2 * (W_STAGES + CONSUMERS * STAGES);
+  __shared__ alignas(8) uint64_t barriers[(1 + HALF) * BARRIERS];  // the second ones for what is done again
+#if HALF
+  __shared__ Told all_told;
+  Told* const told = &all_told;
+#else
+  Told* const told = nullptr;
+  int* const flags_of = nullptr;
+#endif
+  uint8_t* const start = dynamic + (-shared_address(dynamic) & 1023);  // swizzle patterns follow absolute addresses
+  const int warpgroup = threadIdx.x / 128, consumer = warpgroup ? warpgroup - 1 : max((int)threadIdx.x / 32 - 1, 0);
+  const Flags flags{flags_of};
+  Rings rings;
+  rings.x = start + consumer * STAGES * STAGE;
+  rings.w = shared_address(start) + CONSUMERS * STAGES * STAGE;
+  rings.w_full = shared_address(barriers);
+  rings.w_empty = rings.w_full + 8 * W_STAGES;
+  rings.x_full = rings.w_empty + 8 * W_STAGES + 16 * STAGES * consumer;
+  rings.x_empty = rings.x_full + 8 * STAGES;
+  if (threadIdx.x == 0) {
+    if (HALF) told->left = 0;
+#pragma unroll
+    for (int set = 0; set < 1 + HALF; ++set) {
+      const uint32_t first = shared_address(barriers + set * BARRIERS);
+      for (int i = 0; i < 2 * W_STAGES; ++i) barrier_init(first + 8 * i, i < W_STAGES ? 1 : UNITS);
+      for (int i = 0; i < 2 * CONSUMERS * STAGES; ++i) barrier_init(first + 8 * (2 * W_STAGES + i), i / STAGES % 2 ? 4 : 1);
+    }
+    barrier_init_done();
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+#if HALF
+  if (threadIdx.x < COLUMNS) {
+    const float2 of = scale_k[min(blockIdx.x % (int)shape.across * COLUMNS + (int)threadIdx.x, (int)shape.columns - 1)];
+    told->scales[threadIdx.x] = of.x;
+    told->least[threadIdx.x] = of.y;
+  }
+  __syncthreads();
+  auto again = [&] {  // whether there is something to do again, when all is done
+    __syncwarp();
+    named_barrier(1, THREADS);
+    rings.w_full += 8 * BARRIERS;
+    rings.w_empty += 8 * BARRIERS;
+    rings.x_full += 8 * BARRIERS;
+    rings.x_empty += 8 * BARRIERS;
+    return told->left != 0;
+  };
+#endif
+  if (warpgroup == 0) {
+    registers_down<CONSUMERS == 2 ? 40 : 32>();
+    auto produce = [&](auto halves, const uint8_t* w) {
+      if (threadIdx.x == 0) produce_w<decltype(halves)::value>(w, shape, flags, rings.w, rings.w_full, rings.w_empty);
+      if (threadIdx.x % 32 == 0 && threadIdx.x / 32 > 0 && threadIdx.x / 32 <= CONSUMERS)
+        produce_x<decltype(halves)::value>(&map, shape, flags, consumer, shared_address(rings.x), rings.x_full, rings.x_empty);
+    };
+    produce(Constant<HALF>(), w);
+#if HALF
+    if (again()) produce(Constant<0>(), w_tf32);
+#endif
+  } else {
+    registers_up<CONSUMERS == 2 ? 232 : 160>();
+    consume<HALF>(shape, flags, told, consumer, rings, bias, scale, residual, y);
+#if HALF
+    if (again()) consume<false>(shape, flags, told, consumer, rings, bias, scale, residual, y);
+#endif
+  }
+}
+
+// ---- the filter
+
+struct Filter {
+  long long rows, padded, channels;  // channels of y, those with zeros behind, channels of x
+  long long eights;                  // of lines; HALF: half as many sixteens
+  long long row_step, channel_step;  // elements of w from one to the next
+  long long turned;                  // taps are met from the last to the first
+};
+
+// block -> a channel of y, all of w's elements of which lie in shared memory; thread -> 32 bytes of [eight][tap][padded rows][8 lines],
+// rounded, and, HALF, of [sixteen][tap][padded rows][16 lines], scaled, as a product reads them from shared memory
+extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __restrict__ w, uint4* __restrict__ laid,
+#if HALF
+                                                             uint4* __restrict__ halves, float2* __restrict__ scale_k,
+#endif
+                                                             const Filter filter) {
+  extern __shared__ float of_row[];
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const int row = blockIdx.x, channels = (int)filter.channels;
+  const bool real = row < (int)filter.rows;
+  for (int i = threadIdx.x; i < channels * R * S; i += 256) of_row[i] = real ? w[row * filter.row_step + i / (R * S) * filter.channel_step + i % (R * S)] : 0;
+  __syncthreads();
+  auto element = [&](int line, int tap) {
+    const int c = FLAT ? line / R : line, r = FLAT ? line % R : tap / S, number = r * S + tap % S;
+    return c < channels ? of_row[c * R * S + (filter.turned ? R * S - 1 - number : number)] : 0;
+  };
+  // the two halves of 32 bytes number `i`, swizzled
+  auto put = [&](uint4* to, int i, const uint32_t(&v)[8]) {
+    to += (i * filter.padded + row) * 2;
+    to[row / 4 % 2] = make_uint4(v[0], v[1], v[2], v[3]);
+    to[1 - row / 4 % 2] = make_uint4(v[4], v[5], v[6], v[7]);
+  };
+  for (int i = threadIdx.x; i < (int)filter.eights * TAPS; i += 256) {
+    uint32_t v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) v[k] = rounded(element(i / TAPS * 8 + line_of(k % 4, k / 4), i % TAPS)) & ~0x1fffu;
+    put(laid, i, v);
+  }
+#if HALF
+  __shared__ unsigned largest;
+  __shared__ int lost;
+  if (threadIdx.x == 0) largest = lost = 0;
+  __syncthreads();
+  unsigned mine = 0;
+  for (int i = threadIdx.x; i < channels * R * S; i += 256) mine = max(mine, __float_as_uint(fabsf(of_row[i])));
+  atomicMax(&largest, __reduce_max_sync(~0u, mine));
+  __syncthreads();
+  const int exponent = (int)(largest >> 23) - 127;
+  const bool usable = exponent >= -60 && exponent <= 60;
+  const float factor = usable ? __uint_as_float((127 + 14 - exponent) << 23) : 1;  // the largest one to 2^14 and more
+  int count = 0;
+  for (int i = threadIdx.x; i < channels * R * S; i += 256) count += of_row[i] != 0 && fabsf(of_row[i]) * factor < LEAST_HALF;
+  atomicAdd(&lost, __reduce_add_sync(~0u, count));
+  for (int i = threadIdx.x; i < (int)filter.eights / 2 * TAPS; i += 256) {
+    uint32_t v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const __half2 both = __floats2half2_rn(element(i / TAPS * 16 + line_of(k % 4, k / 4 * 2), i % TAPS) * factor,
+                                             element(i / TAPS * 16 + line_of(k % 4, k / 4 * 2 + 1), i % TAPS) * factor);
+      v[k] = *(const uint32_t*)&both;
+    }
+    put(halves, i, v);
+  }
+  __syncthreads();
+  if (real && threadIdx.x == 0) scale_k[row] = make_float2(1 / (X_SCALE * factor), largest == 0 ? 0 : usable ? 32 * lost : NAN);
+#endif
+}

@@ -1,0 +1,314 @@
+"""Convolutions of float32 arrays as they lie, NCHW, for ``precision="tf32"`` on Hopper's tensor cores (``cu/lines_sm90.cu``).
+
+Nothing is packed but the filter. In TF32 nothing is scaled either, and no number needs a path of its own; with HALF the numbers
+become fp16 on their way to the product, which takes half the time, and what fp16 can't hold is done again in TF32 by the same
+launch. Either way shared memory and the L2 cache are asked for more than by packed operands, so that this wins where packing the
+images takes about as long as their products: few channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from pycuda_conv.engines import direct
+from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
+from pycuda_conv.engines.implicit_gemm import unsupported
+from pycuda_conv.engines.packed import Program, Room, products
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Place, Step, TensorMap
+
+__all__ = ["Lines", "choose", "configs", "legal", "packed_as", "program", "time", "unsupported"]
+
+MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
+MOST_SHARED = 227 * 1024  # bytes a block
+FILTER_BYTES = 40 * 1024  # of one output channel of the filter
+FEW = 8  # channels: with less, lines are rows of all of them
+SWIZZLED = 4  # rows of so many such pieces are swizzled
+
+
+@dataclass(frozen=True)
+class Lines:
+    """One tile of ``lines_sm90.cu``.
+
+    Its output channels; fours of pixels a thread, one below the other; pixels along W of a warp's unit; consumer warpgroups; stages of
+    the ring of x of each, and of w's; and how many lines a stage has, in eights, or, HALF, where they become fp16 numbers, in sixteens.
+    """
+
+    COLUMNS: int = 64
+    FOURS: int = 1
+    UNIT: int = 8
+    CONSUMERS: int = 2
+    STAGES: int = 2
+    FILTERS: int = 1
+    CHUNKS: int = 1
+    HALF: bool = False
+
+
+# ---- what is legal
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.dtype != "float32" or products(problem) != 1 or problem.groups != 1 or problem.layout != "NCHW":
+        return "it takes float32 arrays in tf32, of one group, NCHW"
+    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+        return "there is nothing to compute"
+    if problem.operand_size[0] != 1 or problem.filter_size[0] != 1 or problem.padding_before[0] or problem.padding_after[0]:
+        return "it takes at most two spatial axes"
+    if problem.direction != "fprop" and problem.stride != (1, 1, 1):
+        return "transposed, it takes no stride"
+    if problem.operand_size[2] % 4 or problem.result_size[2] % 4:
+        return "rows of x and of y are read and written 16 bytes at once"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def legal(problem: ConvProblem, config: Lines) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.COLUMNS not in (32, 64, 96, 128) or config.FOURS not in (1, 2) or config.COLUMNS * config.FOURS > 128:
+        return "a tile has 32, 64, 96 or 128 columns, and one or two fours, 128 columns in all"
+    if config.COLUMNS >= problem.result_channels + 32:
+        return f"there are {problem.result_channels} columns"
+    if config.CONSUMERS not in (2, 3) or (config.CONSUMERS == 3 and (config.COLUMNS > 64 or config.FOURS > 1)):
+        return "there are two consumers, or, of 64 columns and one four, three"
+    if config.UNIT not in (8, 16, 32):
+        return "a unit is 8, 16 or 32 pixels wide"
+    if config.CHUNKS < 1:
+        return "a stage takes some eights of lines"
+    walk = _Walk.of(problem, config)
+    if config.FOURS == 2 and (walk.flat or walk.stride[0] != 1 or walk.dilation[0] != 1):
+        return "two fours share rows of many channels, where neighbours are one row apart"
+    if walk.pieces > MOST_PIECES or max(walk.box) > 256 or (config.FOURS == 2 and walk.taps[1] > 4):
+        return "a thread has no room for what its taps meet of a row"
+    if walk.flat and config.CHUNKS != ceil(problem.operand_channels * walk.taps[0], 8):
+        return "a stage takes some eights of lines; of less than 8 channels all"
+    if config.STAGES < 2 or not (config.FILTERS == walk.steps or 2 <= config.FILTERS < walk.steps):
+        return f"rings have two stages at least; that of w, {walk.steps} at the most"
+    if config.HALF and walk.flat:
+        return "few channels are multiplied in TF32"
+    if config.HALF and config.FILTERS < 2:
+        return "a ring of w has two stages at least where some is done again"
+    if 4 * problem.operand_channels * math.prod(walk.taps) > FILTER_BYTES:
+        return "an output channel's elements of the filter lie in shared memory while it is laid"
+    needed = shared_bytes(problem, config) + _beside(config)
+    if needed > MOST_SHARED:
+        return f"it needs {needed:,} bytes of shared memory; a block has {MOST_SHARED:,}"
+    return None
+
+
+# ---- launches
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """How a problem's pixels meet x: rows and columns each.
+
+    Attributes
+    ----------
+    size, taps, stride, dilation : (int, int)
+    low : (int, int)
+        x of the first pixel's first tap.
+    turned : bool
+        Taps are met from the filter's last to its first.
+    flat : bool
+        A line is any row of any channel: there are less than 8 of these.
+    unit : (int, int)
+        Pixels of a warp.
+    channels, chunks, steps : int
+        Channels a stage; eights, or sixteens, of lines a stage; stages.
+    """
+
+    size: tuple[int, int]
+    taps: tuple[int, int]
+    stride: tuple[int, int]
+    low: tuple[int, int]
+    dilation: tuple[int, int]
+    turned: bool
+    flat: bool
+    unit: tuple[int, int]
+    channels: int
+    chunks: int
+    steps: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: Lines) -> _Walk:
+        (phase,) = direct.phases(problem)
+        channels, flat, turned = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
+        low = [-pad + min(0, (taps - 1) * step) for pad, taps, step in zip(phase.pad, phase.taps, phase.dilation, strict=True)]
+        dilation = [abs(step) or 1 for step in phase.dilation]  # transposed, taps lie in the other order
+        each = channels if flat else (16 if config.HALF else 8) * config.CHUNKS
+        unit = (32 * config.FOURS // config.UNIT, config.UNIT)
+        size, taps, stride = _hw(phase.size), _hw(phase.taps), _hw(phase.stride)
+        return cls(size, taps, stride, _hw(low), _hw(dilation), turned, flat, unit, each, config.CHUNKS, ceil(channels, each))
+
+    @property
+    def shift(self) -> int:
+        """Columns from a multiple of 16 bytes to the first one that taps meet."""
+        return self.low[1] % 4
+
+    @property
+    def pieces(self) -> int:
+        return (self.shift + 3 * self.stride[1] + (self.taps[1] - 1) * self.dilation[1]) // 4 + 1
+
+    @property
+    def box(self) -> tuple[int, int]:
+        """What the taps of a unit meet of a channel: rows, columns."""
+        wide = (self.unit[1] - 4) * self.stride[1] // 4 + self.pieces
+        # lines lie so far apart that 8 lanes' loads meet all banks: see four_of and line_of
+        while wide % 2 == 0 if self.stride[1] % 2 == 0 else wide % 4 != 2 and wide != SWIZZLED:
+            wide += 1
+        return (self.unit[0] - 1) * self.stride[0] + (self.taps[0] - 1) * self.dilation[0] + 1, 4 * wide
+
+    @property
+    def span(self) -> int:
+        """Bytes of a row over which it is swizzled, or 0."""
+        return 16 * SWIZZLED if self.box[1] == 4 * SWIZZLED else 0
+
+    @property
+    def unit_bytes(self) -> int:
+        return ceil(4 * self.channels * math.prod(self.box), 1024) * 1024
+
+    @property
+    def eights(self) -> int:
+        """Of lines, or sixteens, all."""
+        return self.steps * self.chunks
+
+    @property
+    def taps_of_eight(self) -> int:
+        return self.taps[1] if self.flat else math.prod(self.taps)
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Of an image: rows, columns."""
+        return ceil(self.size[0], self.unit[0]), ceil(self.size[1], self.unit[1])
+
+
+def _hw(axes: tuple[int, ...] | list[int]) -> tuple[int, int]:
+    return axes[1], axes[2]
+
+
+def shared_bytes(problem: ConvProblem, config: Lines) -> int:
+    """Shared memory of a block: the rings, and room to align them."""
+    walk = _Walk.of(problem, config)
+    w_stage = walk.chunks * walk.taps_of_eight * config.COLUMNS * 32
+    return config.CONSUMERS * config.STAGES * 4 * walk.unit_bytes + config.FILTERS * w_stage + 1024
+
+
+def _beside(config: Lines) -> int:
+    """At least the bytes of shared memory that a block has beside those: barriers, and what its threads tell one another."""
+    barriers = 16 * (config.FILTERS + config.CONSUMERS * max(config.STAGES, 6))
+    return 2 * barriers + 8 * config.COLUMNS + 64 if config.HALF else barriers + 64
+
+
+def packed_as(problem: ConvProblem, config: Lines) -> tuple[int, int, bool]:
+    """What of the filter's layout is the configuration's: how many lines at once, those of swizzled rows or not, in fp16 too or not."""
+    walk = _Walk.of(problem, config)
+    return walk.eights, walk.span, config.HALF
+
+
+def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Program:
+    """The launches of `config`, which is legal for `problem`."""
+    walk, kept, scratch = _Walk.of(problem, config), Room(PACKED), Room(WORKSPACE)
+    columns, padded = problem.result_channels, ceil(problem.result_channels, 32) * 32
+    (rows, wide), (box_h, box_w) = walk.size, walk.box
+    defines = {
+        "COLUMNS": config.COLUMNS, "FOURS": config.FOURS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
+        "W_STAGES": config.FILTERS, "KEPT": int(config.FILTERS == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.HALF),
+        "FLAT": int(walk.flat),
+        "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0], "STRIDE_W": walk.stride[1],
+        "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1], "UNIT_H": walk.unit[0],
+        "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **direct.epilogue(problem),
+    }  # fmt: skip
+    bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
+    eights = walk.eights * (2 if config.HALF else 1)
+    laid = kept.take(eights * bytes_each)
+    halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.HALF else ()
+    _, row_step, channel_step = direct.filter_strides(problem)
+    scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.turned))
+    # as much shared memory for all: kernels of equal text are one
+    filters = Step("lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), scalars, "lines_sm90", shared=FILTER_BYTES, arch="sm_90a")
+
+    across, tiles, grid = _tiles(problem, config, multiprocessors)
+    scalars = (across, tiles, walk.steps, problem.N, *walk.units, columns, padded, rows, wide, columns * rows * wide, rows * wide,
+               walk.low[1] - walk.shift, walk.low[0])  # fmt: skip
+    _, h, w = problem.operand_size
+    channels, row = problem.operand_channels, 4 * w
+    sizes, strides = (w, channels, h, problem.N), (row * h, row, row * h * channels)
+    images = TensorMap(INPUT, 0, sizes, strides, (box_w, walk.channels, box_h, 1), walk.span, "float32")
+    if config.HALF:
+        flags = scratch.take(4 * tiles * across * 4 * config.CONSUMERS)
+        buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, SCALE, RESIDUAL, RESULT)
+    else:
+        buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
+    threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
+    product = Step("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
+    return Program([[filters]], [[product]], [[filters], [product]], scratch.used, kept.used)
+
+
+def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[int, int, int]:
+    """Tiles along the channels, and of units; blocks of the launch."""
+    across = ceil(problem.result_channels, config.COLUMNS)
+    tiles = ceil(problem.N * math.prod(_Walk.of(problem, config).units), 4 * config.CONSUMERS)
+    return across, tiles, across * min(tiles, max(1, multiprocessors // across))
+
+
+# ---- the choice
+
+# Measured on an H200.
+CLOCK = {False: 1600.0, True: 1300.0}  # cycles a microsecond, of products beside what feeds them, by HALF
+FILL = 43e3  # bytes a microsecond to a multiprocessor, from the L2 cache
+STORED = {8: 24e3, 16: 34e3, 32: 38e3}  # and from it, by the pixels of a unit's rows
+LAUNCHES_TIME = {False: 4.0, True: 5.5}  # microseconds, the filter's among them
+TILE_TIME = 0.6  # of a tile beside all that
+
+
+def configs(problem: ConvProblem) -> Iterator[Lines]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    channels, rows, most = problem.operand_channels, problem.filter_size[1], problem.result_channels + 31
+    widths = [columns for columns in (64, 96, 128) if columns <= most] or [32]
+    amounts = (ceil(channels * rows, 8),) if channels < FEW else (2, 1, 4)  # of equals the first one was the fastest
+    shapes = [(columns, fours) for columns in widths for fours in (1, 2) if columns * fours <= 128]
+    for (columns, fours), unit, chunks, half in product(shapes, (8, 16, 32), amounts, (False, True)[: 1 + (channels >= FEW)]):
+        for consumers in (2, 3) if columns <= 64 and fours == 1 else (2,):
+            yield from _deepest(problem, Lines(columns, fours, unit, consumers, CHUNKS=chunks, HALF=half))
+
+
+def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
+    """`config` with the filter kept in shared memory, if it fits, or else in a ring, and as many stages as there is room for, if any."""
+    walk = _Walk.of(problem, config)
+    for filters in (walk.steps, 4, 3, 2):
+        one = replace(config, FILTERS=filters)
+        x = config.CONSUMERS * 4 * walk.unit_bytes
+        stages = min(6, (MOST_SHARED - _beside(one) - shared_bytes(problem, replace(one, STAGES=0))) // x)
+        if filters <= walk.steps and stages >= 2:
+            yield from (one for one in (replace(one, STAGES=stages),) if legal(problem, one) is None)
+            return
+
+
+def time(problem: ConvProblem, config: Lines, multiprocessors: int) -> float:
+    """Microseconds that `config` should take: arithmetic or bytes from the L2 cache, whichever is longer, stores, rounds of tiles."""
+    walk, (across, tiles, grid) = _Walk.of(problem, config), _tiles(problem, config, multiprocessors)
+    units = 4 * config.CONSUMERS
+    cycles = walk.eights * walk.taps_of_eight * config.FOURS * config.CONSUMERS * config.COLUMNS  # a tensor core has 8 columns in 4
+    rows, wide = walk.box
+    x = units * walk.steps * walk.channels * rows * (4 * wide + 32)  # sectors that a row begins and ends in
+    w = walk.eights * walk.taps_of_eight * config.COLUMNS * 32
+    kept = config.FILTERS == walk.steps
+    written = 128 * units * config.FOURS * min(config.COLUMNS, problem.result_channels)
+    tile = max(cycles / CLOCK[config.HALF], (x + (0 if kept else w)) / FILL) + written / STORED[config.UNIT] + TILE_TIME
+    filters = (w / FILL if kept else 0) + math.prod(problem.weight_shape) * 12 / 3.5e6
+    return LAUNCHES_TIME[config.HALF] + ceil(tiles, grid // across) * tile + filters
+
+
+def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, Lines] | None:
+    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
+    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0], default=None)
