@@ -33,6 +33,7 @@ from pycuda_conv.engines import implicit_gemm as ig
 from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
 from pycuda_conv.engines.implicit_gemm import ImplicitGemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.lines import Lines
 from pycuda_conv.engines.pointwise import Pointwise
 
 try:
@@ -425,6 +426,7 @@ EMULATED = [
     *((fprop((3, 64, 5, 16), (72, 64, 1, 1)), mode, config) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp16", lying(64, 128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
     *((WHOLE, mode, config) for mode in ("fp32", "tf32") for config in (patches(64, 4), raw(4))),
+    (BASE, "tf32", Lines(64, 1, 8, 2, 2, 2, 1, True)), (BASE, "tf32", Lines(32, 2, 8, 2, 2, 3)), (fprop((2, 3, 9, 8), (40, 3, 3, 3), padding=1), "tf32", Lines(32, 1, 8, 2, 2, 1, 2)),
     (BASE, "tf32", ImplicitGemm(128, 24, 3, PINGPONG=True)), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, PINGPONG=True)),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
@@ -466,6 +468,7 @@ def test_programs_say_whether_they_write_twice():
 
     assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", ImplicitGemm(64, 128, 3)) and redoes("fp32 last", ImplicitGemm80())
     assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp16", lying(64, 128)) and not redoes("fp32", Pointwise()) and not redoes("fp32", GEMM)
+    assert not redoes("tf32", Lines(64, 1, 8, 2, 2, 2, 1, True))  # a residual is read before its place is written, and then no more
     assert not redoes("fp16 last", ImplicitGemm80())
 
 
@@ -485,6 +488,9 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, mode, config) for case in (POINT, dgrad((3, 64, 10, 12), (64, 136, 1, 1))) for mode, config in (
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(96, 2)), ("tf32 last", Pointwise(32, 1)))),
     (fprop((3, 64, 10, 12), (135, 64, 1, 1)), "fp32 last", Pointwise(64, 2)), *((POINT, "fp16", lying(rows, pixels)) for rows, pixels in ((64, 128), (128, 64))), (POINT, "fp16", lying(128, 256, 4)),
+    *((case, "tf32", config) for case in (fprop((3, 64, 10, 12), (136, 64, 3, 3), padding=1), dgrad((3, 64, 10, 12), (64, 136, 3, 3), padding=1)) for config in (
+        Lines(128, 1, 8, 2, 2, 2, 1, True), Lines(64, 2, 16, 2, 2, 2, 1, True), Lines(64, 1, 8, 3, 2, 2), Lines(64, 2, 8, 2, 2, 2))),
+    (fprop((2, 3, 40, 48), (64, 3, 7, 7), stride=2, padding=3), "tf32", Lines(64, 1, 8, 3, 2, 1, 3)),
     *((case, mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 8) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (
