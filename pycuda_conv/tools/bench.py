@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pycuda_conv
-from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm, Pointwise
+from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm, Lines, Pointwise
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
@@ -230,7 +230,7 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
     tensor_cores = isinstance(config, TENSOR_CORES)
-    as_it_lies = isinstance(config, Pointwise) or (isinstance(config, ImplicitGemm) and not config.packs_images)
+    as_it_lies = isinstance(config, (Pointwise, Lines)) or (isinstance(config, ImplicitGemm) and not config.packs_images)
     least = floor(problem, tensor_cores=tensor_cores, packed=not as_it_lies)
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
