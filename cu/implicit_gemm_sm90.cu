@@ -555,22 +555,6 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
 
 // ---- a tile's sums, scaled and so on, to y
 
-// A number known to the compiler, as an argument.
-template <int n> struct Constant {
-  static constexpr int value = n;
-};
-// f(Constant<0>), f(Constant<CHUNK>), ...: sums are in registers, so which of them a chunk of pixels takes must be constant
-template <int base = 0, class F> DEVICE void for_chunks(const F& f) {
-  f(Constant<base>());
-  if constexpr (base + CHUNK < WGMMA_N) for_chunks<base + CHUNK>(f);
-}
-
-// f(Constant<0>), ... f(Constant<PARTS - 1>)
-template <int part = 0, class F> DEVICE void for_parts(const F& f) {
-  f(Constant<part>());
-  if constexpr (part + 1 < PARTS) for_parts<part + 1>(f);
-}
-
 // What a thread has to know to store its sums: where its consumer's channels and pixels begin, and what finishes the sums of
 // its two channels. Loaded while a tile is multiplied.
 struct Rows {
@@ -881,11 +865,12 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #if PAIRED
   store_pair(sum, rows, shape, tile % 2, (float2*)staging, scales, y);
 #else
-  for_chunks([&](auto base) {
+  for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
+    constexpr int base = decltype(chunk)::value * CHUNK;
 #if TENSOR_STORE
-    store_chunk_by_tensor<decltype(base)::value>(sum, rows, shape, consumer, staging, scales, residual, map_y);
+    store_chunk_by_tensor<base>(sum, rows, shape, consumer, staging, scales, residual, map_y);
 #else
-    store_chunk<decltype(base)::value>(sum, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
+    store_chunk<base>(sum, rows, shape, (float*)staging + threadIdx.x % 128 / 32 * (32 * 20), scales, residual, y);
 #endif
   });
 #endif
@@ -1042,7 +1027,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
     store_rows<number * HALO / PARTS, (number + 1) * HALO / PARTS>(total, rows, shapes.of[0], residual, y);
   };
-  auto store = [&] { for_parts(store_part); };
+  auto store = [&] { for_all<PARTS>(store_part); };
 #else
   auto store = [&] { store_sums(total, rows, shapes.of[phase_of(stored)], stored, consumer, staging, scales, residual, map_y, moments, y); };
 #endif
@@ -1068,7 +1053,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     multiply_stage(true);
     ++step;
     const Rows next = look_ahead();
-    for_parts([&](auto part) {
+    for_all<PARTS>([&](auto part) {
       if (pending) store_part(part);
       const bool more = step < range.last;
       if (more) multiply_stage(false);
@@ -1078,7 +1063,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     });
     rows = next;
 #else
-    for_parts([&](auto part) {
+    for_all<PARTS>([&](auto part) {
       if (step < range.last) {
         multiply_stage(step == range.first);
         ++step;

@@ -197,17 +197,6 @@ struct Window {
   uint32_t of[2][4 * PIECES];
 };
 
-// f(Constant<0>), ... f(Constant<count - 1>)
-template <int n> struct Constant {
-  static constexpr int value = n;
-};
-template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
-  if constexpr (i < count) {
-    f(Constant<i>());
-    for_all<count, i + 1>(f);
-  }
-}
-
 // Those of `unit`: of eight, or sixteen, number `chunk` row number `row`. `lost`: up to how many of the numbers have lost bits.
 template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& lost, const uint8_t* unit, int chunk, int row) {
   const int lane = threadIdx.x % 32;

@@ -40,6 +40,18 @@ DEVICE void store_word(void* to, uint4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
+// ---- f(Constant<0>), ... f(Constant<count - 1>): numbers known to the compiler as arguments, as what names registers must be
+
+template <int n> struct Constant {
+  static constexpr int value = n;
+};
+template <int count, int i = 0, class F> DEVICE void for_all(const F& f) {
+  if constexpr (i < count) {
+    f(Constant<i>());
+    for_all<count, i + 1>(f);
+  }
+}
+
 // ---- moments of y
 
 // Of numbers, how far they are off a first one, summed, and the squares of that: a large mean costs no digits.

@@ -722,6 +722,13 @@ def check_norm(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndar
     assert error <= (1e-3 if "tf32" in mode else 6e-7), f"{case} {mode} {what}: relative error {error:.2g}"
 
 
+def check_scenario(case: Case, mode: str, x: np.ndarray, w: np.ndarray, got: np.ndarray, scenario: str) -> None:
+    """What is asked of the result of a scenario's data."""
+    check_range(case, mode, x, w, got, scenario)
+    if scenario in NORMED:
+        check_norm(case, mode, x, w, got, scenario)
+
+
 RANGED = [
     (case, config, scenario) for case, config in ((WIDE, None), (DEEP, None), (BACK, None)) for scenario in SCENARIOS
     if case is not DEEP or scenario in NORMED
@@ -733,9 +740,7 @@ RANGED = [
 def test_the_limbs_and_the_exact_path_keep_every_range(case, config, scenario, mode):
     x, w = data(scenario, case)
     got = emulated(case, mode, (x, w), config, finite=False, keep=False)
-    check_range(case, mode, x, w, got, scenario)
-    if scenario in NORMED:
-        check_norm(case, mode, x, w, got, scenario)
+    check_scenario(case, mode, x, w, got, scenario)
 
 
 # ---- the infinities and NaNs of the data reach the results that depend on them, and no others
@@ -1130,6 +1135,17 @@ def ids_of(runs) -> list[str]:
     return [f"{mode}-{'_'.join(str(v) for v in vars(config).values())}-{case}" for case, mode, config in runs]
 
 
+def check_on_gpu(torch, plan: Plan, case: Case, mode: str) -> None:
+    """Integers exactly, numbers at random within the bound, the same bits every time and with a kept filter."""
+    arrays = case.integers("float32")
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+    arrays = case.normals("float32")
+    ref, on_gpu = case.reference(*arrays), Arrays(torch, plan, *arrays)
+    got = on_gpu.launch()
+    assert_close(got, ref, bound(case, mode, *arrays, ref), plan)
+    assert got.tobytes() == on_gpu.launch().tobytes() == on_gpu.launch(kept=True).tobytes()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
 def test_integers_are_exact(torch, run):
@@ -1194,9 +1210,7 @@ def test_every_range_is_kept(torch, run, scenario):
     case, mode, _ = run
     x, w = data(scenario, case)
     got = Arrays(torch, plans("ranges")[str(run)], x, w).launch()
-    check_range(case, mode, x, w, got, scenario)
-    if scenario in NORMED:
-        check_norm(case, mode, x, w, got, scenario)
+    check_scenario(case, mode, x, w, got, scenario)
 
 
 @pytest.mark.gpu

@@ -12,17 +12,16 @@ from hypothesis import strategies as st
 from reference import Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
-    NORMED,
     NVCC,
     SCENARIOS,
     Arrays,
     asked,
     bound,
     check_compiled,
-    check_norm,
     check_not_finite,
     check_noticed,
-    check_range,
+    check_on_gpu,
+    check_scenario,
     check_steps,
     data,
     emulated,
@@ -206,9 +205,7 @@ RANGED = [scenario for scenario in SCENARIOS if scenario != "subnormals"]
 def test_every_range_is_kept(scenario, half):
     x, w = data(scenario, THIN)
     got = emulated(THIN, MODE, (x, w), a_tile(THIN, half), finite=False, keep=False)
-    check_range(THIN, MODE, x, w, got, scenario)
-    if scenario in NORMED:
-        check_norm(THIN, MODE, x, w, got, scenario)
+    check_scenario(THIN, MODE, x, w, got, scenario)
 
 
 #: What is not finite, and the tile.
@@ -294,15 +291,7 @@ def plans() -> dict:
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
 def test_on_the_gpu(torch, run):  # noqa: F811
-    """Integers exactly, numbers at random within the bound, the same bits every time and with a kept filter."""
-    case, mode, _ = run
-    plan, arrays = plans()[str(run)], case.integers("float32")
-    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-    arrays = case.normals("float32")
-    ref, on_gpu = case.reference(*arrays), Arrays(torch, plan, *arrays)
-    got = on_gpu.launch()
-    assert_close(got, ref, bound(case, mode, *arrays, ref), plan)
-    assert got.tobytes() == on_gpu.launch().tobytes() == on_gpu.launch(kept=True).tobytes()
+    check_on_gpu(torch, plans()[str(run)], *run[:2])
 
 
 @pytest.mark.gpu
@@ -311,9 +300,7 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 def test_every_range_is_kept_on_the_gpu(torch, scenario, half):  # noqa: F811
     x, w = data(scenario, THIN)
     got = Arrays(torch, plans()[str((THIN, MODE, a_tile(THIN, half)))], x, w).launch()
-    check_range(THIN, MODE, x, w, got, scenario)
-    if scenario in NORMED:
-        check_norm(THIN, MODE, x, w, got, scenario)
+    check_scenario(THIN, MODE, x, w, got, scenario)
 
 
 @pytest.mark.gpu

@@ -37,7 +37,8 @@ from pycuda_conv.engines.packed import (
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
 
-SHARED_BYTES = 227 * 1024 - 256  # what a block of an sm_90 GPU may have, but for the barriers
+MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
+SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
 THREADS = 384  # a producer's warpgroup and two consumers'
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold

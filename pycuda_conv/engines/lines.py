@@ -15,15 +15,15 @@ from itertools import product
 
 from pycuda_conv.engines import direct
 from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
-from pycuda_conv.engines.implicit_gemm import unsupported
+from pycuda_conv.engines.implicit_gemm import MOST_SHARED, unsupported
 from pycuda_conv.engines.packed import Program, Room, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Place, Step, TensorMap
 
 __all__ = ["Lines", "choose", "configs", "legal", "packed_as", "program", "time", "unsupported"]
 
+MOST_STAGES = 6  # of a ring of x, that are tried
 MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
-MOST_SHARED = 227 * 1024  # bytes a block
 FILTER_BYTES = 40 * 1024  # of one output channel of the filter
 FEW = 8  # channels: with less, lines are rows of all of them
 SWIZZLED = 4  # rows of so many such pieces are swizzled
@@ -97,7 +97,7 @@ def legal(problem: ConvProblem, config: Lines) -> str | None:
         return "a ring of w has two stages at least where some is done again"
     if 4 * problem.operand_channels * math.prod(walk.taps) > FILTER_BYTES:
         return "an output channel's elements of the filter lie in shared memory while it is laid"
-    needed = shared_bytes(problem, config) + _beside(config)
+    needed = _all_shared_bytes(problem, config)
     if needed > MOST_SHARED:
         return f"it needs {needed:,} bytes of shared memory; a block has {MOST_SHARED:,}"
     return None
@@ -201,10 +201,10 @@ def shared_bytes(problem: ConvProblem, config: Lines) -> int:
     return config.CONSUMERS * config.STAGES * 4 * walk.unit_bytes + config.FILTERS * w_stage + 1024
 
 
-def _beside(config: Lines) -> int:
-    """At least the bytes of shared memory that a block has beside those: barriers, and what its threads tell one another."""
-    barriers = 16 * (config.FILTERS + config.CONSUMERS * max(config.STAGES, 6))
-    return 2 * barriers + 8 * config.COLUMNS + 64 if config.HALF else barriers + 64
+def _all_shared_bytes(problem: ConvProblem, config: Lines) -> int:
+    """Those, barriers, for as many stages as are ever chosen, and what a block's threads tell one another."""
+    barriers = 16 * (config.FILTERS + config.CONSUMERS * max(config.STAGES, MOST_STAGES))
+    return shared_bytes(problem, config) + (2 * barriers + 8 * config.COLUMNS if config.HALF else barriers) + 64
 
 
 def packed_as(problem: ConvProblem, config: Lines) -> tuple[int, int, bool]:
@@ -221,10 +221,9 @@ def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Progra
     defines = {
         "COLUMNS": config.COLUMNS, "FOURS": config.FOURS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
         "W_STAGES": config.FILTERS, "KEPT": int(config.FILTERS == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.HALF),
-        "FLAT": int(walk.flat),
-        "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0], "STRIDE_W": walk.stride[1],
-        "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1], "UNIT_H": walk.unit[0],
-        "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **direct.epilogue(problem),
+        "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0],
+        "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1],
+        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **direct.epilogue(problem),
     }  # fmt: skip
     bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
     eights = walk.eights * (2 if config.HALF else 1)
@@ -248,8 +247,8 @@ def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Progra
     else:
         buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
-    product = Step("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
-    return Program([[filters]], [[product]], [[filters], [product]], scratch.used, kept.used)
+    lines = Step("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
+    return Program([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
 
 
 def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[int, int, int]:
@@ -284,13 +283,13 @@ def configs(problem: ConvProblem) -> Iterator[Lines]:
 
 def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
     """`config` with the filter kept in shared memory, if it fits, or else in a ring, and as many stages as there is room for, if any."""
-    walk = _Walk.of(problem, config)
-    for filters in (walk.steps, 4, 3, 2):
-        one = replace(config, FILTERS=filters)
-        x = config.CONSUMERS * 4 * walk.unit_bytes
-        stages = min(6, (MOST_SHARED - _beside(one) - shared_bytes(problem, replace(one, STAGES=0))) // x)
-        if filters <= walk.steps and stages >= 2:
-            yield from (one for one in (replace(one, STAGES=stages),) if legal(problem, one) is None)
+    steps = _Walk.of(problem, config).steps
+    for filters in (steps, 4, 3, 2):
+        least, next_one = (_all_shared_bytes(problem, replace(config, FILTERS=filters, STAGES=stages)) for stages in (2, 3))
+        if filters <= steps and least <= MOST_SHARED:
+            one = replace(config, FILTERS=filters, STAGES=min(MOST_STAGES, 2 + (MOST_SHARED - least) // (next_one - least)))
+            if legal(problem, one) is None:
+                yield one
             return
 
 
