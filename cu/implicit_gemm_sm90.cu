@@ -17,7 +17,7 @@
 // Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
 //          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
 //          empty[stage]: the consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
-//          rows of y, and the scales of their pixels. A warp's is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels]
+//          rows of y, and the scales of their pixels (PAIRED: their places in y too). A warp's is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels]
 //          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
@@ -50,7 +50,7 @@
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
 //          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile. With a stride of 2
 //          along w a block takes the same tile of two phases, of even and odd columns, one after the other (PAIRED): a thread has the
-//          neighbours in y at the same place of its sums, keeps the first phase's in shared memory and writes both together.
+//          neighbours in y at the same place of its sums. Those of the first phase are kept in shared memory, those of both turned to rows of y.
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128
@@ -90,7 +90,7 @@
 #define RAW_STAGES 2
 #define RAW_SHIFT 3  // columns from a multiple of 16 bytes to the first one that taps meet
 #define SLACK 4      // of a patch's limbs: pack.cu
-#define PAIRED 0     // elements of y that a thread writes at once, 2 or 4, where phases of neighbouring columns are written together
+#define PAIRED 0     // phases of neighbouring columns are written together
 #endif
 #if POINTWISE
 #define WGMMA_TURNED_B "1"
@@ -141,7 +141,8 @@ static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0
 typedef element<OUT> out_t;
 
 // bytes of a consumer
-constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 64 * WGMMA_N * 4 : HALO ? 0 : 4 * 32 * 20 * 4;
+[[maybe_unused]] constexpr int KEPT_PIECE = 8 * CHUNK * 4, KEPT = 16 * WGMMA_N * 4 + KEPT_PIECE;  // of a warp, PAIRED
+constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 4 * KEPT : HALO ? 0 : 4 * 32 * 20 * 4;
 
 // Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
 struct Shape {
@@ -159,6 +160,7 @@ struct Shape {
   long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
+  long long out_part;                                   // and from one part of a split sum to the next
   long long patches;                                    // of an image; HALO
 };
 
@@ -465,13 +467,23 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
     const int x_w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
     const int x_h = inside % (int)shape.load_pq / (int)shape.load_q * (int)shape.stride_h + (int)shape.low_h;
     const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
-    const int channel = of.group * (int)shape.channels_group;
+    const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
+    const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
     [[maybe_unused]] const long long w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
-    int c = block % (int)shape.channel_blocks, tap = block / (int)shape.channel_blocks;
-    int s = tap % (int)shape.tap_s, r = tap / (int)shape.tap_s % (int)shape.tap_r, t = tap / (int)(shape.tap_s * shape.tap_r);
+    int c = block % channel_blocks, s = block / channel_blocks, r = s / (int)shape.tap_s, t = r / (int)shape.tap_r;
+    s %= (int)shape.tap_s;
+    r %= (int)shape.tap_r;
+    int tap, x_s, x_r, x_t;  // its number in w and offsets in x: only where it changes, since a phase's numbers are far from the one thread here
+    auto begin_tap = [&] {
+      tap = (int)shape.tap_base + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+      x_s = s * (int)shape.dilation_w;
+      x_r = r * (int)shape.dilation_h;
+      x_t = t * (int)shape.dilation_d;
+    };
+    begin_tap();
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
       barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
@@ -479,29 +491,27 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
         // blocks past the end, to fill the last stage: the zeros at the end of w's, and of x what lies past the last channel
-        const bool real = block < (int)shape.blocks;
-        const long long tap = shape.tap_base + t * shape.tap_step_t + r * shape.tap_step_r + s * shape.tap_step_s;
+        const bool real = SUB_TILES == 1 || block < blocks;
 #if FILTER_MAP
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows)
 #if FILTER_MAP == 2
-          load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, (int)tap, channel + c * KC);
+          load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * KC);
 #else
-          load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, (int)tap,
+          load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, tap,
                    of.group * (int)shape.rows_group + of.m + 64 * rows);
 #endif
 #else
-        const uint8_t* const from = w_tile + (real ? tap * shape.channel_blocks + c : shape.row_blocks - 1) * A_SUB;
+        const uint8_t* const from = w_tile + (real ? (long long)tap * channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
         for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
 #endif
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<RANK>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
-                            x_d, image + limb * (int)shape.limb_images, real ? s * (int)shape.dilation_w : 0, real ? r * (int)shape.dilation_h : 0,
-                            real ? t * (int)shape.dilation_d : 0);
+                            x_d, image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
         ++block;
-        if (++c == (int)shape.channel_blocks) {
+        if (++c == channel_blocks) {
           c = 0;
           if (++s == (int)shape.tap_s) {
             s = 0;
@@ -510,6 +520,7 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
               ++t;
             }
           }
+          begin_tap();
         }
       }
       at.next();
@@ -588,51 +599,53 @@ struct Rows {
 };
 
 #if PAIRED
-// The sums of one phase of a pair: kept, or, with those kept, written.
-DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, bool second, float2* kept, const float* scales, out_t* y) {
-  struct alignas(PAIRED * sizeof(out_t)) Vector {
-    out_t v[PAIRED];
+// The sums of one phase of a pair: kept, or, with those kept, written. A warp has a piece of what is kept for each half of its channels
+// and CHUNK pixels, and as much room before the first: a piece that has been read makes room, with the one before it, for rows of y.
+DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, bool second, uint8_t* kept, const float* scales,
+                       const long long* places, out_t* y) {
+  struct alignas(2 * sizeof(out_t)) Vector {
+    out_t v[2];
   };
-  const int thread = threadIdx.x % 128, lane = thread % 32, m = rows.m + thread / 32 * 16 + lane / 4;
-  y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size) + (rows.group * (int)shape.rows_group + m) * shape.out_row;
-  // of a pixel's first column; the shape is that of the second
-  auto place = [&](int pixel) { return pixel / (int)shape.plane * shape.out_image + plane_offset<false>(shape, pixel % (int)shape.plane) - 1; };
-  int pixel = rows.pixel + 2 * (lane % 4), q = pixel % (int)shape.q;
-  long long at = second ? place(pixel) : 0;
-#pragma unroll
-  for (int i = 0; i < WGMMA_N / 8; ++i) {
-    const float2 scale = SCALED ? *(const float2*)(scales + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
+  const int lane = threadIdx.x % 32, m = rows.m + threadIdx.x % 128 / 32 * 16;
+  y += rows.split * shape.out_part + (rows.group * (int)shape.rows_group + m) * shape.out_row;
+  __syncwarp();  // the last pair has been read
+  for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
+    constexpr int base = decltype(chunk)::value * CHUNK, width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK, SIZE = 8 * width * 4;
+    const bool real = lane < width && rows.pixel + base + lane < rows.end;
+    out_t* const to = y + (real ? places[base + lane] - 1 : 0);  // the second phase's are those of second columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float left = sum[4 * i + 2 * half] * (scale.x * rows.scale_w[half]), right = sum[4 * i + 2 * half + 1] * (scale.y * rows.scale_w[half]);
-      EPILOGUE(left, rows.scale[half], rows.bias[half], 0)
-      EPILOGUE(right, rows.scale[half], rows.bias[half], 0)
-      float2& slot = kept[(2 * i + half) * 128 + thread];
-      if (!second) {
-        slot = make_float2(left, right);
-      } else if (m + 8 * half < (int)shape.rows_group) {
-        const float2 before = slot;
-        out_t* const to = y + 8 * half * shape.out_row;
-        Vector out = {from_float<out_t>(before.x), from_float<out_t>(left)};
-#if PAIRED == 4
-        out.v[2] = from_float<out_t>(before.y);
-        out.v[3] = from_float<out_t>(right);
-        if (pixel < rows.end) store_word(to + at, *(const word<Vector>*)&out);
-#else
-        const Vector next = {from_float<out_t>(before.y), from_float<out_t>(right)};
-        if (pixel < rows.end) store_word(to + at, *(const word<Vector>*)&out);
-        if (pixel + 1 < rows.end) store_word(to + (q + 1 < (int)shape.q ? at + 2 : place(pixel + 1)), *(const word<Vector>*)&next);
-#endif
+      uint8_t* const piece = kept + KEPT_PIECE + base * 64 + half * SIZE;
+      // neighbouring rows, 16 bytes by 16 bytes, in different banks
+      float4* const turned = (float4*)(piece - SIZE);
+      auto place = [](int row, int at) { return row * (width / 2) + (width % 16 ? at : at ^ row % 2 * 4); };
+      float2 value[width / 8], before[width / 8];
+#pragma unroll
+      for (int i = 0; i < width / 8; ++i) {
+        const int at = 4 * (base / 8 + i) + 2 * half;
+        const float2 scale = SCALED ? *(const float2*)(scales + base + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
+        value[i] = make_float2(sum[at] * (scale.x * rows.scale_w[half]), sum[at + 1] * (scale.y * rows.scale_w[half]));
+        EPILOGUE(value[i].x, rows.scale[half], rows.bias[half], 0)
+        EPILOGUE(value[i].y, rows.scale[half], rows.bias[half], 0)
+        float2& slot = ((float2*)piece)[32 * i + lane];
+        if (second) before[i] = slot;
+        else slot = value[i];
+      }
+      if (second) {
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < width / 8; ++i) turned[place(lane / 4, 4 * i + lane % 4)] = make_float4(before[i].x, value[i].x, before[i].y, value[i].y);
+        __syncwarp();
+#pragma unroll
+        for (int row = 0; row < 8; ++row) {
+          if (!real || m + 8 * half + row >= (int)shape.rows_group) continue;
+          const float2 both = ((const float2*)(turned + place(row, lane / 2)))[lane % 2];
+          const Vector out = {from_float<out_t>(both.x), from_float<out_t>(both.y)};
+          store_word(to + (8 * half + row) * shape.out_row, *(const word<Vector>*)&out);
+        }
       }
     }
-    pixel += 8;
-    q += 8;
-    at += 16;
-    if (second && q >= (int)shape.q) {
-      q = pixel % (int)shape.q;
-      at = place(pixel);
-    }
-  }
+  });
 }
 #elif HALO
 // Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel.
@@ -692,7 +705,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   constexpr int ACROSS = (NHWC ? 16 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 16, STEP = 32 / ACROSS;
   const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
   const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
-  if (!HAS_RESIDUAL) y += rows.split * ((shape.pixels / shape.plane) * shape.rows * shape.out_size);  // parts of a split sum meet none
+  if (!HAS_RESIDUAL) y += rows.split * shape.out_part;  // parts of a split sum meet none
   struct alignas(VEC * sizeof(out_t)) Vector {
     out_t v[VEC];
   };
@@ -858,12 +871,13 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 #if !HALO
 // A consumer's 64 channels of a tile, their moments too.
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
-                       const float* scales, const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
+                       const float* scales, [[maybe_unused]] const long long* places, const out_t* residual, const CUtensorMap* map_y,
+                       [[maybe_unused]] float* moments, out_t* y) {
 #if MOMENTS
   store_moments(sum, rows, shape, scales, moments);
 #endif
 #if PAIRED
-  store_pair(sum, rows, shape, tile % 2, (float2*)staging, scales, y);
+  store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * KEPT, scales, places, y);
 #else
   for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
@@ -876,12 +890,14 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #endif
 }
 
-// The scales of a consumer's pixels, to its part of shared memory.
-DEVICE void load_scales(const Rows& rows, const Shape& shape, int consumer, float* scales, const float* scale_n) {
+// What the stores of a tile need of a consumer's pixels, to its part of shared memory: scales, and, of pairs, places in y.
+DEVICE void look_up(const Rows& rows, const Shape& shape, int consumer, float* scales, long long* places, const float* scale_n) {
+  if (!SCALED && !PAIRED) return;
   named_barrier(1 + consumer, 128);  // the last tile's have been read
   for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
-    const int image = min(rows.pixel + i, rows.end - 1) / (int)shape.plane;
-    scales[i] = scale_n[image];
+    const int pixel = min(rows.pixel + i, rows.end - 1), image = pixel / (int)shape.plane;
+    if (SCALED) scales[i] = scale_n[image];
+    if (PAIRED) places[i] = image * shape.out_image + plane_offset<false>(shape, pixel - image * (int)shape.plane);
   }
   named_barrier(1 + consumer, 128);
 }
@@ -905,8 +921,8 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 }
 
 #if PINGPONG
-DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, const float* scale_n, const float* scale_k,
-                    const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* places, const float* scale_n,
+                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
   Position at;
   float sum[2][WGMMA_N / 2];
   bool mine = consumer == 0;
@@ -946,8 +962,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) sum[half][i] = any ? sum[half][i] : 0;
       const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
-      if (SCALED && half == 0) load_scales(rows, shape, consumer, scales, scale_n);
-      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, residual, map_y, moments, y);
+      if (half == 0) look_up(rows, shape, consumer, scales, places, scale_n);
+      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, places, residual, map_y, moments, y);
     }
   }
 #if TENSOR_STORE
@@ -955,9 +971,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 #endif
 }
 #else
-DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales, const float* scale_n,
-                    const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y,
-                    [[maybe_unused]] float* moments, out_t* y) {
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
+                    [[maybe_unused]] long long* places, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
+                    const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
   const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
@@ -1029,7 +1045,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   auto store = [&] { for_all<PARTS>(store_part); };
 #else
-  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(stored)], stored, consumer, staging, scales, residual, map_y, moments, y); };
+  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(stored)], stored, consumer, staging, scales, places, residual, map_y, moments, y); };
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
@@ -1081,7 +1097,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
       stored = tile;
-      if (SCALED) load_scales(rows, shape, consumer, scales, scale_n);
+      look_up(rows, shape, consumer, scales, places, scale_n);
     };
 #if PRODUCTS == 3
     if (HAS_RESIDUAL && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
@@ -1177,6 +1193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.raw = rings.x + X_STAGES * X_BYTES;
   uint8_t* const staging = dynamic + (rings.raw + RAW_ROOM - shared_address(dynamic));
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
+  [[maybe_unused]] long long* const places = (long long*)(scales + CONSUMERS * WGMMA_N);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(rings.full + 8 * i, 1);
@@ -1206,7 +1223,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     }
   } else {
     registers_up<200>();
-    consume(shapes, rings, warpgroup - 1, nullptr, scales, nullptr, scale_k, bias, scale, residual, nullptr, moments, y);
+    consume(shapes, rings, warpgroup - 1, nullptr, scales, nullptr, nullptr, scale_k, bias, scale, residual, nullptr, moments, y);
   }
 #else
   if (warpgroup == 0) {
@@ -1230,7 +1247,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, scale_n, scale_k, bias, scale, residual, to, moments, y);
+    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, places + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
+            residual, to, moments, y);
   }
 #endif
 }

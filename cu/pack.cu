@@ -25,8 +25,8 @@
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
 // settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
-// sample_images  block -> an image; for gradients, whose magnitude nobody can guess (SAMPLED). The guess is the power of two that
-//                brings the largest of 1024 elements, spread evenly, to [2^11, 2^12). guesses[image] undoes it.
+// Sampled  gradients, whose magnitude nobody can guess (SAMPLED): every block of an image takes the power of two that brings the largest of
+//          256 elements, spread evenly, to [2^11, 2^12). guesses[image] is its exponent.
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
 //          (1x1 with a stride), packing does: packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation.
@@ -49,7 +49,7 @@
 #define PARTS 1      // of FITTING channels, a block each, of a row of w that is too long for shared memory
 #define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
 #define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
-#define SAMPLED 0    // the guesses are made by sample_images
+#define SAMPLED 0    // a guess is made for each image
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded: so many along t, r and s
 #define FOLD_T 1
@@ -236,8 +236,10 @@ __device__ long long line_of(const Shape& shape, long long row) {
   return FILTER ? (int)row / (int)shape.rows_group * ((int)shape.blocks_group * 64) + (int)row % (int)shape.rows_group : row;
 }
 
-// One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read.
-__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, float scale) {
+// One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read. Its scale is
+// asked for when all is on its way.
+template <class Scale>
+__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, const Scale& scale_of) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
   constexpr int OF_TAP = CHANNELS / 8;
   const int tiles_c = TOGETHER ? (OF_TAP + TOGETHER - 1) / max(TOGETHER, 1) : (chunks + CHUNKS - 1) / CHUNKS;
@@ -282,6 +284,7 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     place(i, inside, at);
     read(v[i], x, shape, pixel0 + inside, chunk_of(at), real && pixel0 + inside < pixels && chunk_of(at) < chunks);
   }
+  [[maybe_unused]] const float scale = scale_of();
   Extremes found = {0, ~0u};
 #if TURNED
   auto& turned = *(uint4(*)[LIMBS][PIXELS * CHUNKS])turn_room().pieces;
@@ -328,11 +331,6 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   }
 #endif
   return found;
-}
-
-// The exponent of the scale that is guessed for an image.
-__device__ int guess_of(const float* guesses, long long image) {
-  return SAMPLED ? 127 - (int)(__float_as_uint(guesses[image]) >> 23) : GUESS;
 }
 
 // How many of `count` loads of a block a thread has under way: up to `most`, as many in each round of them.
@@ -401,15 +399,32 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     }
     return found;
   };
-  Extremes found = {0, ~0u};
-  if (whole) {
-    found = fetch(0);
-  } else if (IN == 32 && real) {
-#pragma unroll 16
-    for (int i = threadIdx.x; i < CHANNELS * ALL_TAPS; i += THREADS) {
+  // the extremes of elements of the row that are not kept, channel by channel
+  auto look = [&](Extremes& found, int first, int last) {
+    if (IN != 32 || !real) return;
+    const bool row_by_row = (FILTER_LAST || shape.w_c == ALL_TAPS) && first % WIDE == 0 && (size_t)w % 16 == 0;
+    const int vectors = row_by_row ? last / WIDE : first / WIDE;
+#pragma unroll 8
+    for (int i = first / WIDE + threadIdx.x; i < vectors; i += THREADS) {
+      const float4 v = ((const float4*)w)[i];
+      found.add(v.x, v.y);
+      found.add(v.z, v.w);
+    }
+#pragma unroll 8
+    for (int i = (row_by_row ? vectors * WIDE : first) + threadIdx.x; i < last; i += THREADS) {
       const float v = to_float(w[FILTER_LAST ? i : source(i / ALL_TAPS, i % ALL_TAPS)]);
       found.add(v, v);
     }
+  };
+  constexpr int ALL = CHANNELS * ALL_TAPS;
+  constexpr bool parts = !FOLDED && FITTING > 0 && !whole;
+  const int c0 = part * FITTING;
+  Extremes found = {0, ~0u};
+  if (whole || parts) found = fetch(c0);
+  if (!whole) {
+    const bool around = parts && !FILTER_LAST;  // of what this block keeps; channels that are last are not kept side by side
+    look(found, 0, around ? min(c0 * ALL_TAPS, ALL) : ALL);
+    if (around) look(found, min((c0 + FITTING) * ALL_TAPS, ALL), ALL);
   }
   float scale = 1;
 #if IN == 32
@@ -462,19 +477,27 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   };
   if constexpr (whole) {
     write(0, ROW_PIECES, [&](int c, int tap) { return turn[place(c, tap)]; });
-  } else if constexpr (FOLDED || FITTING == 0) {
+  } else if constexpr (!parts) {
     write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[source(c, tap)]); });
   } else {
-    const int c0 = part * FITTING;
-    fetch(c0);
-    __syncthreads();
     write(c0 / 8, min(FITTING / 8, ROW_PIECES - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
   }
 }
 
+#if SAMPLED
+// An element of an image for each thread, spread evenly over channels and pixels.
+__device__ float sample(const in_t* __restrict__ x, const Shape& shape, bool there) {
+  const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), c = threadIdx.x * ((unsigned)shape.groups * CHANNELS) / THREADS;
+  const unsigned pixel = __umulhi(threadIdx.x * 0x9e3779b9u, plane);  // multiples of the golden ratio
+  uint32_t bits;
+  load_word(bits, x + (c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel), there);
+  return __uint_as_float(bits);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 4)
-    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts,
-         const float* __restrict__ guesses, uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
+    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts, int* __restrict__ guesses,
+         uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
@@ -492,38 +515,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 
   const int line = FILTER ? block % rows : block / (blocks / rows), tile = FILTER ? block / rows : block % (blocks / rows);
   const int image = row_of(shape, line);
   const bool real = image >= 0;
-  const Extremes found = pack_tile(x, x_packed, shape, line, tile, IN == 32 && real ? power_of_two(guess_of(guesses, image)) : 1);
+#if SAMPLED
+  const float sampled = sample(x + max(image, 0) * shape.x_image, shape, real);
+#endif
+  const Extremes found = pack_tile(x, x_packed, shape, line, tile, [&] {
+    int guess = GUESS;
+#if SAMPLED
+    Extremes some = {0, ~0u};
+    some.add(sampled, sampled);
+    guess = over_block(some).guess();
+    __syncthreads();  // its room is used again
+    if (tile == 0 && threadIdx.x == 0 && real) guesses[image] = guess;
+#endif
+    return IN == 32 && real ? power_of_two(guess) : 1;
+  });
 #if FLAGGED
   const Extremes all = over_block(found);
   if (threadIdx.x == 0 && real) parts[image * (blocks / rows) + tile] = all;
 #endif
 }
 
-#if IN == 32
-extern "C" __global__ void __launch_bounds__(THREADS) sample_images(const in_t* __restrict__ x, float* __restrict__ guesses, const Shape shape) {
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  constexpr int EACH = 4;
-  const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), channels = (unsigned)shape.groups * CHANNELS;
-  const unsigned long long count = (unsigned long long)plane * channels, step = count / (EACH * THREADS) | 1;  // odd: not one column all the time
-  x += blockIdx.x * shape.x_image;
-  Extremes found = {0, ~0u};
-#pragma unroll
-  for (int i = 0; i < EACH; ++i) {
-    const unsigned long long at = (threadIdx.x + i * THREADS) * step % count;
-    const unsigned c = (unsigned)(NHWC ? at % channels : at / plane), pixel = (unsigned)(NHWC ? at / channels : at % plane);
-    const float v = x[c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel];
-    found.add(v, v);
-  }
-  found = over_block(found);
-  if (threadIdx.x == 0) guesses[blockIdx.x] = power_of_two(-found.guess());
-}
-#endif
-
 #if FLAGGED
 // scales[image] undoes the scale.
 extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
-                                                                    const Extremes* __restrict__ parts, const float* __restrict__ guesses,
+                                                                    const Extremes* __restrict__ parts, const int* __restrict__ guesses,
                                                                     float* __restrict__ scales, int* __restrict__ flags, const long long tiles,
                                                                     const Shape shape) {
   AFTER_LAST_LAUNCH
@@ -532,7 +547,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
 #pragma unroll 4
   for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
   found = over_block(found);
-  const int guess = IN == 32 ? guess_of(guesses, image) : 0;
+  const int guess = IN != 32 ? 0 : SAMPLED ? guesses[image] : GUESS;
   const bool guessed = IN != 32 || found.fits(guess);
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
@@ -542,7 +557,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* 
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
-    pack_tile(x, packed, shape, line_of(shape, image), (int)tile, scale);
+    pack_tile(x, packed, shape, line_of(shape, image), (int)tile, [&] { return scale; });
   }
 }
 #endif

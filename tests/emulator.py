@@ -274,22 +274,13 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     return values
 
 
-def guess_of(step, memory: Memory, guesses, image: int) -> int:
+def sampled(step, s, memory: Memory, source, image: int) -> int:
     """The exponent of the scale that is guessed for an image."""
-    return -int(math.log2(inside(memory.view(guesses, "float32"), image))) if step.defines["SAMPLED"] else GUESS
-
-
-def sample_images(step, memory: Memory) -> None:
-    s, define = named(step), step.defines
-    source, guesses = step.buffers
-    assert step.grid == s.images and s.filter_rows == 0
-    plane, channels = s.d * s.h * s.w, s.groups * define["CHANNELS"]
-    at = np.arange(4 * step.block) * (plane * channels // (4 * step.block) | 1) % (plane * channels)
-    c, pixel = (at % channels, at // channels) if define["NHWC"] else (at // plane, at % plane)
-    for image in range(s.images):
-        place = image * s.x_image + c // define["CHANNELS"] * s.x_group + c % define["CHANNELS"] * s.x_channel + pixel * s.x_pixel
-        found = Extremes.of(inside(memory.view(source, "float32"), place))
-        store(memory.view(guesses, "float32"), image, 2.0 ** -found.guess())
+    define, thread = step.defines, np.arange(step.block, dtype=np.uint64)
+    c = (thread * np.uint64(s.groups * define["CHANNELS"]) // np.uint64(step.block)).astype(int)
+    pixel = ((thread * np.uint64(0x9E3779B9) % np.uint64(2**32)) * np.uint64(s.d * s.h * s.w) >> np.uint64(32)).astype(int)
+    place = image * s.x_image + c // define["CHANNELS"] * s.x_group + c % define["CHANNELS"] * s.x_channel + pixel * s.x_pixel
+    return Extremes.of(inside(memory.view(source, "float32"), place)).guess()
 
 
 def pack(step, memory: Memory) -> None:
@@ -303,8 +294,12 @@ def pack(step, memory: Memory) -> None:
     tiles, wide = blocks // rows, step.defines["IN"] == 32
     for line, tile in np.ndindex(rows, tiles):
         image = row_of(s, line) if step.defines["FILTER"] else line
-        real = image >= 0
-        values = image_tile(step, s, memory, source, packed, line, tile, 2.0 ** guess_of(step, memory, guesses, image) if wide and real else 1.0)
+        real, guess = image >= 0, GUESS
+        if step.defines["SAMPLED"] and real:
+            guess = sampled(step, s, memory, source, image)
+            if tile == 0:
+                store(memory.view(guesses, "int32"), image, guess)
+        values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
         if step.defines["FLAGGED"] and real:
             found = Extremes.of(values.astype("float32"))
             store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
@@ -324,7 +319,7 @@ def settle_images(step, memory: Memory) -> None:
                 store(memory.view(scales, "float32"), image, 1.0)
                 store(memory.view(flags, "int32"), image, 2 * (found.largest >= 0x7F800000))
             continue
-        guess = guess_of(step, memory, guesses, image)
+        guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLED"] else GUESS
         guessed = found.fits(guess)
         scale = 2.0**guess if guessed else found.scale()
         if piece == 0:
@@ -396,12 +391,11 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
 
 def check_pairs(step, shapes) -> None:
     """Phases of even and odd columns, one after the other, that are written together."""
-    together = step.defines["PAIRED"]
-    assert len(shapes) % 2 == 0 and together in (2, 4) and not step.defines["NHWC"] and not step.defines["HAS_RESIDUAL"]
+    assert len(shapes) % 2 == 0 and not step.defines["NHWC"] and not step.defines["HAS_RESIDUAL"]
     for even, odd in zip(shapes[::2], shapes[1::2], strict=True):
         same = ("tiles", "tiles_m", "splits", "tiles_pixels", "pixels", "plane", "pq", "q", "out_size", "out_d", "out_h", "out_w", "out_image", "out_row")
         assert all(getattr(even, name) == getattr(odd, name) for name in same) and odd.out_base == even.out_base + 1 and even.out_w == 2
-        assert not any(n % together for n in (2 * even.q, even.out_base, even.out_h, even.out_d, even.out_size, even.out_image, even.out_row))
+        assert not any(n % 2 for n in (2 * even.q, even.out_base, even.out_h, even.out_d, even.out_size, even.out_image, even.out_row))
 
 
 def check_product(step, s, memory: Memory) -> None:
@@ -442,7 +436,7 @@ def check_product(step, s, memory: Memory) -> None:
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["HALO"] else 192 if define["PINGPONG"] else 256)
     assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["HALO"] and not define["PAIRED"])
-    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * 64 * define["WGMMA_N"] if define["PAIRED"] else 4 * 4 * 32 * 20
+    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["PAIRED"] else 4 * 4 * 32 * 20
     of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
     if define["HALO"]:
         of_x, staging = limbs_of(step) * ceil(define["HALO_W"] * define["HALO_H"] * 128, 1024) * 1024, 0
@@ -450,7 +444,8 @@ def check_product(step, s, memory: Memory) -> None:
             of_raw = define["RAW_STAGES"] * 7 * 8 * (32 // define["HALO_W"]) * ceil(define["RAW_SHIFT"] + define["HALO_W"], 4) * 16
         assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
     ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x + of_raw
-    assert ring + 2 * (staging + 4 * define["WGMMA_N"]) + 1023 <= step.shared
+    of_pixel = 12 if define["PAIRED"] else 4
+    assert ring + 2 * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
     assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"] + 1) + 256 * define["RAW"] <= MOST_SHARED
     assert step.block == 384 + 128 * define["RAW"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
@@ -684,7 +679,8 @@ def write_tile(
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
-    at = at + part * (s.pixels // s.plane * s.rows * s.out_size)
+    assert s.out_part == s.pixels // s.plane * s.rows * s.out_size
+    at = at + part * s.out_part
     store(memory.view(y, kind), at, v[: m.size, counted])
     memory.count(y, at)
 
@@ -1021,7 +1017,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "sample_images": sample_images, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
     kernels |= {"split_filter": split_filter, "lay_filter": lay_filter}
     for stage in stages:
         for step in stage:

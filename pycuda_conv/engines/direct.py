@@ -424,14 +424,15 @@ def guarded(
     of patches of 8 columns and so many rows of the result.
     """
     noted = () if redone is None else (redone,)
-    launches, _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1), filter_last)
+    (launches,), _ = _gemm_stages(problem, Gemm(128, 128, 16, 8, 8, 1), filter_last)
+    *_, last = launches
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows},
+            step, defines=step.defines | {"GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows, "FOLLOWED": int(step is not last)},
             grid=min(step.grid, multiprocessors),  # its registers leave room for no second block
             buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )
-        for step in launches[0]
+        for step in launches
     ]
 
 

@@ -41,6 +41,7 @@ MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
 SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
 THREADS = 384  # a producer's warpgroup and two consumers'
 CONVERTERS = 7  # warps that split what all taps of a tile meet
+KEPT_PIECE = 1024  # bytes of a warp of them, of the first of two phases that are written together
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
@@ -212,7 +213,7 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the rings, the consumers' staging tiles and scales, room to align them, and what is split."""
+    """Shared memory of a block: the rings, the consumers' staging tiles, their pixels' scales and places, room to align them, and what is split."""
     split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.RAW else 0
     return _bytes_beside_raw(problem, config) + split
 
@@ -224,10 +225,11 @@ def _bytes_beside_raw(problem: ConvProblem, config: ImplicitGemm) -> int:
 def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
     if paired(problem):
-        staging = 4 * 64 * _consumer_pixels(config)
+        staging = 4 * (4 * 16 * _consumer_pixels(config) + KEPT_PIECE)
     if config.HALO:
         staging = 0
-    return config.STAGES * stage_bytes(problem, config) + 2 * (staging + 4 * _consumer_pixels(config)) + 1024
+    of_pixel = 4 + 8 if paired(problem) else 4  # a scale, and a place
+    return config.STAGES * stage_bytes(problem, config) + 2 * (staging + of_pixel * _consumer_pixels(config)) + 1024
 
 
 def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -238,12 +240,10 @@ def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def paired(problem: ConvProblem) -> int:
-    """How many neighbours along w are written at once where phases of even and odd columns are written together; 0 where not."""
-    wide = problem.result_size[2]
-    if problem.direction != "dgrad" or problem.layout != "NCHW" or problem.stride[2] != 2 or problem.has_residual or wide % 2:
-        return 0
-    return 2 if wide % 4 else 4
+def paired(problem: ConvProblem) -> bool:
+    """Whether phases of even and odd columns are written together."""
+    gradient = problem.direction == "dgrad" and problem.layout == "NCHW" and not problem.has_residual
+    return gradient and problem.stride[2] == 2 and problem.result_size[2] % 2 == 0
 
 
 def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -401,7 +401,7 @@ def _product(
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
         "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.PINGPONG),
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
-        "PAIRED": paired(problem), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
+        "PAIRED": int(paired(problem)), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
         **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
         **_raw(problem, config),
     }
@@ -464,7 +464,7 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Wa
         math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
         rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
         max(walk.taps[2], 1), *tap_numbers(packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *written_places(problem, phase), tiles[1] // problem.N,
+        *written_places(problem, phase), math.prod(problem.result_shape), tiles[1] // problem.N,
     )
 
 

@@ -414,10 +414,6 @@ class Packed:
     blocks: int  # of a launch that packs all images
     tiles: int  # of an image
 
-    @property
-    def sampled(self) -> bool:
-        return bool(self.defines["SAMPLED"])
-
     def shape(self, filter_rows: int, slices: int = 1) -> tuple[int, ...]:
         """The scalars of ``pack.cu``."""
         return (filter_rows, self.images, slices, *self.scalars)
@@ -548,25 +544,18 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
         defines = images.defines | {"FILTER_LAST": int(filter_last and filter_rows > 0)}
         return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
 
-    def sample(images: Packed, array: int, guesses: tuple[int, int]) -> list[Step]:
-        if not images.sampled:
-            return []
-        return [Step("sample_images", images.defines, images.images, PACK_THREADS, (array, guesses), images.shape(0), "pack")]
-
-    guess_x = sample(images, INPUT, guesses)
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
         w_parts, w_guesses = places(rows, kept)
         buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
-        guess_w = sample(rows, WEIGHT, w_guesses)
         pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
-        prepare, alone = [guess_w, pack_w, settle_w], [guess_x, pack_x, settle_x]
-        both = [guess_w + guess_x, pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
+        prepare, alone = [pack_w, settle_w], [pack_x, settle_x]
+        both = [pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
     else:
         prepare = [pack(filter_rows, 0)]
-        alone, both = ([], prepare) if packed.as_is else ([guess_x, pack(n, images.blocks), settle_x] for n in (0, filter_rows))
+        alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks), settle_x] for n in (0, filter_rows))
     prepare, alone, both = ([stage for stage in stages if stage] for stages in (prepare, alone, both))
     return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, alone, both, kept.used)
 
@@ -654,6 +643,5 @@ def overhead(problem: ConvProblem, packed: Packing, split: int, packs_images: bo
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
-    gradient = problem.direction == "dgrad" or problem.layout == "CNHW"
-    launches = 2 + (2 + gradient if flagged(problem, packed) else 0) + (not packed.as_is)
+    launches = 2 + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
     return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches
