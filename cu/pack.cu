@@ -55,6 +55,9 @@
 #define FOLD_T 1
 #define FOLD_R 1
 #define FOLD_S 1
+#define STEP_W 1     // column w of an image is written if bit (w + FIRST_W) % STEP_W of MET_W is set: no tap meets others
+#define FIRST_W 0
+#define MET_W 1
 #define TOGETHER 0   // so many of a block's 8 * CHUNKS channels are of each tap, the same ones; 0: they are neighbours in the packed image
 #define WINDOW 0     // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's
 #define SHIFT 0      // rows of FOLD_R before the filter's first one
@@ -267,7 +270,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   x += image * shape.x_image;
   const long long limb_size = shape.images * pixels * (long long)chunks;
   packed += image * pixels * (long long)chunks;
-  auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks; };
+  auto met = [&](int pixel) { return STEP_W == 1 || MET_W >> (pixel % (int)shape.packed_w + FIRST_W) % STEP_W & 1; };
+  auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks && met(pixel); };
   auto store = [&](int pixel, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)pixel * chunks + chunk] = value; };
 #endif
   // a thread's places in the tile. Channels last: neighbours take neighbouring chunks, so that they read and write

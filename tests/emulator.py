@@ -270,7 +270,8 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
             line = ((image // 64 * row_blocks + pixel * channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
             store(target, (line * kc + (to % kc // 8 ^ swizzled(np.array(row), kc // 8)) * 8 + to % 8)[wanted], limb[wanted])
         else:
-            store(target, ((i * s.images + image) * pixels + pixel) * 8 * chunks + to, limb)
+            met = (define["MET_W"] >> (pixel.ravel() % s.packed_w + define["FIRST_W"]) % define["STEP_W"] & 1).astype(bool)
+            store(target, ((i * s.images + image) * pixels + pixel[met]) * 8 * chunks + to, limb[met])
     return values
 
 

@@ -450,12 +450,22 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed),
         "PARTS": _filter_parts(problem, packed), "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
+        **_columns(problem, not as_filter and not packed.level),
     }
     scalars = (
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
     )
     return Packed(defines, scalars, images, rows * tiles, tiles)
+
+
+def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
+    """The defines of the columns of an image that are packed: not those that a stride, if the loads make it, steps over with all taps."""
+    step = problem.stride[2] if strided and problem.direction == "fprop" else 1
+    met = {tap * problem.dilation[2] % step for tap in range(problem.filter_size[2])}
+    if len(met) == step:
+        step, met = 1, {0}
+    return {"STEP_W": step, "FIRST_W": problem.padding_before[2] % step, "MET_W": sum(1 << column for column in met)}
 
 
 def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int]:
