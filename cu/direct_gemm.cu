@@ -31,7 +31,7 @@
 //          GEMM_K * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(GEMM_K) of a result of 2 sqrt(GEMM_K) * scale_n * scale_k.
 //          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 GEMM_K or more,
 //          what was lost is 2^-22 of that, as much as any sum in fp32 loses. A few suspects of a tile are looked at so; of many, most
-//          are in earnest. FOLLOWED: the next launch mends another phase, and mostly has as little to do.
+//          are in earnest. FOLLOWED: the next launch mends another phase, and mostly has as little to do as this one.
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
 //          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
 #include "portable.cuh"

@@ -17,8 +17,9 @@
 // Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
 //          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
 //          empty[stage]: the consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
-//          rows of y, and the scales of their pixels (PAIRED: their places in y too). A warp's is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels]
-//          [16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64 channels, swizzled.
+//          rows of y, and the scales of their pixels; PAIRED, their places in y too. A warp's is 16 channels x 32 pixels, pitch 40
+//          floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64
+//          channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
 // Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
@@ -476,7 +477,7 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
     int c = block % channel_blocks, s = block / channel_blocks, r = s / (int)shape.tap_s, t = r / (int)shape.tap_r;
     s %= (int)shape.tap_s;
     r %= (int)shape.tap_r;
-    int tap, x_s, x_r, x_t;  // its number in w and offsets in x: only where it changes, since a phase's numbers are far from the one thread here
+    int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
     auto begin_tap = [&] {
       tap = (int)shape.tap_base + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
       x_s = s * (int)shape.dilation_w;
@@ -628,8 +629,11 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
         EPILOGUE(value[i].x, rows.scale[half], rows.bias[half], 0)
         EPILOGUE(value[i].y, rows.scale[half], rows.bias[half], 0)
         float2& slot = ((float2*)piece)[32 * i + lane];
-        if (second) before[i] = slot;
-        else slot = value[i];
+        if (second) {
+          before[i] = slot;
+        } else {
+          slot = value[i];
+        }
       }
       if (second) {
         __syncwarp();

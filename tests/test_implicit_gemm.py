@@ -1013,6 +1013,18 @@ AWKWARD_RUNS = [
     (case, mode, GPU_TILES[mode]) for case in AWKWARD for mode in ("fp32", "fp16", "bf16 last")
     if mode in MODES and packing(asked(case, mode)) is not None
 ]  # fmt: skip
+AWKWARD_RUNS += [  # phases that are written together: rows turned 8, 16, 24 and 32 pixels at a time
+    (case, mode, config)
+    for case in (
+        dgrad((3, 24, 5, 7), (24, 70, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 72, 9, 16), (72, 40, 4, 4), stride=2, padding=1, groups=2),
+        dgrad((5, 16, 33), (16, 130, 3), stride=2, padding=1, output_padding=1),
+    )
+    for mode, config in (
+        ("fp32", ImplicitGemm(128, 56, 3)), ("tf32", ImplicitGemm(64, 80, 3)), ("fp16", ImplicitGemm(128, 112, 4)), ("tf32", ImplicitGemm(128, 120, 3, 2)),
+        ("bf16", ImplicitGemm(64, 16, 4)), ("fp32", ImplicitGemm(64, 176, 2)),
+    )
+    if mode in MODES
+]  # fmt: skip
 RANGES = [
     (case, mode, config) for mode in ("fp32", "tf32") for case, config in (
         (WIDE, ImplicitGemm(64, 128, 3)), (BACK, ImplicitGemm(64, 128, 3)),

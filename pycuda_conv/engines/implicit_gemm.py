@@ -41,7 +41,7 @@ MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
 SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
 THREADS = 384  # a producer's warpgroup and two consumers'
 CONVERTERS = 7  # warps that split what all taps of a tile meet
-KEPT_PIECE = 1024  # bytes of a warp of them, of the first of two phases that are written together
+KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
