@@ -428,7 +428,7 @@ def guarded(
     *_, last = launches
     return [
         replace(
-            step, defines=step.defines | {"GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows, "FOLLOWED": int(step is not last)},
+            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows, "FOLLOWED": int(step is not last)},
             grid=min(step.grid, multiprocessors),  # its registers leave room for no second block
             buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
         )

@@ -213,7 +213,7 @@ def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Shared memory of a block: the rings, the consumers' staging tiles, their pixels' scales and places, room to align them, and what is split."""
+    """Shared memory of a block: the rings, room to align them, the consumers' staging tiles, what they know of pixels; what is split."""
     split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.RAW else 0
     return _bytes_beside_raw(problem, config) + split
 
