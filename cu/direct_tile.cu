@@ -1,7 +1,8 @@
 // direct_tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
 //
 // Same sum, layouts and uses as direct_single.cu. New: neighbouring pixels overlap in what they read, so a block
-// fetches the window of its whole tile once and every thread reads it from shared memory.
+// fetches the window of its whole tile once and every thread reads it from shared memory. And what each column of the
+// filter gives is added up by itself, unless the result has 16 bits: short sums lose less.
 //
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
@@ -69,14 +70,24 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
 #if R * S <= 64
 #pragma unroll
 #endif
-  for (int s = 0; s < S; ++s)
+  for (int s = 0; s < S; ++s) {
+#if DTYPE >= 32
+    acc_t part[ROWS];
+    for (int i = 0; i < ROWS; ++i) part[i] = 0;
+#else  // rounding the result loses more
+    acc_t* const part = sum;
+#endif
 #if R * S <= 64
 #pragma unroll
 #endif
     for (int r = 0; r < R; ++r)
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
-        sum[i] += tile[((ty + i) * STRIDE_H + r * DIL_H) * HALO_W + tx * STRIDE_W + s * DIL_W] * filter[r * S + s];
+        part[i] += tile[((ty + i) * STRIDE_H + r * DIL_H) * HALO_W + tx * STRIDE_W + s * DIL_W] * filter[r * S + s];
+#if DTYPE >= 32
+    for (int i = 0; i < ROWS; ++i) sum[i] += part[i];
+#endif
+  }
 
   const int q = tile_q + tx;
 #pragma unroll
