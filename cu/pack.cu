@@ -116,15 +116,12 @@ __device__ Extremes over_block(Extremes mine) {
 __device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
 
 #if FOLDED
-// f of a chunk's number as a type, for the first 8; of the others of -1
-template <int n> struct Known {
-  static constexpr int value = n;
-};
+// f of a chunk's number as a constant, for the first 8; of the others of -1
 template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
   if constexpr (n == 8 || n * 8 >= CHANNELS * FOLDS) {
-    f(Known<-1>());
+    f(Constant<-1>());
   } else if (chunk == n) {
-    f(Known<n>());
+    f(Constant<n>());
   } else {
     with_chunk<n + 1>(chunk, f);
   }
