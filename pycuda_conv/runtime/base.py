@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -79,6 +81,13 @@ class Step:
         packed filter, scale, residual), or such an index and a number of bytes from that buffer's start.
     scalars : tuple of int
         64-bit integers passed after the buffers.
+    arguments : NamedTuple, or tuple of NamedTuple
+        A struct of 64-bit integers, which the kernel takes by value after the buffers, before `scalars`. The class has the
+        name of the struct in the kernel's text, and its fields are the struct's members, in order: :meth:`source` checks both.
+        Several make an array of that struct.
+    layer : mapping of str to int
+        Defines that may be added to `defines`. They turn arguments that are constants of the layer into constants of the
+        kernel's text; their values are those of the arguments, and so the results are the same bits.
     file : str
         The kernel's file in ``cu/``, without ``.cu``; by default it is called like the kernel.
     maps : tuple of TensorMap
@@ -99,15 +108,36 @@ class Step:
     maps: tuple[TensorMap, ...] = ()
     shared: int = 0
     arch: str = ""
+    arguments: tuple[int, ...] | tuple[tuple[int, ...], ...] = ()
+    layer: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def structs(self) -> tuple[tuple[int, ...], ...]:
+        """The structs of :attr:`arguments`, each a NamedTuple."""
+        one = self.arguments and not isinstance(self.arguments[0], tuple)
+        return cast("tuple[tuple[int, ...], ...]", (self.arguments,) if one else self.arguments)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All 64-bit integers that the kernel takes after its buffers, in the order in which they lie in memory."""
+        return *(number for struct in self.structs for number in struct), *self.scalars
 
     def source(self) -> str:
-        """The kernel's text behind a prelude of its defines; compilers still report the file's own lines."""
+        """The kernel's text behind a prelude of its defines; compilers still report the file's own lines.
+
+        Raises
+        ------
+        TypeError
+            The struct in the text is not the one that :attr:`arguments` says.
+        """
         first = ("DTYPE", "INDEX_64")  # these shape the dialect's header; the others would collide with system headers
         lines = []
         if "DTYPE" in self.defines:
             lines = [f"#define {name} {self.defines[name]}" for name in first] + ['#include "portable.cuh"']
         lines += [f"#define {name} {value}" for name, value in self.defines.items() if name not in first]
         file = self.file or self.kernel
+        for struct in self.structs:
+            _check_struct(file, type(struct))
         lines.append(f'#line 1 "cu/{file}.cu"')
         return "\n".join(lines) + "\n" + _text(file)
 
@@ -115,6 +145,45 @@ class Step:
 @cache
 def _text(file: str) -> str:
     return (KERNEL_DIR / f"{file}.cu").read_text()
+
+
+#: A kernel's way to say a 64-bit integer.
+_INTEGER = r"(?:long_t|long long)"
+
+
+@cache
+def struct_members(file: str, struct: str) -> tuple[str, ...]:
+    """The names of a struct's members, in order, as ``cu/<file>.cu`` declares it, or a header.
+
+    Raises
+    ------
+    TypeError
+        There is no such struct, or it has members other than 64-bit integers.
+    """
+    for where, text in ((f"{file}.cu", _text(file)), ("the headers", headers())):
+        found = re.search(rf"\bstruct {struct} {{(.*?)\n}}", text, re.DOTALL)
+        if found:
+            body = re.sub(r"//[^\n]*", "", found[1])
+            if not re.fullmatch(rf"(\s*{_INTEGER} \w+(\s*,\s*\w+)*;)*\s*", body):
+                raise TypeError(f"struct {struct} in {where} must have members of type long_t alone, but has:{body.rstrip()}")
+            return tuple(re.findall(r"\w+", re.sub(_INTEGER, "", body)))
+    raise TypeError(f"there is no struct {struct} in {file}.cu nor in the headers")
+
+
+@cache
+def _check_struct(file: str, struct: type) -> None:
+    """That a NamedTuple and the struct of its name have the same members."""
+    fields: tuple[str, ...] | None = getattr(struct, "_fields", None)
+    if fields is None:
+        raise TypeError(f"the arguments of {file}.cu must be a NamedTuple, or a tuple of them, but got a {struct.__name__}")
+    members = struct_members(file, struct.__name__)
+    if fields != members:
+        differ = ((at, *pair) for at, pair in enumerate(zip_longest(members, fields, fillvalue="nothing")) if pair[0] != pair[1])
+        at, theirs, ours = next(differ)
+        raise TypeError(
+            f"struct {struct.__name__} of {file}.cu has {len(members)} members, its Python class {len(fields)} fields; "
+            f"number {at} is {theirs} in the kernel, {ours} in Python"
+        )
 
 
 @cache

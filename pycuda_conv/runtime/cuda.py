@@ -411,8 +411,8 @@ class CudaDevice(Device):
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: Step) -> Launcher:
-        function, count, scalars = self._function(step), len(step.buffers), step.scalars
-        parameters = "P" * count + "q" * len(scalars)
+        function, count, numbers = self._function(step), len(step.buffers), step.numbers
+        parameters = "P" * count + "q" * len(numbers)
         if step.maps:
             with self:
                 parameters = f"{first_parameter(function)}x" + "128s" * len(step.maps) + parameters
@@ -427,7 +427,7 @@ class CudaDevice(Device):
             room = room_of()
             described = [encode(buffers[i] + offset) for i, offset, encode in maps]
             addresses = [buffers[i] + offset for i, offset in places]
-            pack_into(room.memory, 0, *head, _handle(stream), *tail, *described, *addresses, *scalars)
+            pack_into(room.memory, 0, *head, _handle(stream), *tail, *described, *addresses, *numbers)
             code = call(room.launch, function, None, room.extra)
             if code:
                 _check(code, f"launching {step.kernel}")

@@ -96,12 +96,15 @@ class OpenCLDevice(Device):
     def launcher(self, step: Step) -> Launcher:
         kernel = self._kernel(step)
         global_size, local_size = (step.grid * step.block,), (step.block,)
-        scalars = [np.int64(v) for v in step.scalars]
-        whole = [place for place in step.buffers if isinstance(place, int)]  # the portable kernels take no parts of buffers
+        # a struct is one argument
+        numbers = [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
+        whole = [place for place in step.buffers if isinstance(place, int)]
+        if len(whole) < len(step.buffers):
+            raise ValueError(f"{step.kernel} takes parts of buffers, {step.buffers}, which OpenCL can't; pass whole ones")
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
             with self._lock:  # a kernel's arguments are its state
-                kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *scalars)
+                kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *numbers)
 
         return launch
 
