@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pycuda_conv import host
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES, channels_last
 from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
 from pycuda_conv.runtime.base import Launcher
@@ -77,6 +77,9 @@ class ArrayKind:
 
     def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
         """Refuse arrays whose library has to know of the call, where a plan is called, of which it can't know."""
+
+    def check_dense(self, *arrays: Any) -> None:
+        """Refuse arrays whose elements do not lie in memory one by one, as a sparse one's."""
 
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None
@@ -160,7 +163,7 @@ class HostKind(ArrayKind):
         self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
     ) -> None:
         if stream is not None:
-            raise ConvArgumentError(f"stream is for arrays on a GPU, but these lie in host memory; got stream={stream!r}")
+            raise ConvArgumentError(f"stream is for arrays on a GPU, but these lie in host memory; got stream={brief(stream)}")
 
         def as_they_lie(arrays: Sequence[Any]) -> list[np.ndarray | None]:
             return [None if a is None else self.to_numpy(a).ravel(order="K") for a in arrays]
@@ -178,8 +181,7 @@ class HostKind(ArrayKind):
         layout = layout or plan.problem.layout
         order = _order(plan, layout)
         turned = layout != plan.problem.layout  # the plan's result is to be put in order
-        named = zip(OPERANDS, (input, weight, bias, scale, residual), strict=True)
-        given = [None if a is None else self._checked(name, self.to_numpy(a)) for name, a in named]
+        given = [None if a is None else self.to_numpy(a) for a in (input, weight, bias, scale, residual)]
         target = None
         if out is not None:
             shape, dtype, _ = self.signature(out)
@@ -207,8 +209,7 @@ class HostKind(ArrayKind):
 
     def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
         given = (weight, bias, scale)
-        named = zip(OPERANDS[1:4], given, strict=True)
-        copies = [None if a is None else self._checked(name, self.to_numpy(a)).copy() for name, a in named]
+        copies = [None if a is None else self.to_numpy(a).copy() for a in given]
         assert copies[0] is not None
         filters = host.Filter(copies[0], copies[1], copies[2])
         if plan.device.backend == "cuda":
@@ -217,14 +218,6 @@ class HostKind(ArrayKind):
         return lambda input, out, stream, residual=None: self.convolve(
             plan, input, w, b, out, stream, kept=filters, scale=s, residual=residual
         )
-
-    @staticmethod
-    def _checked(name: str, array: np.ndarray) -> np.ndarray:
-        if any(stride < 0 for stride in array.strides):
-            raise ConvArgumentError(
-                f"{name} has negative strides {array.strides}, which are not supported; pass a copy, as {name}.copy() makes"
-            )
-        return array
 
 
 class NumpyKind(HostKind):
@@ -288,7 +281,7 @@ class DeviceKind(ArrayKind):
     def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
         if self.pointer(array) % ALIGNMENT == 0 and self.lies(array, order):
             return array
-        return self._copied("the array", array, order)
+        return self.copy(array, order)
 
     def run(
         self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
@@ -372,7 +365,7 @@ class DeviceKind(ArrayKind):
             if copies:
                 if stream is not None:  # what is copied may still be written there
                     device.order(on, home)
-                copies = {name: self._copied(name, a, order if name in ("input", "residual") else None) for name, a in copies.items()}
+                copies = {name: self.copy(a, order if name in ("input", "residual") else None) for name, a in copies.items()}
                 named = zip(OPERANDS, (x, w, b, s, r), strict=True)
                 x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
             result = self.empty(plan.result_shape, input, device, order) if out is None else out
@@ -424,18 +417,12 @@ class DeviceKind(ArrayKind):
             producer = self.producer(weight) if self.has_producers else None
             if producer is not None:
                 device.order(producer, home)
-            weight = self._copied("weight", weight)
+            weight = self.copy(weight)
             packed = self.workspace(plan.filter_bytes, weight, device)
             device.order(home, own)
             plan.pack(self.pointer(weight), self.pointer(packed), own)
             own.synchronize()
         return weight, packed
-
-    def _copied(self, name: str, array: Any, order: tuple[int, ...] | None = None) -> Any:
-        """A copy that the kernels can read."""
-        if any(stride < 0 for stride in self.strides(array)):
-            raise ConvArgumentError(f"{name} has negative strides {self.strides(array)}, which are not supported; pass a copy")
-        return self.copy(array, order)
 
     def _check_out(
         self, out: Any, plan: Plan, order: tuple[int, ...] | None, operands: Sequence[Any], pointers: Sequence[int]
@@ -460,15 +447,17 @@ class DeviceKind(ArrayKind):
         for name, array, low, nbytes in zip(OPERANDS, operands, pointers, plan.operand_bytes, strict=True):
             if array is None or (same and name == "residual"):
                 continue
-            if low < end and start < (low + nbytes if self.contiguous(array) else self._end(array, low)):
+            first, last = (low, low + nbytes) if self.contiguous(array) else self._span(array, low)
+            if first < end and start < last:
                 raise ConvArgumentError(_OVERLAP.format(name))
         return same
 
-    def _end(self, array: Any, pointer: int) -> int:
-        """The address after the last byte of a strided `array`, whose strides are not negative."""
+    def _span(self, array: Any, pointer: int) -> tuple[int, int]:
+        """The addresses of the first byte of a strided `array` and of the one after its last; `pointer` is its first element's."""
         shape, dtype, _ = self.signature(array)
-        reach = sum((n - 1) * s for n, s in zip(shape, self.strides(array), strict=True))
-        return pointer + reach + DTYPE_BYTES[self.dtype_name(dtype)]
+        steps = [(n - 1) * s for n, s in zip(shape, self.strides(array), strict=True)]
+        before, after = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+        return pointer + before, pointer + after + DTYPE_BYTES[self.dtype_name(dtype)]
 
 
 def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:
@@ -629,7 +618,24 @@ class TorchKind(DeviceKind, HostKind):
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def signature(self, array: Any) -> Signature:
-        return array.shape, array.dtype, array.get_device()
+        try:
+            return array.shape, array.dtype, array.get_device()
+        except RuntimeError:  # a nested tensor has no shape
+            self.check_dense(array)
+            raise
+
+    def check_dense(self, *arrays: Any) -> None:
+        # where a call goes fast this is asked when it failed: asking each time would take 0.1 us
+        for array in arrays:
+            if array is None:
+                continue
+            if array.is_nested:
+                raise TypeError("nested tensors are not supported; pass a dense one, as torch.nested.to_padded_tensor makes it")
+            shape = list(array.shape)
+            if array.layout is not self.torch.strided:
+                raise TypeError(f"a tensor of shape {shape} has the layout {array.layout}, which is not supported; pass its to_dense()")
+            if array.is_meta:
+                raise TypeError(f"a tensor of shape {shape} lies on the device 'meta', so it has no values to convolve")
 
     def dtype_name(self, dtype: Any) -> str:
         return self._dtypes.get(dtype) or str(dtype).removeprefix("torch.")
@@ -682,6 +688,8 @@ class TorchKind(DeviceKind, HostKind):
                     "out, stream and devices don't go with gradients, torch.compile and the like: leave them away, call inside "
                     "torch.no_grad(), or pass input.detach() and weight.detach()"
                 )
+            if not first.is_meta:
+                self.check_dense(first, second, bias, scale, residual)
         elif not free or not self.torch.is_autocast_enabled("cuda" if first.is_cuda else "cpu"):
             return None  # as torch casts nothing for its own functions with out=
         from pycuda_conv.nn import autograd
@@ -699,7 +707,11 @@ class TorchKind(DeviceKind, HostKind):
         **options: Any,
     ) -> Any:
         convolve = DeviceKind.convolve if input.is_cuda else HostKind.convolve
-        return convolve(self, plan, input, weight, bias, out, stream, scale=scale, residual=residual, **options)
+        try:
+            return convolve(self, plan, input, weight, bias, out, stream, scale=scale, residual=residual, **options)
+        except (RuntimeError, TypeError):
+            self.check_dense(input, weight, bias, scale, residual, out)
+            raise
 
     def run(
         self, device: Any, launch: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
@@ -790,6 +802,8 @@ def kind_of(name: str, array: Any) -> ArrayKind:
     if kind is None:
         cls = _kind_class(array)
         if cls is None:
+            if isinstance(array, np.ma.MaskedArray):
+                raise TypeError(f"{name} is a masked array, and a convolution has no masks: pass {name}.filled(value), or {name}.data")
             raise TypeError(
                 f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with "
                 f"__cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
@@ -864,7 +878,7 @@ def stream_of(stream: Any) -> Any:
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         return int((protocol() if callable(protocol) else protocol)[1])
-    raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {stream!r}")
+    raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {brief(stream)}")
 
 
 def check_fit(plan: Plan, kind: ArrayKind, input: Signature, *others: Signature | None) -> None:

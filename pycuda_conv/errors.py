@@ -1,4 +1,9 @@
-"""The exceptions that users may want to catch."""
+"""The exceptions that users may want to catch, and how their messages show a value."""
+
+from __future__ import annotations
+
+import reprlib
+from typing import Any
 
 
 class ConvArgumentError(ValueError, RuntimeError):
@@ -11,3 +16,19 @@ class BackendError(RuntimeError):
 
 class DeviceMemoryError(MemoryError):
     """The device has too little memory; the text says how much was asked and how much is free."""
+
+
+class _Brief(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = self.maxstring = self.maxlong = 80
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        shape = getattr(x, "shape", None)
+        if isinstance(shape, tuple) and shape:
+            return f"an array of shape {list(shape)}"
+        return " ".join(super().repr_instance(x, level).split())
+
+
+#: A value as a message shows it: on one line, long ones cut short, an array by its shape.
+brief = _Brief().repr

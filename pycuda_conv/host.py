@@ -526,7 +526,7 @@ def convolve(
     Parameters
     ----------
     x : numpy array
-        Of the plan's shape and :attr:`~ConvProblem.storage`, as the filter's arrays; any strides that are not negative, either byte order.
+        Of the plan's shape and :attr:`~ConvProblem.storage`, as the filter's arrays; any strides, either byte order.
     filters : Filter
     out : numpy array, optional
         Without gaps in the plan's layout; by default a page-locked array from the pool, or an ordinary one when the pool is at

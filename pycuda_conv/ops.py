@@ -12,7 +12,7 @@ from typing import Any
 
 from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
@@ -105,7 +105,7 @@ def _convolve(
         output_padding = _key("output_padding", output_padding)
     _check_options(precision, tune)
     if not (activation is None or isinstance(activation, str)):
-        raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+        raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)}")
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = _gpus(devices, device)
@@ -130,7 +130,7 @@ def _convolve(
         if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
             raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
         if stream is not None:
-            raise ConvArgumentError(f"stream belongs to one GPU, so it excludes devices, but got stream={stream!r} and devices={devices!r}")
+            raise ConvArgumentError(f"stream and devices exclude each other, but got stream={brief(stream)} and devices={brief(devices)}")
         return kind.convolve(plan, input, weight, bias, out, stream, devices=gpus, **options)
     return kind.convolve(plan, input, weight, bias, out, stream, **options)
 
@@ -142,7 +142,7 @@ def _gradient(
     """The gradient by the convolution's input or weight; `recorded` as for :func:`_convolve`."""
     kind = same_kind(first, second, None, out, names=_OPERANDS[of])
     if not isinstance(size, (list, tuple)):
-        raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {size!r}")
+        raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {brief(size)}")
     _check_options(precision, tune)
     if device is not None:
         device = get_device(device)
@@ -160,22 +160,22 @@ def _gradient(
 
 def _check_options(precision: Any, tune: Any) -> None:
     if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
-        raise TypeError(f"precision must be one of {PRECISIONS}, got {precision!r}")
+        raise TypeError(f"precision must be one of {PRECISIONS}, got {brief(precision)}")
     if not isinstance(tune, bool):
-        raise TypeError(f"tune must be True or False, got {tune!r}")
+        raise TypeError(f"tune must be True or False, got {brief(tune)}")
 
 
 def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
     """The GPUs that `devices` names, each once."""
     if device is not None:
-        raise ConvArgumentError(f"device and devices exclude each other, but got device={device!r} and devices={devices!r}")
-    if devices == "all":
+        raise ConvArgumentError(f"device and devices exclude each other, but got device={brief(device)} and devices={brief(devices)}")
+    if isinstance(devices, str) and devices == "all":
         devices = range(device_count())
     elif isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {devices!r}")
+        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}")
     gpus = tuple(get_device(one) for one in devices)
     if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
-        raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={devices!r}")
+        raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={brief(devices)}")
     return gpus
 
 
@@ -211,6 +211,7 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
 
 def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
     name, kind = f"conv{ndim}d_bias", kind_of("grad_output", grad_output)
+    kind.check_dense(grad_output)
     signature = kind.signature(grad_output)
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
     if len(shape) not in (ndim + 1, ndim + 2):
@@ -245,11 +246,12 @@ def conv2d(
     ----------
     input : array of shape (N, C, H, W) or (C, H, W)
         numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, bfloat16 (in
-        numpy that of ml_dtypes), float32 or float64. Any strides but negative ones. A torch tensor that is channels last
+        numpy that of ml_dtypes), float32 or float64. Any strides. A torch tensor that is channels last
         (NHWC in memory) gives a result that is.
     weight : array of shape (K, C/groups, R, S)
     bias : array of shape (K,), optional
     stride : int or (int, int)
+        Below 2^29, and so are `padding` and ``dilation * (R - 1)``.
     padding : int, (int, int), ((top, bottom), (left, right)), "same" or "valid"
         Zeros added around the input. No padded copy is made. ``"same"`` needs stride 1; where it is uneven the extra
         zero goes to the bottom and right, as in torch.

@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import engines
+from pycuda_conv.errors import brief
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.tune import Choice, caches, lookup, tuned
@@ -37,6 +38,8 @@ class Plan:
 
     Raises
     ------
+    TypeError
+        A `problem` that is no :class:`ConvProblem`, or a `config` that is no configuration.
     ValueError
         A configuration that can't run the problem, or one to tune; a problem to measure while a stream is being captured.
 
@@ -52,6 +55,12 @@ class Plan:
     def __init__(
         self, problem: ConvProblem, device: Any = None, *, config: engines.Config | None = None, tune: bool = False, noted: bool = False
     ) -> None:
+        if not isinstance(problem, ConvProblem):
+            raise TypeError(f"problem must be a ConvProblem, as ConvProblem.forward makes it, got {brief(problem)}")
+        if not isinstance(config, engines.Config | None):
+            raise TypeError(f"config must be one of the configurations in pycuda_conv.engines, or None, got {brief(config)}")
+        if not isinstance(tune, bool):
+            raise TypeError(f"tune must be True or False, got {brief(tune)}")
         self.problem = problem
         self.device = get_device(device)
         #: whether the caller chose the configuration

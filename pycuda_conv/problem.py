@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, brief
 
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
@@ -44,7 +44,7 @@ def integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r} of type {type(value).__name__}") from None
+        raise TypeError(f"{name} must be an integer, got {brief(value)} of type {type(value).__name__}") from None
 
 
 def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
@@ -60,6 +60,22 @@ def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
             f"dimensions, but got {name}={_shown(values)}"
         )
     return values
+
+
+def _rank(ndim: Any) -> int:
+    if integer("ndim", ndim) not in (1, 2, 3):
+        raise ConvArgumentError(f"ndim, the number of spatial axes, must be 1, 2 or 3, but got ndim={ndim}")
+    return int(ndim)
+
+
+def _sizes(name: str, shape: Any) -> tuple[int, ...]:
+    """A shape as a tuple of ints."""
+    if isinstance(shape, (str, bytes)) or not isinstance(shape, Iterable):
+        raise TypeError(f"{name} must be a shape, a tuple of integers, got {brief(shape)}")
+    sizes = tuple(integer(f"each size in {name}", size) for size in shape)
+    if any(size < 0 for size in sizes):
+        raise ConvArgumentError(f"{name} must not hold negative sizes, but got {_shown(sizes)}")
+    return sizes
 
 
 def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
@@ -190,8 +206,9 @@ class ConvProblem:
         TypeError
             Values that are not integers, or a dtype that is not supported.
         """
+        ndim = _rank(ndim)
         name = f"conv{ndim}d"
-        input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
+        input_shape, weight_shape = _sizes("input_shape", input_shape), _sizes("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         pairs = padding_pairs(padding, ndim)
         k, channels_per_group, *filter_size = weight_shape
@@ -247,8 +264,9 @@ class ConvProblem:
         ConvArgumentError, TypeError
             As for :meth:`forward`.
         """
+        ndim = _rank(ndim)
         name = f"conv_transpose{ndim}d"
-        input_shape, weight_shape = tuple(input_shape), tuple(weight_shape)
+        input_shape, weight_shape = _sizes("input_shape", input_shape), _sizes("weight_shape", weight_shape)
         common = _common(name, ndim, input_shape, weight_shape, stride, dilation, groups, dtype, precision, layout)
         if isinstance(padding, str):
             raise TypeError(f"{name}(): padding must be integers or pairs of integers, not the string '{padding}'")
@@ -312,11 +330,13 @@ class ConvProblem:
         ConvArgumentError, TypeError
             As for :meth:`forward`.
         """
+        if of not in ("input", "weight"):
+            raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}")
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
             precision=precision, layout=layout,
         )
-        if tuple(grad_output_shape) != forward.result_shape:
+        if _sizes("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
                 f"grad_output must have the shape of the convolution's result, {_shown(forward.result_shape)} for input of size "
                 f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
@@ -328,13 +348,15 @@ class ConvProblem:
     def _checked_sizes(self) -> ConvProblem:
         for what, size in (("input", self.input_size), ("output", self.output_size)):
             if math.prod(size) >= 2**31:
-                raise ConvArgumentError(f"one channel of the {what} has {_times(size)} elements; at most 2^31 - 1 are supported")
+                shown = _times(size[-self.ndim :])
+                raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
         # kernels compute coordinates inside a plane in 32 bits, before they look whether these lie in the image
         reach = tuple(d * (f - 1) for d, f in zip(self.dilation, self.filter_size, strict=True))
         named = {"stride": self.stride, "dilation": self.dilation, "padding": self.padding_before + self.padding_after}
         for what, values in {**named, "dilation * (kernel size - 1)": reach}.items():
             if max(values) >= 2**29:
-                raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(values)}")
+                own = [v for i, v in enumerate(values) if i % 3 >= 3 - self.ndim]  # of the axes that the caller knows
+                raise ConvArgumentError(f"{what} must be below 2^29, but got {_shown(own)}")
         return self
 
     def _with_epilogue(
@@ -343,11 +365,11 @@ class ConvProblem:
         if activation is None and scale_shape is None and residual_shape is None:
             return self
         if not (activation is None or isinstance(activation, str)):
-            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {activation!r} of type {type(activation).__name__}")
+            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)} of type {type(activation).__name__}")
         if activation not in ACTIVATIONS:
             raise ConvArgumentError(f"activation must be one of {ACTIVATIONS}, but got activation={activation!r}")
         _check_channels("scale", scale_shape, self.result_channels, weight_shape)
-        if residual_shape is not None and tuple(residual_shape) != self.result_shape:
+        if residual_shape is not None and _sizes("residual_shape", residual_shape) != self.result_shape:
             raise ConvArgumentError(
                 f"residual must have the result's shape {_shown(self.result_shape)}, but got residual of size {_shown(residual_shape)}"
             )
@@ -504,24 +526,25 @@ def _common(
     dtype: str, precision: str, layout: str,
 ) -> ConvProblem:
     """The checks that both directions share, and the fields that they settle."""
-    if dtype not in DTYPE_BYTES:
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
-    if precision not in PRECISIONS:
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
-    if layout not in LAYOUTS:
-        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={layout!r}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        given = dtype if isinstance(dtype, str) else brief(dtype)
+        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {given}")
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ConvArgumentError(f"layout must be one of {LAYOUTS}, but got layout={brief(layout)}")
     strides, dilations = integers("stride", stride, ndim), integers("dilation", dilation, ndim)
     groups = integer("groups", groups)
     if len(weight_shape) < 3:
         raise ConvArgumentError(f"weight should have at least three dimensions, but got weight of size {_shown(weight_shape)}")
-    if len(weight_shape) != ndim + 2:
-        raise ConvArgumentError(
-            f"Expected {len(weight_shape)}-dimensional input for {len(weight_shape)}-dimensional weight {_shown(weight_shape)}, but got "
-            f"{len(input_shape)}-dimensional input of size {_shown(input_shape)} instead ({name} takes a {ndim + 2}-dimensional weight)"
-        )
     if len(input_shape) not in (ndim + 1, ndim + 2):
         raise ConvArgumentError(
             f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) input to {name}, but got input of size: {_shown(input_shape)}"
+        )
+    if len(weight_shape) != ndim + 2:
+        raise ConvArgumentError(
+            f"Expected {ndim + 2}-dimensional weight for {name}, but got {len(weight_shape)}-dimensional weight of size "
+            f"{_shown(weight_shape)} instead"
         )
     if any(v <= 0 for v in strides):
         raise ConvArgumentError(f"non-positive stride is not supported, but got stride={_shown(strides)}")
@@ -568,7 +591,7 @@ def _check_pairs(pairs: str | tuple[tuple[int, int], ...]) -> None:
 
 def _check_channels(name: str, shape: Sequence[int] | None, channels: int, weight_shape: tuple[int, ...]) -> None:
     """That the bias, or the scale, has a number for each channel of the result."""
-    if shape is not None and tuple(shape) != (channels,):
+    if shape is not None and _sizes(f"{name}_shape", shape) != (channels,):
         raise ConvArgumentError(
             f"Given weight of size {_shown(weight_shape)}, expected {name} to be 1-dimensional with {channels} elements, but got {name} "
             f"of size {_shown(shape)} instead"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 
+from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Place, Step
 
@@ -444,7 +445,8 @@ def choose(problem: ConvProblem, multiprocessors: int, backend: str = "cuda") ->
     for config in _preferred(problem, multiprocessors, backend):
         if legal(problem, config) is None:
             return config
-    raise AssertionError(f"no kernel runs {problem}")  # Gemm runs everything
+    # Gemm runs everything else
+    raise ConvArgumentError(f"{problem} is too large for one launch of at most {GRID_LIMIT:,} blocks; convolve fewer images at a time")
 
 
 def _preferred(problem: ConvProblem, multiprocessors: int, backend: str) -> Iterator[Config]:

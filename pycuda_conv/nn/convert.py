@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.fused import _FusedConvBnReLU, conv_bn_relu
 from pycuda_conv.nn.modules import checked_precision
@@ -91,6 +91,8 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, 
 
     Raises
     ------
+    TypeError
+        A `model` that is no ``torch.nn.Module``.
     ValueError
         `fuse_training` without `fuse`; a precision that there is not.
 
@@ -102,6 +104,8 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, 
     1 convolutions converted, 1 of them fused with what follows
       0 (Conv2d) + 1 + 2
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
     checked_precision(precision)
     if fuse_training and not fuse:
         raise ValueError(f"fuse_training={fuse_training} needs fuse=True, but got fuse={fuse}")

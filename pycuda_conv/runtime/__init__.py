@@ -6,7 +6,7 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
-from pycuda_conv.errors import BackendError, ConvArgumentError
+from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.runtime.base import Device, Step
 
 if TYPE_CHECKING:
@@ -85,5 +85,5 @@ def get_device(device: Any = None) -> Device:
     elif type(device).__module__.partition(".")[0] == "torch":  # a torch.device
         return get_device(str(device))
     else:
-        raise TypeError(f"device must be None, an int or a str, got {device!r} of type {type(device).__name__}")
+        raise TypeError(f"device must be None, an int or a str, got {brief(device)} of type {type(device).__name__}")
     raise ConvArgumentError(f"device must be None, a GPU's number, 'cuda', 'cuda:N', 'opencl' or 'cpu', got {device!r}")
