@@ -166,7 +166,7 @@ class Table:
         from filelock import FileLock  # takes longer to import than this package
 
         path = self.path.resolve()  # behind a link, the file is replaced and not the link
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # kernels are kept in no folder that others can write to
         with FileLock(f"{path}.lock", timeout=LOCK_SECONDS) if self.shared else nullcontext():
             try:
                 found = self.read()

@@ -1,20 +1,62 @@
-"""Compiled kernels kept on disk, safe when several processes build the same one."""
+"""Compiled kernels kept on disk: checked when they are read, bounded in size, safe when several processes build the same one.
+
+A kernel is one file, written under a temporary name and renamed, so another process sees all of it or none. Files that never
+change need no database: what is left to a library are the locks (filelock), which a killed process can't leave behind.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 import platformdirs
 
+from pycuda_conv.errors import ConvArgumentError
+
+log = logging.getLogger("pycuda_conv")
+
+#: Bytes of compiled kernels that are kept, if ``PYCUDA_CONV_CACHE_LIMIT`` says nothing else.
+LIMIT = 512 << 20
+#: Seconds that a process waits for another one that builds the same entry; then it builds the entry itself.
+PATIENCE = 60
+#: An entry that is read is marked as used, at most once in so many seconds.
+MARKED_EVERY = 3600
+#: Temporary files older than this were left by a process that was killed.
+ABANDONED_AFTER = 3600
+_TEMPORARY = ".building-"
+#: The end of an entry: its checksum, its length and these bytes. What lies before them can be read by other tools.
+_MARK = b"pycudaconv\x01\n"
+_TAIL = 32 + 8 + len(_MARK)
+
+_said: set[str] = set()
+
+
+def _say_once(subject: str, message: str, *arguments: object) -> None:
+    """Warn of one kind of trouble once in a process, and note later cases for those who debug."""
+    log.log(logging.DEBUG if subject in _said else logging.WARNING, message, *arguments)
+    _said.add(subject)
+
 
 def cache_dir() -> Path:
     """The folder of this package's caches: ``PYCUDA_CONV_CACHE_DIR``, or the user's cache folder."""
     return Path(os.environ.get("PYCUDA_CONV_CACHE_DIR") or platformdirs.user_cache_dir("pycuda_conv"))
+
+
+def limit() -> int:
+    """Bytes of compiled kernels that are kept: ``PYCUDA_CONV_CACHE_LIMIT``, or :data:`LIMIT`."""
+    text = os.environ.get("PYCUDA_CONV_CACHE_LIMIT")
+    if not text:
+        return LIMIT
+    if not text.isdecimal():
+        raise ConvArgumentError(f"PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got {text!r}")
+    return int(text)
 
 
 @cache
@@ -25,31 +67,150 @@ def file_identity(path: str) -> str:
     return f"{real}:{stat.st_size}:{stat.st_mtime_ns}"
 
 
-def cached(parts: tuple[str, ...], suffix: str, build: Callable[[], bytes]) -> bytes:
-    """The bytes that `build` makes, from disk where they were built before.
+def why_not_trusted(folder: Path) -> str | None:
+    """Why another user could put files into `folder`, or None if only its owner, who is this user or root, can."""
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are the user's own
+        return None
+    stat = folder.stat()
+    if stat.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {stat.st_uid}"
+    if stat.st_mode & 0o022:
+        return f"other users can write to it (mode {stat.st_mode & 0o7777:o})"
+    return None
 
-    `parts` are everything the result depends on. A new entry is written under a temporary name and renamed, so another
-    process sees all of it or none. A folder that can't be written costs the cache, not the result.
+
+def _folder() -> Path | None:
+    """The folder of the entries, made if need be; None if there can be none, or another user could write to it."""
+    try:
+        top = cache_dir()
+        folder = top / "kernels"
+        for one in (top, folder):
+            one.mkdir(mode=0o700, parents=True, exist_ok=True)
+            why = why_not_trusted(one)
+            if why:
+                _say_once(
+                    f"trust {one}", "compiled kernels are not kept: the cache folder %s is not trusted, since %s; correct that, or "
+                    "set PYCUDA_CONV_CACHE_DIR to a folder of your own", one, why,
+                )  # fmt: skip
+                return None
+    except OSError as error:
+        _say_once("folder", "compiled kernels are not kept: %s", error)
+        return None
+    return folder
+
+
+class Entry:
+    """A place on disk for what is built from `parts`.
+
+    Parameters
+    ----------
+    parts : tuple of str
+        Everything that the result depends on.
+    suffix : str
+        Of the file's name.
     """
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
-    path = cache_dir() / "kernels" / key[:2] / (key + suffix)
-    try:
-        data = path.read_bytes()
-        if data:
-            return data
-    except OSError:
-        pass
-    data = build()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".building-")
+
+    def __init__(self, parts: tuple[str, ...], suffix: str) -> None:
+        self._name = hashlib.sha256("\0".join(parts).encode()).hexdigest() + suffix
+
+    def get(self, build: Callable[[], bytes], fresh: bool = False) -> bytes:
+        """What `build` makes, from disk if it was made before. With `fresh`, what lies on disk is replaced.
+
+        While one process builds, others that want the same entry wait for it. A folder that can't be used costs the cache,
+        not the result.
+        """
+        found = None if fresh else self.read()
+        if found is not None:
+            return found
+        with self._building():
+            found = None if fresh else self.read()  # perhaps another process has built it meanwhile
+            if found is None:
+                found = build()
+                self.write(found)
+        return found
+
+    def read(self) -> bytes | None:
+        """What lies on disk, or None if there is nothing, or nothing that checks out."""
+        folder = _folder()
+        if folder is None:
+            return None
+        path = folder / self._name
         try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
-    except OSError:
-        pass
-    return data
+            whole = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            _say_once("unreadable", "a kept kernel can't be read and is built again: %s", error)
+            return None
+        data = whole[:-_TAIL]
+        if whole[-_TAIL:] != self._tail(data):
+            _say_once("damaged", "the kept kernel %s is damaged and is built again", path)
+            return None
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > MARKED_EVERY:
+                os.utime(path)
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Keep `data`, and let the entries go that were not used for the longest time where all are larger than the limit."""
+        folder = _folder()
+        if folder is None:
+            return
+        try:
+            handle, temporary = tempfile.mkstemp(dir=folder, prefix=_TEMPORARY)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(data)
+                    file.write(self._tail(data))
+                os.replace(temporary, folder / self._name)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+            _trim(folder)
+        except OSError as error:
+            _say_once("unwritable", "a compiled kernel can't be kept: %s", error)
+
+    def _tail(self, data: bytes) -> bytes:
+        """The name is part of the checksum: an entry under another's name does not check out."""
+        return hashlib.sha256(self._name.encode() + data).digest() + len(data).to_bytes(8, "little") + _MARK
+
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """One process at a time; but none waits for ever, nor where the folder has no locks."""
+        from filelock import FileLock  # takes longer to import than this package
+
+        folder = _folder()
+        lock = None if folder is None else FileLock(folder / f".{self._name[:2]}.lock", timeout=PATIENCE)
+        with suppress(OSError, NotImplementedError):  # Timeout is an OSError
+            if lock:
+                lock.acquire()
+        try:
+            yield
+        finally:
+            if lock:
+                lock.release()
+
+
+def _trim(folder: Path) -> None:
+    """Keep the entries below the limit. If another process does so at the moment, it is left to that one."""
+    from filelock import FileLock, Timeout
+
+    most = limit()
+    with suppress(Timeout), FileLock(folder / ".trim.lock", timeout=0):
+        entries = []
+        now = time.time()
+        for item in os.scandir(folder):
+            with suppress(FileNotFoundError):
+                stat = item.stat(follow_symlinks=False)
+                if item.name.startswith(_TEMPORARY):
+                    if now - stat.st_mtime > ABANDONED_AFTER:
+                        os.unlink(item)
+                elif not item.name.startswith(".") and item.is_file():
+                    entries.append((stat.st_mtime, stat.st_size, item.path))
+        total = sum(size for _, size, _ in entries)
+        for _, size, path in sorted(entries):
+            if total <= most:
+                break
+            with suppress(FileNotFoundError):
+                os.unlink(path)
+            total -= size

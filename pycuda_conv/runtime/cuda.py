@@ -27,7 +27,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, Im2col, Launcher, Step, TensorMap, headers
-from pycuda_conv.runtime.cache import cached, file_identity
+from pycuda_conv.runtime.cache import Entry, file_identity
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
 log = logging.getLogger("pycuda_conv")
@@ -160,11 +160,19 @@ def encoded(described: TensorMap, address: int) -> bytes:
 # ---- kernels and their launches
 
 
+class _Refused(RuntimeError):
+    """The driver says that a binary is none, or none for this GPU."""
+
+
 def _function_of(cubin: bytes, kernel: str) -> int:
     """The driver's handle of a kernel, in a module that stays loaded. PyCUDA hides the handles of its own."""
     library, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(library.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {kernel}")
-    _check(library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode()), f"finding {kernel}")
+    code = library.cuModuleLoadData(ctypes.byref(module), cubin)
+    if code == 0:
+        code = library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode())
+    if code in (200, 209, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE, NOT_FOUND
+        raise _Refused(f"the driver refuses the binary of {kernel} ({code})")
+    _check(code, f"loading {kernel}")
     return function.value or 0
 
 
@@ -486,7 +494,11 @@ class CudaDevice(Device):
             with self._lock, self:
                 found = self._functions.get(key)
                 if found is None:
-                    found = _function_of(cubin, step.kernel)
+                    try:
+                        found = _function_of(cubin, step.kernel)
+                    except _Refused as error:
+                        log.warning("%s: it is compiled again", error)
+                        found = _function_of(self.compile(source, step.arch, fresh=True), step.kernel)
                     if step.shared:  # with what the kernel declares it may be more than every kernel gets
                         _check(_libcuda().cuFuncSetAttribute(found, 8, step.shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
                     self._functions[key] = found
@@ -517,8 +529,11 @@ class CudaDevice(Device):
         """Bytes of the GPU's L2 cache."""
         return int(self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.L2_CACHE_SIZE))
 
-    def compile(self, source: str, arch: str = "") -> bytes:
-        """The cubin of `source` for this GPU, compiled as ``SourceModule`` would but kept in a cache of our own."""
+    def compile(self, source: str, arch: str = "", fresh: bool = False) -> bytes:
+        """The cubin of `source` for this GPU, compiled as ``SourceModule`` would but kept in a cache of our own.
+
+        With `fresh`, a cubin that was kept is not used but replaced.
+        """
         compiler = nvcc()
         assert compiler is not None
         arch = arch or "sm_{}{}".format(*self.capability)
@@ -531,7 +546,7 @@ class CudaDevice(Device):
                 source, nvcc=compiler, options=options, no_extern_c=True, arch=arch, cache_dir=False, include_dirs=[str(KERNEL_DIR)]
             )
 
-        return cached((source, header, arch, *options, file_identity(compiler)), ".cubin", build)
+        return Entry((source, header, arch, *options, file_identity(compiler)), ".cubin").get(build, fresh)
 
     # ---- memory
 

@@ -1,0 +1,306 @@
+"""Compiled kernels on disk: what is damaged, what others could write, several processes, kill -9, a full disk, the limit."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.runtime import cache
+from pycuda_conv.runtime.cache import Entry
+
+
+@pytest.fixture
+def cache_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cache, "_said", set())
+    return tmp_path
+
+
+def files(folder):
+    """The entries."""
+    return sorted(p for p in folder.rglob("*.x") if p.is_file())
+
+
+def leftovers(folder):
+    return list(folder.rglob(".building*"))
+
+
+def get(name, data, fresh=False):
+    return Entry((name,), ".x").get(lambda: data, fresh)
+
+
+def never():
+    raise AssertionError("built again")
+
+
+def test_an_entry_is_built_once(cache_folder):
+    assert Entry(("a", "b"), ".x").get(lambda: b"binary") == Entry(("a", "b"), ".x").get(never) == b"binary"
+    assert len(files(cache_folder)) == 1
+    assert Entry(("ab", ""), ".x").get(lambda: b"other") == b"other"  # parts are told apart, not run together
+    assert Entry(("a", "b"), ".y").get(lambda: b"third") == b"third"
+    assert Entry(("a", "b"), ".x").get(lambda: b"new", fresh=True) == b"new" == Entry(("a", "b"), ".x").get(never)
+
+
+def test_what_is_kept_begins_with_the_binary_itself(cache_folder):
+    """So that cuobjdump reads it."""
+    get("a", b"\x7fELF and more")
+    assert files(cache_folder)[0].read_bytes().startswith(b"\x7fELF and more")
+
+
+DAMAGE = {
+    "empty": lambda data: b"",
+    "cut short": lambda data: data[:-1],
+    "half": lambda data: data[: len(data) // 2],
+    "longer": lambda data: data + b"\0",
+    "a bit": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "a bit of the checksum": lambda data: data[:-30] + bytes([data[-30] ^ 4]) + data[-29:],
+    "as older versions kept it": lambda data: b"good",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_entry_is_built_again_and_said_once(cache_folder, caplog, how):
+    for name in "ab":
+        get(name, b"good" * 100)
+    for path in files(cache_folder):
+        path.write_bytes(DAMAGE[how](path.read_bytes()))
+    with caplog.at_level(logging.WARNING, "pycuda_conv"):
+        for name in "ab":
+            assert get(name, b"again") == b"again"
+            assert Entry((name,), ".x").get(never) == b"again"
+    assert ["is damaged" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_an_entry_under_another_s_name_is_not_taken(cache_folder):
+    get("a", b"of a")
+    (path,) = files(cache_folder)
+    get("b", b"of b")
+    (other,) = set(files(cache_folder)) - {path}
+    other.write_bytes(path.read_bytes())
+    assert get("b", b"again") == b"again"
+
+
+def test_an_entry_that_cannot_be_read_costs_the_cache_only(cache_folder):
+    get("a", b"good")
+    (path,) = files(cache_folder)
+    path.unlink()
+    path.mkdir()
+    assert get("a", b"again") == b"again"
+    assert not leftovers(cache_folder)
+
+
+def test_a_folder_that_cannot_be_made_costs_the_cache_only(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path / "file" / "below"))
+    assert get("a", b"good") == b"good"
+
+
+def test_a_read_only_folder_costs_the_cache_only(monkeypatch, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root writes anywhere")
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    assert get("a", b"good") == b"good"
+
+
+def test_a_failed_build_leaves_nothing_behind(cache_folder):
+    def build():
+        raise RuntimeError("nvcc said no")
+
+    with pytest.raises(RuntimeError, match="nvcc said no"):
+        Entry(("a",), ".x").get(build)
+    assert not files(cache_folder) and not leftovers(cache_folder)
+    assert get("a", b"good") == b"good"
+
+
+# ---- folders that others can write to
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["the folder", "kernels in it"])
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o722, 0o1777], ids="{:o}".format)
+def test_a_folder_that_others_can_write_to_is_not_trusted(cache_folder, caplog, mode, inner):
+    get("a", b"planted")
+    (path,) = files(cache_folder)
+    stamp = path.stat().st_mtime_ns
+    (cache_folder / "kernels" if inner else cache_folder).chmod(mode)
+    with caplog.at_level(logging.DEBUG, "pycuda_conv"):
+        for name in "ab":
+            assert get(name, b"good") == b"good"
+    assert [p.stat().st_mtime_ns for p in files(cache_folder)] == [stamp]  # nothing is written either
+    (warning,) = (r.getMessage() for r in caplog.records if r.levelno == logging.WARNING)
+    assert f"{mode:o}" in warning and "PYCUDA_CONV_CACHE_DIR" in warning
+
+
+def test_a_folder_of_another_user_is_not_trusted(cache_folder, caplog, monkeypatch):
+    get("a", b"planted")
+    uid = os.geteuid()
+    if uid == 0:
+        os.chown(cache_folder / "kernels", 12345, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert get("a", b"good") == b"good"
+    assert f"belongs to user {12345 if uid == 0 else uid}" in caplog.text
+
+
+def test_folders_are_made_for_their_owner_alone(cache_folder, monkeypatch):
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(cache_folder / "new" / "cache"))
+    before = os.umask(0o002)
+    try:
+        get("a", b"good")
+    finally:
+        os.umask(before)
+    assert [(cache_folder / "new" / p).stat().st_mode & 0o777 for p in ("cache", "cache/kernels")] == [0o700, 0o700]
+    assert Entry(("a",), ".x").get(never) == b"good"
+
+
+# ---- the limit
+
+
+def test_what_was_not_used_for_the_longest_time_goes_first(cache_folder, monkeypatch):
+    now = time.time()
+    for age, name in enumerate("abcd"):
+        get(name, name.encode() * 1000)
+        (new,) = (p for p in files(cache_folder) if p.read_bytes().startswith(name.encode() * 1000))
+        os.utime(new, (now - 10000 * (age + 1),) * 2)  # d is the oldest
+    assert get("d", b"") == b"d" * 1000  # reading it is a use
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_LIMIT", "4000")
+    get("e", b"e" * 1000)
+    assert sorted(p.read_bytes()[:1] for p in files(cache_folder)) == [b"a", b"d", b"e"]
+
+
+def test_the_limit_is_a_number(cache_folder, monkeypatch):
+    monkeypatch.delenv("PYCUDA_CONV_CACHE_LIMIT", raising=False)
+    assert cache.limit() == cache.LIMIT
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_LIMIT", "0")
+    assert get("a", b"good") == b"good" and not files(cache_folder)
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_LIMIT", "1 GB")
+    with pytest.raises(ConvArgumentError, match="PYCUDA_CONV_CACHE_LIMIT must be a number of bytes, got '1 GB'"):
+        get("b", b"good")
+
+
+# ---- several at once
+
+
+def test_processes_that_build_the_same_entries_at_once(python_env, cache_folder):
+    """Eight processes on an empty cache: each sees all of an entry or none, and each entry is built by one of them."""
+    code = """
+import os, sys
+from pycuda_conv.runtime.cache import Entry
+data = bytes(range(256)) * 40000  # 10 MB: writing takes a while
+def build():
+    os.write(1, b"built\\n")
+    return data
+sys.stdin.read()
+for i in range(20):
+    assert Entry((str(i % 4),), ".x").get(build) == data
+"""
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipe) for _ in range(8)]
+    for process in processes:
+        process.stdin.close()
+        process.stdin = None
+    built = 0
+    for process in processes:
+        out, errors = process.communicate(timeout=120)
+        assert errors == b"" and process.returncode == 0
+        built += out.count(b"built")
+    assert built == 4 == len(files(cache_folder))
+
+
+def test_threads_that_build_the_same_entry(cache_folder):
+    barrier, built = threading.Barrier(8), []
+
+    def build():
+        built.append(1)
+        return b"0" * 100000
+
+    def work(_):
+        barrier.wait()
+        return Entry(("same",), ".x").get(build)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert set(pool.map(work, range(8))) == {b"0" * 100000}
+    assert len(files(cache_folder)) == 1 == len(built)
+
+
+@pytest.mark.parametrize("when", ["building", "writing"])
+def test_a_process_that_is_killed_leaves_nothing_that_stays(python_env, cache_folder, monkeypatch, when):
+    code = f"""
+import os, sys, time
+from pycuda_conv.runtime import cache
+def stop(*_):
+    os.write(1, b"now")
+    time.sleep(100)
+class File:
+    def write(self, data):
+        os.write(self.handle, data[:len(data) // 2])
+        stop()
+    def __init__(self, handle, mode): self.handle = handle
+    def __enter__(self): return self
+    def __exit__(self, *_): pass
+if {when!r} == "writing":
+    cache.os.fdopen = File
+cache.Entry(("a",), ".x").get(stop if {when!r} == "building" else lambda: b"good" * 1000)
+"""
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+    assert process.stdout.read(3) == b"now"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    begin = time.monotonic()
+    assert get("a", b"good" * 1000) == b"good" * 1000 == Entry(("a",), ".x").get(never)
+    assert time.monotonic() - begin < 10  # its lock is gone with it
+    assert len(leftovers(cache_folder)) == (when == "writing")
+    monkeypatch.setattr(cache, "ABANDONED_AFTER", -1)
+    get("b", b"good")
+    assert not leftovers(cache_folder)
+
+
+def test_a_process_that_stands_still_is_not_waited_for_for_ever(cache_folder, monkeypatch):
+    from filelock import FileLock
+
+    monkeypatch.setattr(cache, "PATIENCE", 0.1)
+    entry = Entry(("a",), ".x")
+    (cache_folder / "kernels").mkdir(mode=0o700)
+    with FileLock(cache_folder / "kernels" / f".{entry._name[:2]}.lock"):
+        assert entry.get(lambda: b"good") == b"good"
+
+
+# ---- a full disk
+
+
+def test_a_full_disk_costs_the_cache_only(cache_folder, monkeypatch, caplog):
+    full = os.open("/dev/full", os.O_WRONLY)
+    fdopen = os.fdopen
+    monkeypatch.setattr(cache.os, "fdopen", lambda handle, mode: (os.close(handle), fdopen(full, mode))[1])
+    assert get("a", b"good") == b"good"
+    assert "No space left" in caplog.text and not files(cache_folder) and not leftovers(cache_folder)
+    monkeypatch.undo()
+    assert get("a", b"good") == b"good"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_small_file_system_that_is_full(tmp_path, python_env):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(tmp_path)], check=False, capture_output=True).returncode:
+        pytest.skip("tmpfs can't be mounted here")
+    try:
+        code = """
+from pycuda_conv.runtime.cache import Entry
+for name in "aab":
+    assert Entry((name,), ".x").get(lambda: b"good" * 30000) == b"good" * 30000
+assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").get(lambda: b"bad") == b"good"
+"""
+        env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
