@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from reference import python
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.runtime import cache
@@ -304,3 +305,60 @@ assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").g
         assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+# ---- what PoCL compiles
+
+CALL = """
+import os, numpy as np, pycuda_conv as pc
+x, w = np.arange(50, dtype="f").reshape(1, 2, 5, 5), np.ones((3, 2, 2, 2), "f")
+print(pc.conv2d(x, w, device="opencl").sum())
+"""
+
+
+@pytest.fixture
+def opencl():
+    from pycuda_conv.runtime.opencl import why_not
+
+    if why_not():
+        pytest.skip(why_not())
+
+
+def test_pocl_s_damaged_files_are_compiled_again(opencl, python_env, cache_folder):
+    """Given one of them, PoCL itself would end the process."""
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder), "PYCUDA_CONV_BACKEND": "opencl"}
+    good = python(CALL, env)
+    entries = sorted(cache_folder.rglob("*.pocl"))
+    assert len(entries) == 2  # the kernel, and the program that the device is tried with
+    times = [p.stat().st_mtime_ns for p in entries]
+    assert python(CALL, env) == good
+    assert [p.stat().st_mtime_ns for p in entries] == times  # nothing was compiled
+    for damage in (DAMAGE["half"], DAMAGE["a bit"]):
+        for path in entries:
+            path.write_bytes(damage(path.read_bytes()))
+        done = subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=100, check=False)
+        assert done.returncode == 0 and done.stdout == good and done.stderr.count("is damaged") == 1
+    assert python(CALL, env) == good
+    assert not list((cache_folder / "kernels").glob(".pocl-*"))
+
+
+def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, python_env, cache_folder):
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder / "ours"), "POCL_CACHE_DIR": str(cache_folder)}
+    assert python(CALL + "print(os.environ['POCL_CACHE_DIR'])", env).split()[1] == str(cache_folder)
+    assert [p.name for p in cache_folder.iterdir()] == ["ours"]
+
+
+def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, python_env, cache_folder):
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=100)
+    assert killed.returncode == -9
+    assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
+    python(CALL + f"import glob; assert len(glob.glob({str(cache_folder)!r} + '/kernels/.pocl-*')) == 1", env)
+    assert not list((cache_folder / "kernels").glob(".pocl-*"))
+
+
+def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, python_env, cache_folder):
+    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(8)]
+    done = [process.communicate(timeout=200) for process in processes]
+    assert len(set(done)) == 1 and done[0][1] == b"", done

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

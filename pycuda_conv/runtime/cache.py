@@ -79,7 +79,7 @@ def why_not_trusted(folder: Path) -> str | None:
     return None
 
 
-def _folder() -> Path | None:
+def trusted_folder() -> Path | None:
     """The folder of the entries, made if need be; None if there can be none, or another user could write to it."""
     try:
         top = cache_dir()
@@ -131,7 +131,7 @@ class Entry:
 
     def read(self) -> bytes | None:
         """What lies on disk, or None if there is nothing, or nothing that checks out."""
-        folder = _folder()
+        folder = trusted_folder()
         if folder is None:
             return None
         path = folder / self._name
@@ -153,7 +153,7 @@ class Entry:
 
     def write(self, data: bytes) -> None:
         """Keep `data`, and let the entries go that were not used for the longest time where all are larger than the limit."""
-        folder = _folder()
+        folder = trusted_folder()
         if folder is None:
             return
         try:
@@ -179,7 +179,7 @@ class Entry:
         """One process at a time; but none waits for ever, nor where the folder has no locks."""
         from filelock import FileLock  # takes longer to import than this package
 
-        folder = _folder()
+        folder = trusted_folder()
         lock = None if folder is None else FileLock(folder / f".{self._name[:2]}.lock", timeout=PATIENCE)
         with suppress(OSError, NotImplementedError):  # Timeout is an OSError
             if lock:

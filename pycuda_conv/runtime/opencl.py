@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step
+from pycuda_conv.runtime import pocl
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step, headers
+from pycuda_conv.runtime.cache import Entry
 
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
 
 def _pyopencl() -> Any:
-    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # PoCL keeps compiled kernels itself
+    os.environ.setdefault("PYOPENCL_NO_CACHE", "1")  # we keep compiled kernels ourselves
     if (_SYSTEM_VENDORS / "pocl.icd").exists():
         # prefer the system's PoCL: the one in PyOpenCL's wheel is older and refuses to compile for CPUs it does not know
         os.environ.setdefault("OCL_ICD_VENDORS", str(_SYSTEM_VENDORS))
@@ -71,19 +73,23 @@ class OpenCLDevice(Device):
 
     def __init__(self) -> None:
         self._cl = cl = _pyopencl()
-        self.device = _find_device(cl)
+        self._workshop = pocl.Workshop()
+        with self._workshop.in_use():
+            self.device = _find_device(cl)
+            self.context = cl.Context([self.device])
+        platform = self.device.platform
+        self._identity = (platform.name, platform.version, self.device.name, self.device.version, self.device.driver_version)
         self.multiprocessors = self.device.max_compute_units
-        self.context = cl.Context([self.device])
         self.queue = cl.CommandQueue(self.context)
         try:
-            cl.Program(self.context, "kernel void probe(global float* x) { x[0] = 0; }").build()
+            self._build("kernel void probe(global float* x) { x[0] = 0; }", [])[1].keep()
         except cl.Error as error:
             reason = next((line for line in str(error).splitlines() if line.startswith("error:")), str(error).strip())
             raise BackendError(
                 f"OpenCL device '{self.device.name}' can't compile ({reason}). A PoCL that knows this CPU may come with the system: "
                 "apt-get install pocl-opencl-icd"
             ) from error
-        self._programs: dict[str, Any] = {}
+        self._programs: dict[str, tuple[Any, pocl.Program]] = {}
         self._kernels: dict[tuple[str, str], Any] = {}
         self._lock = threading.RLock()
 
@@ -94,7 +100,7 @@ class OpenCLDevice(Device):
         pass
 
     def launcher(self, step: Step) -> Launcher:
-        kernel = self._kernel(step)
+        kernel, program = self._kernel(step)
         global_size, local_size = (step.grid * step.block,), (step.block,)
         # a struct is one argument
         numbers = [*([np.array(step.structs, np.int64)] if step.arguments else []), *(np.int64(v) for v in step.scalars)]
@@ -102,25 +108,36 @@ class OpenCLDevice(Device):
         if len(whole) < len(step.buffers):
             raise ValueError(f"{step.kernel} takes parts of buffers, {step.buffers}, which OpenCL can't; pass whole ones")
 
+        launched = False
+
         def launch(buffers: Sequence[Any], stream: Any) -> None:
+            nonlocal launched
             with self._lock:  # a kernel's arguments are its state
                 kernel(self.queue, global_size, local_size, *[buffers[i] or None for i in whole], *numbers)
+                if not launched:  # PoCL compiles for a size of blocks, and for small grids, when it launches
+                    launched = True
+                    self.queue.finish()
+                    program.keep()
 
         return launch
 
-    def _kernel(self, step: Step) -> Any:
+    def _build(self, source: str, options: list[str]) -> tuple[Any, pocl.Program]:
+        kept = pocl.Program(self._workshop, Entry((source, headers(), *options, *self._identity), ".pocl"))
+        with warnings.catch_warnings(), kept:
+            warnings.simplefilter("ignore", self._cl.CompilerWarning)
+            return self._cl.Program(self.context, source).build(options=options), kept
+
+    def _kernel(self, step: Step) -> tuple[Any, pocl.Program]:
+        """The kernel, and what PoCL keeps of its program."""
         source = step.source()
         with self._lock:
+            if source not in self._programs:
+                self._programs[source] = self._build(source, ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)])
+            program, kept = self._programs[source]
             kernel = self._kernels.get((step.kernel, source))
             if kernel is None:
-                program = self._programs.get(source)
-                if program is None:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", self._cl.CompilerWarning)
-                        options = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
-                        program = self._programs[source] = self._cl.Program(self.context, source).build(options=options)
                 kernel = self._kernels[step.kernel, source] = self._cl.Kernel(program, step.kernel)
-        return kernel
+        return kernel, kept
 
     def run_on_host_arrays(
         self, launch: Launcher, inputs: Sequence[np.ndarray | None], out: np.ndarray, workspace: int, stream: Any
