@@ -81,6 +81,9 @@ class ArrayKind:
     def check_dense(self, *arrays: Any) -> None:
         """Refuse arrays whose elements do not lie in memory one by one, as a sparse one's."""
 
+    def will_write(self, out: Any) -> None:
+        """Tell the library of `out` that kernels are about to write to it, or refuse what the library would refuse."""
+
     def convolve(
         self, plan: Plan, input: Any, weight: Any, bias: Any, out: Any, stream: Any, *, scale: Any = None, residual: Any = None
     ) -> Any:
@@ -196,6 +199,7 @@ class HostKind(ArrayKind):
             for name, array in zip(OPERANDS, given, strict=True):
                 if array is not None and np.may_share_memory(target, array) and not (name == "residual" and _same(target, array)):
                     raise ConvArgumentError(_OVERLAP.format(name))
+            self.will_write(out)
         x, w, b, s, r = given
         assert x is not None and w is not None
         place, filters = None if turned else target, kept or host.Filter(w, b, s)
@@ -427,7 +431,7 @@ class DeviceKind(ArrayKind):
     def _check_out(
         self, out: Any, plan: Plan, order: tuple[int, ...] | None, operands: Sequence[Any], pointers: Sequence[int]
     ) -> bool:
-        """Refuse an `out` that the result can't be written to; whether it is the residual."""
+        """Refuse an `out` that the result can't be written to, and announce the write; whether `out` is the residual."""
         signature = shape, dtype, ordinal = self.signature(out)
         if signature != plan.accepted_out.get(self):
             _check_out_shape(shape, self.dtype_name(dtype), plan)
@@ -450,6 +454,7 @@ class DeviceKind(ArrayKind):
             first, last = (low, low + nbytes) if self.contiguous(array) else self._span(array, low)
             if first < end and start < last:
                 raise ConvArgumentError(_OVERLAP.format(name))
+        self.will_write(out)
         return same
 
     def _span(self, array: Any, pointer: int) -> tuple[int, int]:
@@ -613,6 +618,7 @@ class TorchKind(DeviceKind, HostKind):
         }
         self._plain = {torch.Tensor, torch.nn.Parameter}
         self._forward_ad = torch.autograd.forward_ad
+        self._increment_version = torch.autograd.graph.increment_version
         self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
         # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
         self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -700,6 +706,20 @@ class TorchKind(DeviceKind, HostKind):
         if self.differentiated(first, second, bias, scale, residual):
             raise NotImplementedError(
                 "a plan has no gradients: call it inside torch.no_grad(), pass detached tensors, or call a function as pycuda_conv.conv2d"
+            )
+
+    def will_write(self, out: Any) -> None:
+        """Raise the version of `out`, by which torch notices that a tensor kept for a backward pass was overwritten."""
+        if out.requires_grad and self.torch.is_grad_enabled():
+            raise ConvArgumentError(
+                "out requires a gradient, and a result written to out has none: leave out away, pass out.detach(), or call inside "
+                "torch.no_grad()"
+            )
+        if not out.is_inference():
+            self._increment_version(out)
+        elif not self.torch.is_inference_mode_enabled():
+            raise ConvArgumentError(
+                "out was made in torch.inference_mode() and can be written only there; pass a tensor made outside, or out.clone()"
             )
 
     def convolve(

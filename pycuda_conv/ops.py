@@ -268,7 +268,8 @@ def conv2d(
         ``"relu"`` turns what is negative into 0; NaN stays NaN.
     out : array, optional
         Where to write the result: of its shape and dtype, C-contiguous or, like the input, channels last; not overlapping the
-        other arrays, unless it is the residual.
+        other arrays, unless it is the residual. For tensors torch's rules of ``out=`` hold: one that requires a
+        gradient is refused, except inside ``torch.no_grad()``, and a backward pass that needs what was there raises.
     precision : {"fp32", "tf32"}
         Arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, whatever the numbers; Hopper's tensor cores
         reach that with three fp16 products. ``"tf32"`` permits products of 10-bit mantissas, TF32's: one fp16 product

@@ -6,6 +6,7 @@ here is skipped and says why.
 
 import importlib.util
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -65,6 +66,23 @@ def device(request):
     if why:
         pytest.skip(why)
     return request.param
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request):
+    """Where torch's tensors lie."""
+    torch = pytest.importorskip("torch")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    """torch.compile counts how often it has compiled the code that modules share."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch"]._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

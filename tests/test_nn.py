@@ -26,22 +26,6 @@ NAMES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "Co
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request):
-    """Where tensors lie."""
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("torch sees no GPU")
-    return request.param
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled():
-    """torch.compile counts how often it has compiled the code that modules share."""
-    yield
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
-
-
 def randn(*shape, where="cpu", dtype=torch.float64, seed=0, grad=True):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(where, dtype).requires_grad_(grad)
