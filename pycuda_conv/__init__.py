@@ -6,6 +6,10 @@ the problem at hand, and run on PoCL where there is no NVIDIA GPU.
 A call goes through five modules: :mod:`arrays` adapts the caller's arrays, :mod:`problem` says what is asked and refuses
 what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that into launches of the kernels in ``cu/``, and
 :mod:`runtime` runs them.
+
+Neither CUDA nor OpenCL survives a fork. A worker that is forked after the first call gets a ``BackendError``: start workers with
+``multiprocessing.get_context("spawn")``, a torch ``DataLoader``'s with ``multiprocessing_context="spawn"``, or make the first call in
+the workers.
 """
 
 from importlib.metadata import PackageNotFoundError, version

@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
+from pycuda_conv.errors import BackendError
+
 #: Launches one prepared kernel: (buffers, stream) -> None.
 Launcher = Callable[[Sequence[Any], Any], None]
 
@@ -190,6 +192,15 @@ def _check_struct(file: str, struct: type) -> None:
 def headers() -> str:
     """The text of all headers in ``cu/``: compiled kernels depend on it."""
     return "\0".join(path.read_text() for path in sorted(KERNEL_DIR.glob("*.cuh")))
+
+
+def forked(what: str) -> BackendError:
+    """The error for a process that was forked from one in which `what` was in use."""
+    return BackendError(
+        f"{what} was in use when this process was forked, and it does not survive a fork: start workers with "
+        "multiprocessing.get_context('spawn'), a torch DataLoader's with multiprocessing_context='spawn', or make the first call of "
+        "pycuda_conv in the workers, after the fork"
+    )
 
 
 class Device(AbstractContextManager["Device"]):

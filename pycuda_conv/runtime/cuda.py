@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Im2col, Launcher, Step, TensorMap, headers
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, Im2col, Launcher, Step, TensorMap, forked, headers
 from pycuda_conv.runtime.cache import Entry, file_identity
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
@@ -53,10 +53,7 @@ def driver() -> Any:
     """``pycuda.driver``, initialised. Imported here and not at the top: the package must import without PyCUDA."""
     global _initialised
     if _forked:
-        raise BackendError(
-            "CUDA was in use when this process was forked, and a driver does not survive a fork: start workers with "
-            "multiprocessing.get_context('spawn')"
-        )
+        raise forked("CUDA")
     try:
         drv = importlib.import_module("pycuda.driver")
     except ImportError as error:

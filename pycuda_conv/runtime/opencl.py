@@ -14,7 +14,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
 from pycuda_conv.runtime import pocl
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step, headers
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step, forked, headers
 from pycuda_conv.runtime.cache import Entry
 
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
@@ -55,10 +55,30 @@ def _find_device(cl: Any) -> Any:
 
 _lock = threading.Lock()
 _made: list[OpenCLDevice] = []
+_started = False
+_forked = False
+
+
+def _after_fork() -> None:
+    """PoCL's threads are not there in a child: a call would wait for them for ever."""
+    global _forked
+    _forked = _started
+    for device in _made:
+        device.launcher = device.update_host_arrays = _refuse  # type: ignore[method-assign]
+
+
+def _refuse(*args: Any, **options: Any) -> Any:
+    raise forked("OpenCL")
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def opencl_device() -> OpenCLDevice:
     """The machine's OpenCL device; made once, shared by every thread."""
+    if _forked:
+        raise forked("OpenCL")
     with _lock:
         if not _made:
             _made.append(OpenCLDevice())
@@ -72,10 +92,12 @@ class OpenCLDevice(Device):
     name = "opencl"
 
     def __init__(self) -> None:
+        global _started
         self._cl = cl = _pyopencl()
         self._workshop = pocl.Workshop()
         with self._workshop.in_use():
             self.device = _find_device(cl)
+            _started = True
             self.context = cl.Context([self.device])
         platform = self.device.platform
         self._identity = (platform.name, platform.version, self.device.name, self.device.version, self.device.driver_version)
