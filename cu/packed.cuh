@@ -1,10 +1,8 @@
 // packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, places in the result, the epilogue.
 #pragma once
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <stdint.h>
 #include "epilogue.cuh"
 #include "launch.cuh"
+#include "numbers.cuh"
 
 #define DEVICE __device__ __forceinline__
 

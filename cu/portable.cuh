@@ -44,11 +44,7 @@
 #endif
 typedef long long_t;
 #else
-#if DTYPE == 16
-#include <cuda_fp16.h>  // doubles the compile time: only where it is used
-#elif DTYPE == 17
-#include <cuda_bf16.h>
-#endif
+#include "numbers.cuh"
 #define KERNEL extern "C" __global__
 #define WITHIN_KERNEL __device__ __forceinline__
 #define GLOBAL_MEM

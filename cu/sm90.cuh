@@ -1,6 +1,5 @@
 // sm90.cuh: what the Hopper kernels say to the hardware in PTX: barriers in shared memory, tensor (TMA) loads, fences.
 #pragma once
-#include <cuda.h>
 #include "packed.cuh"
 
 DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }

@@ -233,6 +233,13 @@ def test_a_kernel_file_opens_with_its_plan(file):
         assert any(word in line.lower() for line in header for word in words), f"{file.name} does not say its {words[0]}"
 
 
+def test_kernels_include_nothing_but_files_of_ours():
+    """So that NVRTC compiles them without a toolkit, and nvcc in less time."""
+    for path in base.KERNEL_DIR.glob("*.cu*"):
+        included = re.findall(r"^ *# *include +(\S+)", path.read_text(), re.M)
+        assert not [name for name in included if not (base.KERNEL_DIR / name.strip('"')).is_file()], path.name
+
+
 @needs_nvcc
 @pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
 def test_a_kernel_file_compiles_by_hand_and_does_not_spill(file):
