@@ -39,6 +39,9 @@ Signature = tuple[Any, Any, int | None]
 
 ALIGNMENT = 16  # bytes; the kernels load four floats at once
 
+#: A filter (weight, bias, scale) and a function of (input, out, stream, residual) that convolves with it.
+Bound = tuple[tuple[Any, Any, Any], Callable[..., Any]]
+
 #: What a convolution reads, in the order of its arguments.
 OPERANDS = ("input", "weight", "bias", "scale", "residual")
 
@@ -90,11 +93,20 @@ class ArrayKind:
         """Run `plan` on arrays that fit it."""
         raise NotImplementedError
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
-        """A function of (input, out, stream, residual) that runs `plan` with this filter, which stays where the kernels read it."""
-        return lambda input, out, stream, residual=None: self.convolve(
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Bound:
+        """The filter, which stays where the kernels read it, and a function of (input, out, stream, residual) that runs `plan` with it."""
+        return (weight, bias, scale), lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, scale=scale, residual=residual
         )
+
+    def to_pickle(self, array: Any) -> Any:
+        """`array` as something that can be pickled."""
+        return array
+
+    @staticmethod
+    def from_pickle(pickled: Any, device: Any) -> Any:
+        """The way back. The device must be current."""
+        return pickled
 
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
@@ -211,7 +223,7 @@ class HostKind(ArrayKind):
         made = self.from_numpy(result, input)
         return self.in_order(made, order) if turned and order else made
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Bound:
         given = (weight, bias, scale)
         copies = [None if a is None else self.to_numpy(a).copy() for a in given]
         assert copies[0] is not None
@@ -219,7 +231,7 @@ class HostKind(ArrayKind):
         if plan.device.backend == "cuda":
             filters.keep(plan)
         w, b, s = (None if copy is None else self.from_numpy(copy, a) for copy, a in zip(copies, given, strict=True))
-        return lambda input, out, stream, residual=None: self.convolve(
+        return (w, b, s), lambda input, out, stream, residual=None: self.convolve(
             plan, input, w, b, out, stream, kept=filters, scale=s, residual=residual
         )
 
@@ -405,11 +417,11 @@ class DeviceKind(ArrayKind):
                 device.order(self.current_stream(device), stream_of(stream))
         return result
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Bound:
         if not plan.filter_bytes:
             return ArrayKind.bind(self, plan, weight, bias, scale)
         weight, packed = self._pack(plan, weight)
-        return lambda input, out, stream, residual=None: self.convolve(
+        return (weight, bias, scale), lambda input, out, stream, residual=None: self.convolve(
             plan, input, weight, bias, out, stream, packed=packed, scale=scale, residual=residual
         )
 
@@ -547,6 +559,12 @@ class InterfaceKind(DeviceKind):
     def producer(self, array: Any) -> Any:
         return array.__cuda_array_interface__.get("stream")
 
+    def to_pickle(self, array: Any) -> Any:
+        raise TypeError(
+            f"a filter that is a {type(array).__module__}.{type(array).__qualname__} can't be pickled, for its address means nothing "
+            "elsewhere; bind one of numpy, torch, CuPy or PyCUDA, or pickle the plan alone"
+        )
+
 
 class GPUArrayKind(InterfaceKind):
     name = "pycuda.gpuarray.GPUArray"
@@ -568,6 +586,14 @@ class GPUArrayKind(InterfaceKind):
 
     has_producers = False  # PyCUDA's calls go to the default stream
 
+    def to_pickle(self, array: Any) -> np.ndarray:
+        with cuda_device(self._ordinal(self.pointer(array))):
+            return array.get() if array.flags.c_contiguous else self.copy(array).get()
+
+    @staticmethod
+    def from_pickle(pickled: Any, device: Any) -> Any:
+        return importlib.import_module("pycuda.gpuarray").to_gpu(pickled, device.allocate)
+
 
 class CupyKind(InterfaceKind):
     name = "cupy.ndarray"
@@ -588,6 +614,9 @@ class CupyKind(InterfaceKind):
         return True
 
     has_producers = False  # CuPy's calls go to its current stream
+
+    def to_pickle(self, array: Any) -> Any:
+        return array
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
         fresh = self.empty(array.shape, array, None, order)
@@ -741,7 +770,10 @@ class TorchKind(DeviceKind, HostKind):
         run = DeviceKind.run if inputs[0].is_cuda else HostKind.run
         run(self, device, launch, inputs, outs, workspace, stream)
 
-    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Callable[..., Any]:
+    def to_pickle(self, array: Any) -> Any:
+        return array.detach()
+
+    def bind(self, plan: Plan, weight: Any, bias: Any, scale: Any = None) -> Bound:
         return (DeviceKind if weight.is_cuda else HostKind).bind(self, plan, weight, bias, scale)
 
     # host tensors

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import engines
-from pycuda_conv.errors import brief
+from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.tune import Choice, caches, lookup, tuned
@@ -43,6 +43,11 @@ class Plan:
     ValueError
         A configuration that can't run the problem, or one to tune; a problem to measure while a stream is being captured.
 
+    Notes
+    -----
+    A plan can be pickled and copied, so it goes to worker processes. There it needs a device of the same name and, if that is a GPU,
+    of the same model; else a ``BackendError`` says what is different.
+
     Examples
     --------
     >>> import numpy as np, pycuda_conv as pc
@@ -70,6 +75,7 @@ class Plan:
         #: the measurement that the configuration follows, or None
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
         self.config = config or (self.tuned.config if self.tuned else engines.choose(problem, self.device))
+        self.noted = noted
         self.program = program = engines.program(problem, self.config, self.device, noted)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = program.filter_bytes
@@ -149,8 +155,23 @@ class Plan:
 
         return explain(self, measure)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        made_of = self.problem, self.device.name, self.device.model, self.config, self.noted
+        return _plan_again, made_of, {"fixed": self.fixed, "tuned": self.tuned}
+
     def __repr__(self) -> str:
         return f"<Plan {self.problem} on {self.device.name}: {self.config}>"
+
+
+def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Config, noted: bool) -> Plan:
+    """A plan that was pickled."""
+    device = get_device(name)
+    if device.model != model:
+        raise BackendError(
+            f"this plan was made for {name}, an {model}, but here {name} is an {device.model}: pickle the plan's problem instead, and "
+            "make a plan of it with pycuda_conv.Plan(problem)"
+        )
+    return Plan(problem, device, config=config, noted=noted)
 
 
 class BoundPlan:
@@ -162,6 +183,8 @@ class BoundPlan:
 
     The packed filter is ready when this is made, for calls on any stream. It is memory of the stream that was current then:
     wait for calls on other streams before you drop the last reference.
+
+    It can be pickled and copied as a :class:`Plan` can, with the filter that it has then.
 
     Parameters
     ----------
@@ -191,7 +214,10 @@ class BoundPlan:
         assert input is not None
         check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
         self._accepted: Any = None  # what the last input and residual looked like
-        self._run = self._kind.bind(plan, weight, bias, scale)
+        self._filter, self._run = self._kind.bind(plan, weight, bias, scale)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
 
     def __call__(self, input: Any, *, residual: Any = None, out: Any = None, stream: Any = None) -> Any:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
@@ -206,6 +232,13 @@ class BoundPlan:
             check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
             self._accepted = signatures
         return self._run(input, out, stream, residual)
+
+
+def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
+    """A bound plan that was pickled."""
+    with plan.device:
+        arrays = [a if a is None else kind.from_pickle(a, plan.device) for a in pickled]
+    return BoundPlan(plan, *arrays)
 
 
 @lru_cache(maxsize=CACHED_PLANS)

@@ -1,36 +1,35 @@
-"""Other processes: what a fork leaves of OpenCL, and how workers are started."""
+"""Other processes: what a fork leaves of a device, how workers are started, and plans that go to them."""
 
-import os
+import copy
+import pickle
 import subprocess
 import sys
 import textwrap
 
+import numpy as np
 import pytest
 
-from pycuda_conv.runtime.opencl import why_not
-
-pytestmark = [
-    pytest.mark.skipif(bool(why_not()), reason=str(why_not())),
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing can be forked here"),
-]
+import pycuda_conv as pc
+from pycuda_conv.engines.direct import Batched
+from pycuda_conv.runtime import get_device
 
 START = """
 import os, signal, sys
 import numpy as np
 import pycuda_conv as pc
 
-os.register_at_fork(after_in_child=lambda: signal.alarm(60))  # a child that hangs is ended
+os.register_at_fork(after_in_child=lambda: signal.alarm(60))  # a child that hangs must end
 x, w = np.ones((1, 1, 8, 8), "f"), np.ones((1, 1, 3, 3), "f")
 """
 
 
 @pytest.fixture
-def script(tmp_path, python_env):
-    """What a program prints that runs on OpenCL; its file can be imported, as workers that are spawned do."""
+def script(tmp_path, python_env, device):
+    """What a program prints that runs on that device; its file can be imported, as workers that are spawned do."""
 
     def run(code):
         (tmp_path / "program.py").write_text(START + textwrap.dedent(code))
-        env = {**python_env, "PYCUDA_CONV_BACKEND": "opencl"}
+        env = {**python_env, "PYCUDA_CONV_BACKEND": get_device(device).backend}
         command = [sys.executable, str(tmp_path / "program.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
@@ -39,7 +38,7 @@ def script(tmp_path, python_env):
     return run
 
 
-def test_a_forked_child_is_told_that_it_cannot_use_opencl(script):
+def test_a_forked_child_is_told_that_it_cannot_use_the_device(script, device):
     code = """
     plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape))
     bound = plan.bind(w)
@@ -58,12 +57,12 @@ def test_a_forked_child_is_told_that_it_cannot_use_opencl(script):
         try:
             call()
         except pc.BackendError as error:
-            print("OpenCL was in use when this process was forked" in str(error) and "spawn" in str(error))
+            print("was in use when this process was forked" in str(error) and "spawn" in str(error))
     """
     assert script(code) == 7 * "True\n" + "0\n"
 
 
-def test_a_child_forked_before_the_first_call_uses_opencl(script):
+def test_a_child_forked_before_the_first_call_uses_the_device(script):
     code = """
     if child := os.fork():
         print(os.waitpid(child, 0)[1])
@@ -100,3 +99,100 @@ def test_workers_of_a_data_loader(script):
     """
     sums = "[0, 324, 648, 972]\n"
     assert script(code) == sums + "True\n" + sums
+
+
+# ---- plans
+
+
+ARRAYS = (2, 4, 6, 7), (6, 4, 3, 3), (6,), (6,), (2, 6, 6, 7)
+
+
+def arrays_of(kind, device):
+    """Input, weight, bias, scale and residual of that kind."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-3, 4, shape).astype("f") for shape in ARRAYS]
+    if kind == "GPUArray":
+        gpuarray = pytest.importorskip("pycuda.gpuarray")
+        with get_device(device):
+            return [gpuarray.to_gpu(a) for a in arrays]
+    if kind != "numpy":
+        torch = pytest.importorskip("torch")
+        return [torch.from_numpy(a).to(kind.removeprefix("torch ")) for a in arrays]
+    return arrays
+
+
+def values(array):
+    return array.get() if hasattr(array, "get") else np.asarray(array.cpu() if hasattr(array, "cpu") else array)
+
+
+def problem():
+    x, w, b, scale, residual = ARRAYS
+    return pc.ConvProblem.forward(2, x, w, b, padding=1, scale_shape=scale, residual_shape=residual, activation="relu")
+
+
+COPIES = {"pickled": lambda one: pickle.loads(pickle.dumps(one)), "deep": copy.deepcopy, "shallow": copy.copy}
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("config", [None, Batched()])
+def test_a_plan_that_was_pickled_or_copied_is_the_same_plan(device, config, how):
+    plan = pc.Plan(problem(), device, config=config)
+    again = COPIES[how](plan)
+    assert again is not plan and again.device is plan.device
+    for name in ("problem", "config", "fixed", "tuned", "noted", "workspace_bytes", "packing_key"):
+        assert getattr(again, name) == getattr(plan, name)
+    x, w, b, scale, residual = arrays_of("numpy", device)
+    assert np.array_equal(again(x, w, b, scale=scale, residual=residual), plan(x, w, b, scale=scale, residual=residual))
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize(
+    "kind", ["numpy", "torch cpu", *(pytest.param(kind, marks=pytest.mark.gpu) for kind in ("torch cuda", "GPUArray"))]
+)
+def test_a_bound_plan_that_was_pickled_or_copied_has_the_filter(device, kind, how):
+    if kind in ("torch cuda", "GPUArray") and device == "opencl":
+        pytest.skip("these are arrays on a GPU")
+    x, w, b, scale, residual = arrays_of(kind, device)
+    if kind.startswith("torch"):
+        w = w.transpose(-1, -2)  # strides are kept or put right
+    bound = pc.Plan(problem(), device).bind(w, b, scale)
+    again = COPIES[how](bound)
+    expected = values(bound(x, residual=residual))
+    assert np.array_equal(values(again(x, residual=residual)), expected) and expected.any()
+    if kind.startswith("torch"):
+        import torch
+
+        needed = pc.Plan(problem(), device)
+        with torch.no_grad():
+            bound = needed.bind(torch.nn.Parameter(w), b, scale)
+        assert np.array_equal(values(COPIES[how](bound)(x, residual=residual)), expected)  # what is pickled needs no gradient
+
+
+def test_a_plan_is_for_the_device_that_it_was_made_for(device):
+    plan = pc.Plan(problem(), device)
+    again, (asked, name, model, *rest), _ = plan.__reduce__()
+    with pytest.raises(pc.BackendError, match=r"this plan was made for .*Plan"):
+        again(asked, name, model + "another model", *rest)
+    with pytest.raises(pc.BackendError):
+        again(asked, "cuda:99", model, *rest)
+
+
+def test_a_filter_of_an_unknown_library_is_not_pickled():
+    from pycuda_conv.arrays import InterfaceKind
+
+    with pytest.raises(TypeError, match=r"builtins\.object can't be pickled"):
+        InterfaceKind().to_pickle(object())
+
+
+def test_plans_go_to_workers(script):
+    code = """
+    import multiprocessing
+
+    if __name__ == "__main__":
+        plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape))
+        bound = plan.bind(w)
+        with multiprocessing.get_context("spawn").Pool(2) as pool:
+            print([int(y.sum()) for y in pool.map_async(bound, [x, 2 * x]).get(90)])
+            print(int(pool.apply_async(plan, (x, w)).get(90).sum()))
+    """
+    assert script(code) == "[324, 648]\n324\n"
