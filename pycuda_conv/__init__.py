@@ -12,6 +12,11 @@ Neither CUDA nor OpenCL survives a fork. A worker that is forked after the first
 the workers.
 """
 
+from pycuda_conv import interrupt
+
+interrupt.end_in_one_line()
+
+# ruff: noqa: E402
 from importlib.metadata import PackageNotFoundError, version
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError

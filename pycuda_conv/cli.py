@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pycuda_conv
-from pycuda_conv.errors import BackendError, DeviceMemoryError
+from pycuda_conv import interrupt
+from pycuda_conv.errors import BackendError
+from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.tools.suite import MODES
-from pycuda_conv.tools.terminal import INTERRUPTED, OK, UNUSABLE, ToolError
+from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="versions, GPUs with all their attributes, what the package would use and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
 
-    verify = commands.add_parser("verify", help="compute every kind of convolution on every kind of array; compare with float64 and torch")
+    verify = commands.add_parser("verify", help="compute every kind of convolution on every kind of array; compare with float64")
     verify.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one, which is printed")
     verify.add_argument("--cases", metavar="A,B,...", help="only these cases")
     verify.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the package's own choice")
@@ -117,8 +119,8 @@ def parser() -> argparse.ArgumentParser:
 
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, or a picture",
-        description="Convolve a .npy file, however large, or a picture. Arrays are padded with zeros; a picture keeps its size, its border "
-        "repeated outwards, and its transparency.",
+        description="Convolve a .npy file, however large, or a picture. Arrays are padded with zeros. Arrays of integers give floats: "
+        "float32 for 8 and 16 bits, float64 for more. A picture keeps its size and its transparency; its border is repeated outwards.",
     )
     run.add_argument("input", type=Path, help="a .npy file of shape (N, C, ...) or (C, ...), or a picture")
     run.add_argument("output", type=Path, help="what to write, of the same kind")
@@ -181,8 +183,11 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and give its exit status."""
-    arguments = parser().parse_args(argv)
+    command = "pycuda-conv"
     try:
+        interrupt.raise_again()
+        arguments = parser().parse_args(argv)
+        command = f"pycuda-conv {arguments.command}"
         status = _run(arguments)
         sys.stdout.flush()
         return status
@@ -190,11 +195,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader, head for one, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _finish_output()
         return OK
-    except (ToolError, BackendError, DeviceMemoryError) as error:
-        print(f"pycuda-conv {arguments.command}: {' '.join(str(error).split())}", file=sys.stderr)
+    except OSError as error:  # as that of a full disk that stdout goes to
+        _finish_output()
+        what = error.strerror or str(error)
+        print(f"{command}: {what if error.filename is None else f'{error.filename}: {what}'}", file=sys.stderr)
         return UNUSABLE
+    except (ToolError, BackendError, MemoryError) as error:
+        print(f"{command}: {' '.join(str(error).split()) or 'too little memory'}", file=sys.stderr)
+        return UNUSABLE
+
+
+def _finish_output() -> None:
+    """Write what stdout still holds; what can't be written is dropped, or else Python tries again when it ends and complains."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

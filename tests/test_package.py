@@ -6,17 +6,19 @@ import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import why_no_opencl
 from reference import fprop, python, reference
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
 from pycuda_conv.engines import direct
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import base, cache
+from pycuda_conv.runtime import base, cache, get_device
 
 ROOT = Path(pc.__file__).resolve().parent.parent
 KERNELS = sorted(base.KERNEL_DIR.glob("*.cu"))
@@ -168,6 +170,30 @@ def test_a_thread_that_fails_leaves_the_others_alone(device):
 
     with ThreadPoolExecutor(4) as pool:
         assert [r for r in pool.map(work, range(40)) if r] == [[[[2, 2, 2]]]] * 20
+
+
+def test_an_interrupted_call_waits_for_its_kernels_on_opencl(monkeypatch):
+    """They use the memory of the arrays, which is freed next."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    device = get_device("opencl")
+    call = partial(pc.conv1d, np.ones((1, 1, 3), "f"), np.ones((1, 1, 2), "f"), device="opencl")
+    call()  # the first call waits in any case
+    finished = []
+
+    class Queue(device._cl.CommandQueue):
+        def finish(self):
+            finished.append(True)
+            super().finish()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device, "queue", Queue(device.context))
+    monkeypatch.setattr(device._cl, "enqueue_copy", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert finished == [True]
 
 
 # ---- environment variables

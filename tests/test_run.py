@@ -19,9 +19,10 @@ from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
 from pycuda_conv import cli
+from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import bench, hostbench, run
-from pycuda_conv.tools.terminal import INTERRUPTED, OK, UNUSABLE
+from pycuda_conv.tools.terminal import OK, UNUSABLE
 from pycuda_conv.tools.timing import Effort
 
 torch = pytest.importorskip("torch", reason="the results are judged by torch")
@@ -104,6 +105,22 @@ def test_uneven_padding_is_top_bottom_left_right(command, device):
     assert np.allclose(np.load("y.npy"), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("x_dtype, w_dtype, expected_dtype", [
+    ("uint8", "int64", "float32"), ("int16", "int8", "float32"), ("bool", "bool", "float32"), ("int32", "int64", "float64"), ("uint64", "int64", "float64"),
+    ("float32", "int64", "float32"), ("float16", "uint8", "float16"), ("uint8", "float32", "float32"), ("uint8", "float64", "float64"), (">i2", ">i8", "float32"),
+])  # fmt: skip
+def test_integers_are_convolved_as_floats(command, device, x_dtype, w_dtype, expected_dtype):
+    rng = np.random.default_rng(0)
+    x, w, b = rng.integers(0, 2, (5, 2, 9, 8)).astype(x_dtype), rng.integers(0, 2, (3, 2, 3, 3)).astype(w_dtype), np.array([1, -2, 3])
+    save(b=b)
+    np.save("x.npy", x)
+    np.save("w.npy", w)
+    assert command("run", "--filter", "w.npy", "x.npy", "y.npy", "--bias", "b.npy", "--batch", 2, "--device", device)[::2] == (OK, "")
+    expected = F.conv2d(*(torch.from_numpy(a.astype("f8")) for a in (x, w, b))).numpy()
+    y = np.load("y.npy")
+    assert y.dtype == expected_dtype and np.array_equal(y, expected)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float64", ">f4", "fortran", "empty"])
 def test_every_dtype_and_layout(command, device, dtype):
     x, w = draw(0 if dtype == "empty" else 4, 2, 9, 8), draw(3, 2, 3, 3)
@@ -176,8 +193,9 @@ REFUSED = {
     "truncated filter": (("--filter", "cut.npy", "x.npy", "y.npy"), "cut.npy is no whole .npy file"),
     "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is no whole .npy file"),
     "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is no whole .npy file"),
-    "integers": (("--filter", "w.npy", "integers.npy", "y.npy"), "integers.npy holds int64"),
-    "bfloat16": (("--filter", "w.npy", "two_bytes.npy", "y.npy"), "two_bytes.npy holds void16; float16, float32, float64 can be convolved"),
+    "complex": (("--filter", "complex.npy", "x.npy", "y.npy"), "complex.npy holds complex64; integers, float16, float32, float64 can be convolved"),
+    "large integers": (("--filter", "large.npy", "x.npy", "y.npy"), "large.npy holds integers that float32 can't hold exactly; save it as float32"),
+    "bfloat16": (("--filter", "w.npy", "two_bytes.npy", "y.npy"), "two_bytes.npy holds void16; integers, float16, float32, float64 can be convolved"),
     "another dtype": (("--filter", "double.npy", "x.npy", "y.npy"), "double.npy holds float64, but x.npy float32"),
     "channels": (("--filter", "two.npy", "x.npy", "y.npy"), "expected input[2, 1, 6, 6] to have 2 channels"),
     "axes of the input": (("--filter", "w.npy", "flat.npy", "y.npy"), "input"),
@@ -225,7 +243,7 @@ REFUSED = {
 @pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
 def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, opencl, arguments, words):
     save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3), b=draw(1), two=draw(1, 2, 3, 3), five=draw(5, 3, 3, 3), flat=draw(4, 4), old=draw(3))
-    save(integers=np.arange(72).reshape(2, 1, 6, 6), two_bytes=np.zeros((2, 1, 6, 6), "V2"), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
+    save(large=np.full((1, 1, 3, 3), 2**24 + 1), two_bytes=np.zeros((2, 1, 6, 6), "V2"), complex=np.ones((3, 3), np.complex64), nan=np.full((3, 3), np.nan))
     np.save("double.npy", np.ones((1, 1, 3, 3)))
     np.save("objects.npy", np.array([None, 1], object), allow_pickle=True)
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:-5])
@@ -293,6 +311,61 @@ def test_a_full_disk_is_met_before_the_work(command, opencl, monkeypatch):
     status, out, err = command("run", *ARRAYS, "--device", "opencl")
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "y.npy can't be written: No space left on device" in err
     assert names() == ["w.npy", "x.npy"]
+
+
+@pytest.mark.parametrize("kind", ["array", "picture"])
+def test_a_read_only_disk_is_told_in_one_line(command, opencl, monkeypatch, kind):
+    """Such a disk does not even remove what is not there."""
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
+    Image.new("L", (9, 9)).save("a.png")
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(run, "_new_array", read_only)
+    monkeypatch.setattr(run, "write_picture", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    arguments = ARRAYS if kind == "array" else ("--filter", "blur", "a.png", "b.png")
+    status, out, err = command("run", *arguments, "--device", "opencl")
+    assert (status, out, err) == (UNUSABLE, "", f"pycuda-conv run: {Path(arguments[-1]).resolve()} can't be written: Read-only file system\n")
+
+
+def test_too_little_memory_is_told_in_one_line(command, opencl, monkeypatch):
+    save(x=draw(2, 1, 6, 6), w=draw(1, 1, 3, 3))
+
+    def convolve(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(pc, "conv2d", convolve)
+    assert command("run", *ARRAYS, "--device", "opencl") == (UNUSABLE, "", "pycuda-conv run: too little memory\n")
+    assert names() == ["w.npy", "x.npy"]
+
+
+@pytest.mark.parametrize("start", [("-m", "pycuda_conv"), ("pycuda-conv",)], ids=" ".join)
+@pytest.mark.parametrize("seconds", [0, 0.05, 0.2, 0.5, 1])
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux's /proc tells when numpy is being imported")
+def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, python_env, tmp_path, monkeypatch, start, seconds):
+    """While numpy and the rest are imported, while files are read, while kernels run."""
+    monkeypatch.chdir(tmp_path)
+    save(x=np.zeros((4000, 1, 64, 64), "f"), w=np.zeros((8, 1, 9, 9), "f"))
+    if start[0] != "-m":
+        Path(start[0]).write_text("import sys\nfrom pycuda_conv.cli import main\nsys.exit(main())\n")  # as pip writes it
+    command = [sys.executable, *start, "run", *ARRAYS, "--batch", "1", "--device", "opencl"]
+    with subprocess.Popen(command, env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
+            time.sleep(0.001)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    err = err.removeprefix("1 error generated.\n")  # PoCL's own, where Ctrl-C ended its compiler
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n")
+    assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])
+
+
+def test_a_program_that_imports_the_package_keeps_its_ctrl_c(python_env):
+    code = "import signal, pycuda_conv; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    done = subprocess.run([sys.executable, "-c", code], env=python_env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.stderr) == ("True\n", "")
 
 
 def test_force_replaces_and_keeps_links_and_permissions(command, device):

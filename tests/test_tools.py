@@ -1,5 +1,6 @@
 """The tools: their arithmetic, the files they write, and the command `pycuda-conv` with its exit statuses."""
 
+import configparser
 import contextlib
 import csv
 import importlib.util
@@ -21,14 +22,15 @@ import pycuda_conv as pc
 from pycuda_conv import cli
 from pycuda_conv.engines import ImplicitGemm, Pointwise
 from pycuda_conv.engines.direct import Batched
+from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
-from pycuda_conv.tools import bench, report, suite, timing, training, verify
+from pycuda_conv.tools import bench, report, suite, terminal, timing, training, verify
 from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
-from pycuda_conv.tools.oracle import bound, compare, torch_for
+from pycuda_conv.tools.oracle import bound, compare, reference, torch_for
 from pycuda_conv.tools.report import BEGIN, END, Row, geometric_mean, quantile
-from pycuda_conv.tools.terminal import FAILED, INTERRUPTED, OK, UNUSABLE, ToolError
+from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 from pycuda_conv.tools.timing import Effort
 
 ROOT = Path(pc.__file__).resolve().parent.parent
@@ -510,7 +512,7 @@ def test_info_tells_its_sections_as_json(command):
 
 def test_verify_passes_and_says_so(command, device, torch, rich):
     status, out, err = command("verify", "--cases", "notebook-single, k1s1p0", "--device", device, "--seed", 7)
-    assert (status, err) == (OK, "") and "FAIL" not in out
+    assert (status, err) == (OK, "") and "FAIL" not in out and "torch's" in out
     assert out.count(" pass ") >= 4 and "passed in" in out and "--seed 7 repeats this" in out
 
 
@@ -539,6 +541,16 @@ def test_a_case_s_data_fit_its_problem_and_do_not_depend_on_the_others(case):
     x, w, b = case.data(3)
     assert (x.shape, w.shape) == (case.problem.input_shape[-x.ndim :], case.problem.weight_shape) and (b is not None) == case.bias
     assert all(np.array_equal(a, again) for a, again in zip((x, w), case.data(3), strict=False)) and not np.array_equal(x, case.data(4)[0])
+
+
+@pytest.mark.parametrize("case", verify.CASES.values(), ids=lambda case: case.name)
+def test_the_reference_is_torch_s_float64_convolution(case, torch):
+    x, w, b = (None if a is None else a.astype("f8") for a in case.data(1))
+    named = replace(case, dtype="float64")
+    theirs = verify._by_torch(named, (x, w, b), get_device("opencl")) if not why_no_opencl() else pytest.skip(why_no_opencl())
+    ours = reference(case.problem, x, w, b)
+    assert ours.dtype == np.float64 and ours.shape == theirs.shape
+    assert np.allclose(ours, theirs, rtol=1e-12, atol=1e-11)
 
 
 def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel, torch, rich):
@@ -731,7 +743,7 @@ def test_what_a_network_computes_in_training(torch):
     assert found[0].has_bias and found[0].stride == (1, 2, 2) and found[3].groups == 2
 
 
-@pytest.mark.parametrize("missing, arguments", [("torch", ["verify", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
+@pytest.mark.parametrize("missing, arguments", [("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
 def test_a_missing_package_is_told_in_one_line(command, opencl, torch, monkeypatch, missing, arguments):
     monkeypatch.setitem(sys.modules, missing, None)
     status, out, err = command(*arguments)
@@ -794,6 +806,65 @@ def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, python_
 def test_the_process_s_exit_status_is_the_command_s(python_env, tmp_path):
     done = process(("-m", "pycuda_conv", "verify", "--cases", "none such"), tmp_path, python_env)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (UNUSABLE, "", 1)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.parametrize("arguments", [("info",), ("info", "--json"), ("verify", "--list"), ("bench", "--list")], ids=" ".join)
+def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, rich, arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pycuda_conv", *arguments], cwd=tmp_path, env=python_env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )
+    assert (done.returncode, done.stderr) == (UNUSABLE, f"pycuda-conv {arguments[0]}: No space left on device\n")
+
+
+WITHOUT = """
+import sys
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names}:
+            raise ImportError(f"{{name}} is not there")
+sys.meta_path.insert(0, Block())
+from pycuda_conv.runtime import cuda
+cuda.has_gpu = lambda: {gpu}
+from pycuda_conv.cli import main
+sys.exit(main({arguments}))
+"""
+
+
+def without(names, arguments, tmp_path, env, gpu=False):
+    return process(("-c", WITHOUT.format(names=names, arguments=list(arguments), gpu=gpu)), tmp_path, env)
+
+
+def test_verify_needs_no_torch(opencl, rich, python_env, tmp_path):
+    arguments = ("verify", "--device", "opencl", "--cases", "notebook-single,bfloat16,gradient-by-input", "--seed", "3")
+    done = without(("torch", "ml_dtypes"), arguments, tmp_path, python_env)
+    assert (done.returncode, done.stderr) == (OK, "") and "2 of 2 passed" in done.stdout and "torch" not in done.stdout
+    assert "left out: bfloat16; numpy has no bfloat16 without the package ml_dtypes" in done.stdout
+    found = json.loads(without(("torch",), (*arguments, "--json"), tmp_path, python_env).stdout)
+    assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
+
+
+@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--host"), ("bench", "--training"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
+def test_without_a_gpu_nobody_is_told_to_install_pycuda(rich, python_env, tmp_path, arguments):
+    done = without(("pycuda",), arguments, tmp_path, python_env)
+    told = done.stdout + done.stderr
+    assert "no NVIDIA GPU was found" in told and "[cuda]" not in told and "PyCUDA is not" not in told
+    assert done.returncode == (OK if arguments == ("info",) else UNUSABLE) and done.stderr.count("\n") <= 1
+
+
+def test_with_a_gpu_the_missing_pycuda_is_named(python_env, tmp_path):
+    done = without(("pycuda",), ("tune",), tmp_path, python_env, gpu=True)
+    assert done.returncode == UNUSABLE and "pip install 'pycuda_conv[cuda]'" in done.stderr
+
+
+def test_what_the_tools_import_comes_with_the_package():
+    setup = configparser.ConfigParser()
+    if not setup.read(ROOT / "setup.cfg"):
+        pytest.skip("no setup.cfg beside the package")
+    assert {"rich", "pillow"} <= set(setup["options"]["install_requires"].split())
+    for package, extra in terminal.EXTRAS.items():
+        assert re.search(rf"^{package}\b", setup["options.extras_require"][extra], re.M)
 
 
 def test_a_reader_that_has_had_enough_is_no_error(python_env, tmp_path):

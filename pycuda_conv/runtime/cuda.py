@@ -57,6 +57,8 @@ def driver() -> Any:
     try:
         drv = importlib.import_module("pycuda.driver")
     except ImportError as error:
+        if not has_gpu():
+            raise BackendError("no NVIDIA GPU was found") from error
         raise BackendError(f"PyCUDA is not importable ({error}); install it with: pip install 'pycuda_conv[cuda]'") from error
     if not _initialised:
         try:
@@ -65,6 +67,17 @@ def driver() -> Any:
             raise BackendError(f"the CUDA driver did not start: {error}") from error
         _initialised = True
     return drv
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether NVIDIA's management library knows a GPU. Unlike the driver, it leaves later forks of this process alone."""
+    try:
+        library = ctypes.CDLL("nvml.dll" if sys.platform == "win32" else "libnvidia-ml.so.1")
+    except OSError:
+        return False
+    count = ctypes.c_uint(0)
+    return library.nvmlInit_v2() == 0 and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
 
 
 def why_not() -> str | None:

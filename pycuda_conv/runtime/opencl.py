@@ -184,10 +184,14 @@ class OpenCLDevice(Device):
             written = buffers[len(inputs) :]
             buffers.append(cl.Buffer(self.context, flags.READ_WRITE, workspace) if workspace else None)
             with self._lock:
-                launch(buffers, None)
-                for array, held in zip(outs, written, strict=True):
-                    if held is not None:
-                        cl.enqueue_copy(self.queue, array, held)  # blocks; no copy where memory is shared
+                try:
+                    launch(buffers, None)
+                    for array, held in zip(outs, written, strict=True):
+                        if held is not None:
+                            cl.enqueue_copy(self.queue, array, held)  # blocks; no copy where memory is shared
+                except BaseException:  # Ctrl-C too: the arrays' memory must not be freed while kernels use it
+                    self.queue.finish()
+                    raise
         except (cl.MemoryError, cl.LogicError) as error:
             limit = self.device.max_mem_alloc_size
             if max(sizes) <= limit and isinstance(error, cl.LogicError):

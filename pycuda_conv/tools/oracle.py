@@ -1,4 +1,4 @@
-"""What a result is judged by: torch's convolution, a float64 reference, and the error that rounding explains.
+"""What a result is judged by: a float64 reference, torch's convolution, and the error that rounding explains.
 
 The bound, element by element, is
 
@@ -119,7 +119,43 @@ def compare(problem: ConvProblem, out: Any, reference: Any, magnitude: Any) -> E
     return sums.errors()
 
 
-# ---- torch as the oracle
+# ---- the reference
+
+
+def reference(problem: ConvProblem, first: np.ndarray, second: np.ndarray, bias: np.ndarray | None = None) -> np.ndarray:
+    """The result of `problem` in float64, one filter tap after the other.
+
+    Parameters
+    ----------
+    first, second, bias : arrays of the problem's ``input_shape``, ``weight_shape`` and ``bias_shape``
+    """
+    images, groups, direction = problem.N, problem.groups, problem.direction
+    padded = [sum(sizes) for sizes in zip(problem.padding_before, problem.input_size, problem.padding_after, strict=True)]
+    x = np.zeros((images, groups, problem.C // groups, *padded))
+    place: tuple[Any, ...] = ..., *(slice(b, b + n) for b, n in zip(problem.padding_before, problem.input_size, strict=True))
+    inside = x[place]
+    y = np.zeros((images, groups, problem.K // groups, math.prod(problem.output_size)))
+    w = np.zeros((groups, problem.K // groups, problem.C // groups, *problem.filter_size))
+    operands = {"fprop": (inside, w), "dgrad": (y, w), "wgrad": (inside, y)}[direction]
+    for operand, given in zip(operands, (first, second), strict=True):
+        operand[...] = given.reshape(operand.shape)
+    for tap in np.ndindex(problem.filter_size):
+        axes = zip(tap, problem.dilation, problem.output_size, problem.stride, strict=True)
+        place = ..., *(slice(t * d, t * d + (n - 1) * s + 1, s) for t, d, n, s in axes)
+        met = x[place]  # by this tap
+        place = ..., *tap
+        at_tap = w[place]
+        if direction == "fprop":
+            y += at_tap @ met.reshape(*met.shape[:3], -1)
+        elif direction == "dgrad":
+            met += (at_tap.swapaxes(1, 2) @ y).reshape(met.shape)
+        else:
+            at_tap += (y @ met.reshape(*met.shape[:3], -1).swapaxes(2, 3)).sum(0)
+    result: np.ndarray = {"fprop": y, "dgrad": inside, "wgrad": w}[direction].reshape(problem.result_shape)
+    return result if bias is None else result + bias.reshape(-1, *(1,) * problem.ndim)
+
+
+# ---- torch as the rival
 
 
 def options(problem: ConvProblem) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ FILTERS = {
     "emboss": np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]),
     "identity": np.array([[0, 0, 0], [0, 1, 0], [0, 0, 0]]),
 }
-#: What a .npy file can hold of what can be convolved: bfloat16 comes back as two bytes without a meaning.
+#: What a .npy file can hold of what can be convolved, besides integers: bfloat16 comes back as two bytes without a meaning.
 FILE_DTYPES = ("float16", "float32", "float64")
 #: Bytes of input or output, whichever is larger, that go through at a time on each GPU unless --batch says how many images.
 SLICE_BYTES = 256 << 20
@@ -150,7 +150,8 @@ def _writing(output: Path) -> Iterator[Path]:
     except OSError as error:
         raise ToolError(f"{output} can't be written: {error.strerror or error}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # on a read-only disk even what is not there can't be removed
+            temporary.unlink()
 
 
 @contextmanager
@@ -175,7 +176,10 @@ def _run_array(settings: Settings) -> str:
     x = _read_array(settings.input)
     weight = _filter_file(settings.filter)
     bias = None if settings.bias is None else np.array(_read_array(settings.bias))
-    problem, options = _problem(settings, x, weight, bias)
+    dtype = _common_dtype(settings, x, weight, bias)
+    weight = _exactly(settings.filter, weight, dtype)
+    bias = None if bias is None else _exactly(settings.bias, bias, dtype)
+    problem, options = _problem(settings, dtype, x, weight, bias)
     output = _check_output(settings)
     if settings.devices is None:
         named_device(settings.device)  # a device that is not there is refused before anything is written
@@ -187,7 +191,7 @@ def _run_array(settings: Settings) -> str:
         with _refusals(), _bar(settings.input.name, nbytes) as advance:
             for images in _slices(problem, settings):
                 part_in, part_out = images_in[images], images_out[images]
-                function(part_in, weight, bias, out=part_out, **options)
+                function(part_in if part_in.dtype.kind == "f" else part_in.astype(dtype), weight, bias, out=part_out, **options)
                 advance(part_in.nbytes + part_out.nbytes)
         y.flush()
         del y, images_out
@@ -203,16 +207,33 @@ def _filter_file(name: str) -> np.ndarray:
     return np.array(_read_array(Path(name)))
 
 
+def _common_dtype(settings: Settings, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> str:
+    """The type to compute in: that of the files which hold floats, or else what holds the input's integers."""
+    named = zip((settings.input, settings.filter, settings.bias), (x, weight, bias), strict=True)
+    given = [(path, array.dtype) for path, array in named if array is not None]
+    for path, dtype in given:
+        if dtype.name not in FILE_DTYPES and dtype.kind not in "biu":
+            raise ToolError(f"{path} holds {dtype.name}; integers, {', '.join(FILE_DTYPES)} can be convolved")
+    floats = [(path, dtype.name) for path, dtype in given if dtype.kind == "f"]
+    for path, name in floats:
+        if name != floats[0][1]:
+            raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must hold the same")
+    return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
+
+
+def _exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
+    """A filter or a bias in that type; integers that it can't hold are refused."""
+    with np.errstate(over="ignore"):
+        converted = array.astype(dtype)
+    if array.dtype.kind in "biu" and not np.array_equal(converted.astype(object), array.astype(object)):
+        raise ToolError(f"{name} holds integers that {dtype} can't hold exactly; save it as {dtype}")
+    return converted
+
+
 def _problem(
-    settings: Settings, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+    settings: Settings, dtype: str, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
 ) -> tuple[ConvProblem, dict[str, Any]]:
     """What is asked, checked, and the keyword arguments of the function that computes it."""
-    paths = (settings.input, settings.filter, settings.bias)
-    for path, array in zip(paths, (x, weight, bias), strict=True):
-        if array is not None and array.dtype.name not in FILE_DTYPES:
-            raise ToolError(f"{path} holds {array.dtype.name}; {', '.join(FILE_DTYPES)} can be convolved")
-        if array is not None and array.dtype.name != x.dtype.name:
-            raise ToolError(f"{path} holds {array.dtype.name}, but {settings.input} {x.dtype.name}; all files must hold the same")
     if weight.ndim not in (3, 4, 5):
         raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
     rank = weight.ndim - 2
@@ -225,7 +246,7 @@ def _problem(
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
     with _refusals():
         shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-        problem = make(rank, *shapes, **options, dtype=x.dtype.name, precision=settings.precision)
+        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision)
     return problem, options | settings.where
 
 

@@ -17,7 +17,7 @@ LONG_TEXT = 14  # characters; longer ones fold where the terminal is narrow
 T = TypeVar("T")
 
 #: Exit statuses.
-OK, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+OK, FAILED, UNUSABLE = 0, 1, 2
 
 LEAST_WIDTH = 126
 PIPED_WIDTH = 170  # columns, where no terminal says how wide it is
@@ -27,13 +27,18 @@ class ToolError(Exception):
     """A wrong argument or something missing; its text is the one line that the user sees."""
 
 
+#: Packages that come with an extra of this one; others that the tools use come with the package itself.
+EXTRAS = {"torch": "bench", "matplotlib": "bench"}
+
+
 def require(module: str) -> Any:
-    """Import an optional module, or say what to install."""
+    """Import a module that only some commands need, or say what to install."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         name = module.partition(".")[0]
-        raise ToolError(f"{name} is needed for this and can't be imported ({error}); pip install 'pycuda_conv[bench]'") from error
+        wanted = f"'pycuda_conv[{EXTRAS[name]}]'" if name in EXTRAS else {"PIL": "pillow"}.get(name, name)
+        raise ToolError(f"{name} is needed for this and can't be imported ({error}); install it with: pip install {wanted}") from error
 
 
 def json_text(value: Any) -> str:
