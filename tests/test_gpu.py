@@ -1200,8 +1200,18 @@ def test_kernels_come_from_the_cache_the_second_time(python_env, tmp_path):
     (entry,) = tmp_path.rglob("*.cubin")
     stamp = entry.stat().st_mtime_ns
     assert python(code, python_env, **env) == "1\n" and entry.stat().st_mtime_ns == stamp
-    blocked = "import pycuda.compiler\ndef no(*_, **__): raise AssertionError('compiled again')\npycuda.compiler.compile = no\n"
+    blocked = "from pycuda_conv.runtime import compiler\ndef no(*_): raise AssertionError('compiled again')\ncompiler.Nvcc.compile = compiler.Nvrtc.compile = no\n"
     assert python(blocked + code, python_env, **env) == "1\n"
+
+
+@pytest.mark.parametrize("kept", [b"no binary", b""], ids=["garbage", "empty"])
+def test_a_kept_kernel_that_the_driver_refuses_is_compiled_again(python_env, tmp_path, kept):
+    """Its checksum is right: what was kept was wrong from the start, or is of another GPU."""
+    env = {"PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+    plant = "from pycuda_conv.runtime.cache import Entry\nEntry.read = lambda self: " + repr(kept) + "\n"
+    said = "import logging; logging.basicConfig(stream=__import__('sys').stdout, format='%(message)s')\n"
+    assert python(IMPORT + said + plant + USE, python_env, **env).count("is compiled again") == 1
+    assert python(IMPORT + said + USE, python_env, **env) == ""
 
 
 # ---- the same bits

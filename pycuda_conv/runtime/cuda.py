@@ -11,7 +11,6 @@ import ctypes
 import importlib
 import logging
 import os
-import shutil
 import sys
 import threading
 import weakref
@@ -26,8 +25,9 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Im2col, Launcher, Step, TensorMap, forked, headers
-from pycuda_conv.runtime.cache import Entry, file_identity
+from pycuda_conv.runtime.base import Device, Im2col, Launcher, Step, TensorMap, forked, headers
+from pycuda_conv.runtime.cache import Entry
+from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 
 log = logging.getLogger("pycuda_conv")
@@ -88,19 +88,11 @@ def why_not() -> str | None:
         return str(error)
     if drv.Device.count() == 0:
         return "the CUDA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)"
-    if nvcc() is None:
-        return "nvcc is not on the PATH nor in CUDA_HOME; install the CUDA toolkit"
+    try:
+        compiler()
+    except CompileError as error:
+        return str(error)
     return None
-
-
-@cache
-def nvcc() -> str | None:
-    """Path of the CUDA compiler, or None."""
-    found = shutil.which("nvcc")
-    for root in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
-        if found is None and root:
-            found = shutil.which("nvcc", path=os.path.join(root, "bin"))
-    return found
 
 
 @cache
@@ -180,7 +172,7 @@ def _function_of(cubin: bytes, kernel: str) -> int:
     code = library.cuModuleLoadData(ctypes.byref(module), cubin)
     if code == 0:
         code = library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode())
-    if code in (200, 209, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_SOURCE, NOT_FOUND
+    if code in (200, 209, 218, 222, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX, INVALID_SOURCE, NOT_FOUND
         raise _Refused(f"the driver refuses the binary of {kernel} ({code})")
     _check(code, f"loading {kernel}")
     return function.value or 0
@@ -389,8 +381,6 @@ class CudaDevice(Device):
         count = drv.Device.count()
         if ordinal >= count:
             raise BackendError(f"device cuda:{ordinal} was asked for, but the CUDA driver sees {count} GPU(s)")
-        if nvcc() is None:
-            raise BackendError(str(why_not()))
         self._drv = drv
         self.ordinal = ordinal
         self.name = f"cuda:{ordinal}"
@@ -540,23 +530,18 @@ class CudaDevice(Device):
         return int(self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.L2_CACHE_SIZE))
 
     def compile(self, source: str, arch: str = "", fresh: bool = False) -> bytes:
-        """The cubin of `source` for this GPU, compiled as ``SourceModule`` would but kept in a cache of our own.
+        """The cubin of `source` for this GPU, compiled now or kept in the cache on disk.
 
         With `fresh`, a cubin that was kept is not used but replaced.
         """
-        compiler = nvcc()
-        assert compiler is not None
         arch = arch or "sm_{}{}".format(*self.capability)
-        options = ["-O3", "-std=c++17"]
-        header = headers()
+        with_what = compiler()
 
         def build() -> bytes:
             log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))
-            return importlib.import_module("pycuda.compiler").compile(
-                source, nvcc=compiler, options=options, no_extern_c=True, arch=arch, cache_dir=False, include_dirs=[str(KERNEL_DIR)]
-            )
+            return with_what.compile(source, arch)
 
-        return Entry((source, header, arch, *options, file_identity(compiler)), ".cubin").get(build, fresh)
+        return Entry((source, headers(), arch, *with_what.identity), ".cubin").get(build, fresh)
 
     # ---- memory
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from typing import Any
 
@@ -18,6 +19,7 @@ from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime import cuda, default_backend, get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import cache_dir
+from pycuda_conv.runtime.compiler import CompileError, Nvrtc, nvcc, nvrtc
 from pycuda_conv.tools.terminal import console, json_text, table
 
 #: import name -> the name people know
@@ -47,10 +49,18 @@ def nvidia_smi(*fields: str, pci_bus_id: str | None = None) -> dict[str, str]:
 
 def nvcc_version() -> str | None:
     """Release of the CUDA compiler that the package would use."""
-    compiler = cuda.nvcc()
+    compiler = nvcc()
     text = _output(compiler, "--version") if compiler else None
     found = re.search(r"\bV(\d+\.\d+\.\d+)", text or "")
     return found.group(1) if found else None
+
+
+def nvrtc_version() -> str | None:
+    """Version of NVRTC, if it is there."""
+    path = nvrtc()
+    with suppress(CompileError):
+        return Nvrtc(path).version if path else None
+    return None
 
 
 def _driver() -> Any:
@@ -74,7 +84,7 @@ def versions() -> dict[str, str | None]:
     number = drv.get_driver_version() if drv else None
     found["CUDA driver supports"] = f"{number // 1000}.{number % 1000 // 10}" if number else None
     found["NVIDIA driver"] = nvidia_smi("driver_version").get("driver_version")
-    found["nvcc"] = nvcc_version()
+    found["nvcc"], found["NVRTC"] = nvcc_version(), nvrtc_version()
     found["system"] = platform.platform()
     return found
 
@@ -140,7 +150,8 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     try:
         backend: str | None = default_backend()
-        why = "PYCUDA_CONV_BACKEND says so" if wanted else "a GPU and nvcc were found" if backend == "cuda" else f"no CUDA: {cuda_missing}"
+        found = "a GPU and a compiler were found" if backend == "cuda" else f"no CUDA: {cuda_missing}"
+        why = "PYCUDA_CONV_BACKEND says so" if wanted else found
     except BackendError as error:
         backend, why = None, str(error)
     names = sorted(name for name in os.environ if name.startswith("PYCUDA_CONV_")) + [name for name in ENVIRONMENT if name in os.environ]

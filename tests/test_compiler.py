@@ -1,0 +1,111 @@
+"""nvcc and NVRTC: that they compile, what they say when they can't, which one is taken."""
+
+import os
+import stat
+
+import pytest
+from reference import fprop
+
+from pycuda_conv.engines import direct
+from pycuda_conv.errors import BackendError
+from pycuda_conv.runtime import compiler
+from pycuda_conv.runtime.compiler import CompileError, Nvcc, Nvrtc
+
+FOUND = {"nvcc": (compiler.nvcc(), Nvcc), "nvrtc": (compiler.nvrtc(), Nvrtc)}
+
+
+@pytest.fixture(params=FOUND)
+def one(request):
+    path, make = FOUND[request.param]
+    if path is None:
+        pytest.skip(f"{request.param} is not installed")
+    return make(path)
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """What was found before is forgotten, during the test and after it."""
+    finders = (compiler.compiler, compiler.nvcc, compiler.nvrtc)
+    for find in finders:
+        find.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    for find in finders:
+        find.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_text_becomes_machine_code(one, dtype):
+    problem = fprop((2, 3, 9, 9), (6, 1, 3, 3), groups=3).problem(dtype)
+    stages, *_ = direct.stages(problem, direct.choose(problem, 132))
+    assert one.compile(stages[0][0].source(), "sm_90").startswith(b"\x7fELF")
+
+
+def test_what_a_compiler_says_is_passed_on(one):
+    with pytest.raises(CompileError, match=r'failed \(\d+\)(.|\n)*identifier "nonsense" is undefined'):
+        one.compile("__global__ void f() { nonsense; }", "sm_90")
+
+
+def test_a_compiler_that_is_gone_says_so(tmp_path):
+    with pytest.raises(CompileError, match="nvcc could not be run"):
+        Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
+    with pytest.raises(CompileError, match="NVRTC could not be loaded"):
+        Nvrtc(str(tmp_path / "libnvrtc.so.13"))
+
+
+def _script(path, text):
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_a_compiler_that_is_killed_says_so(tmp_path):
+    _script(tmp_path / "nvcc", "#!/bin/sh\nkill -9 $$\n")
+    with pytest.raises(CompileError, match=r"nvcc failed \(-9\)"):
+        Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
+
+
+def test_a_newer_compiler_behind_the_same_script_is_another(tmp_path, fresh):
+    _script(tmp_path / "nvcc", "#!/bin/sh\ncat version\n")
+    fresh.chdir(tmp_path)
+    identities = []
+    for version in ("13.0", "13.1"):
+        (tmp_path / "version").write_text(version)
+        compiler._version_behind.cache_clear()
+        identities.append(Nvcc(str(tmp_path / "nvcc")).identity)
+    assert identities[0] != identities[1]
+
+
+def test_which_compiler_is_taken(tmp_path, fresh):
+    _script(tmp_path / "nvcc", "#!/bin/sh\n")
+    fresh.setenv("PATH", str(tmp_path))
+    fresh.delenv("PYCUDA_CONV_COMPILER", raising=False)
+    assert compiler.compiler().path == str(tmp_path / "nvcc")
+    compiler.compiler.cache_clear()
+    fresh.setenv("PYCUDA_CONV_COMPILER", "gcc")
+    with pytest.raises(BackendError, match=r"must be one of \('nvcc', 'nvrtc'\), got 'gcc'"):
+        compiler.compiler()
+
+
+def test_where_there_is_none_the_text_says_what_to_install(tmp_path, fresh):
+    fresh.setenv("PATH", str(tmp_path))
+    fresh.setattr(compiler, "_roots", lambda: [])
+    fresh.setattr(compiler.importlib.util, "find_spec", lambda name: None)
+    fresh.delenv("PYCUDA_CONV_COMPILER", raising=False)
+    with pytest.raises(CompileError, match="pip install nvidia-cuda-nvrtc"):
+        compiler.compiler()
+    fresh.setenv("PYCUDA_CONV_COMPILER", "nvrtc")
+    with pytest.raises(CompileError, match="nvrtc, which PYCUDA_CONV_COMPILER asks for"):
+        compiler.compiler()
+
+
+def test_nvrtc_of_a_package_comes_before_a_toolkit_s(tmp_path, fresh):
+    for folder in ("toolkit/lib64", "package/lib"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "libnvrtc.so.13").touch()
+    fresh.setattr(compiler, "_roots", lambda: [os.fspath(tmp_path / "toolkit")])
+
+    class Spec:
+        submodule_search_locations = (os.fspath(tmp_path / "package"),)
+
+    fresh.setattr(compiler.importlib.util, "find_spec", lambda name: Spec() if name == "nvidia.cu13" else None)
+    assert compiler.nvrtc() == os.fspath(tmp_path / "package/lib/libnvrtc.so.13")
