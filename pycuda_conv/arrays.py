@@ -386,7 +386,7 @@ class DeviceKind(ArrayKind):
                 x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
             result = self.empty(plan.result_shape, input, device, order) if out is None else out
             if not plan.empty:
-                nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.program.workspace_bytes, pointer(packed))
+                nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, pointer(packed))
                 workspace = self.workspace(nbytes, input, device) if nbytes else None
                 buffers = (x, w, b, pointer(result), 0 if workspace is None else pointer(workspace))
                 if stream is None:

@@ -198,14 +198,14 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     mine = cut[slice(*_cuts(len(cut), shares)[share])]
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in mine}:
-        fits = engines.legal(problem, config, device) is None
+        fits = engines.refusal(problem, config, device) is None
         plans[problem] = Plan(problem, device, config=config if fits else None)
     return [_Chunk(piece, plans[piece.problem]) for piece in mine]
 
 
 @dataclass(frozen=True)
 class _OnDevice:
-    """Where a filter, a bias and a scale lie on a device, and the filter packed, by :attr:`Plan.packing_key`. Blocks of memory, or 0."""
+    """Where a filter, a bias and a scale lie on a device, and the filter packed, by :attr:`Plan.filter_key`. Blocks of memory, or 0."""
 
     weight: Any
     bias: Any
@@ -225,7 +225,7 @@ class Filter:
         device: Any = plan.device
         with device:
             blocks = [0 if a is None or not a.nbytes else device.allocate(a.nbytes) for a in self.arrays]
-            packed = {plan.packing_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
+            packed = {plan.filter_key: device.allocate(plan.filter_bytes)} if plan.filter_bytes else {}
             stream, _, _ = device.pipeline_streams()
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
             for block, array in zip(blocks, self.arrays, strict=True):
@@ -461,7 +461,7 @@ class _Pipeline:
 
     def _launch(self, feeder: _Feeder | None, lander: _Lander | None) -> None:
         """Queue all copies and kernels."""
-        workspace = max(chunk.plan.program.workspace_bytes for chunk in self._chunks)
+        workspace = max(chunk.plan.schedule.workspace_bytes for chunk in self._chunks)
         block = self._device.allocate(workspace) if workspace else 0
         uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
         self._send(feeder, self._going_up[0])
@@ -479,7 +479,7 @@ class _Pipeline:
                 self._compute.wait_for_event(downloaded[slot])
             kept = self._filter
             buffers = (int(self._inputs[slot]), int(kept.weight), int(kept.bias), int(self._outputs[slot]), int(block))
-            filters = int(packed.get(chunk.plan.packing_key, 0))
+            filters = int(packed.get(chunk.plan.filter_key, 0))
             chunk.plan.launch(buffers, self._compute, filters, int(kept.scale), int(self._residuals[slot]))
             computed[slot].record(self._compute)
             self._down.wait_for_event(computed[slot])
@@ -494,9 +494,9 @@ class _Pipeline:
         self._scratch = block, packed  # until the streams have ended
 
     def _pack(self) -> dict[Hashable, Any]:
-        """The filter packed for the chunks, once for all that take it alike: blocks of memory by :attr:`Plan.packing_key`."""
+        """The filter packed for the chunks, once for all that take it alike: blocks of memory by :attr:`Plan.filter_key`."""
         packed = dict(self._filter.packed)
-        wanted = {chunk.plan.packing_key: chunk.plan for chunk in self._chunks if chunk.plan.filter_bytes}
+        wanted = {chunk.plan.filter_key: chunk.plan for chunk in self._chunks if chunk.plan.filter_bytes}
         missing = {key: plan for key, plan in wanted.items() if key not in packed}
         if missing:
             self._compute.wait_for_event(self._device.recorded(self._up))
@@ -609,8 +609,8 @@ def _convolve_small(
     packed = 0
     if kept:
         places += int(kept.weight), int(kept.bias), int(kept.scale)
-        packed = int(kept.packed.get(plan.packing_key, 0))
-    nbytes = plan.program.workspace_bytes if packed else plan.workspace_bytes
+        packed = int(kept.packed.get(plan.filter_key, 0))
+    nbytes = plan.schedule.workspace_bytes if packed else plan.workspace_bytes
     workspace = gpu.allocate(nbytes) if nbytes else None
     if workspace is not None:
         gpu.order(None, own)  # the pool's memory may still be in use by the default stream

@@ -34,7 +34,7 @@ class Plan:
         On OpenCL nothing is measured.
     noted : bool
         Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
-        :class:`pycuda_conv.engines.packed.Moments`. For what goes on with them in the same workspace.
+        :class:`pycuda_conv.engines.schedule.Moments`. For what goes on with them in the same workspace.
 
     Raises
     ------
@@ -76,20 +76,20 @@ class Plan:
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
         self.config = config or (self.tuned.config if self.tuned else engines.choose(problem, self.device))
         self.noted = noted
-        self.program = program = engines.program(problem, self.config, self.device, noted)
+        self.schedule = schedule = engines.schedule(problem, self.config, self.device, noted)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
-        self.filter_bytes = program.filter_bytes
+        self.filter_bytes = schedule.filter_bytes
         #: equal for plans whose packed filters are interchangeable
-        self.packing_key = engines.packing_key(problem, self.config)
+        self.filter_key = engines.filter_key(problem, self.config)
         #: bytes of workspace for a call that packs the filter itself
-        self.workspace_bytes = program.workspace_bytes + program.filter_bytes
+        self.workspace_bytes = schedule.workspace_bytes + schedule.filter_bytes
         self.empty = 0 in problem.result_shape
-        filter_last = program.filter_last or []
+        filter_last = schedule.filter_last or []
         if not self.empty:
-            self.device.compile_all([step for stage in (*program.whole, *filter_last) for step in stage])
+            self.device.compile_all([launch for step in (*schedule.whole, *filter_last) for launch in step])
         self._prepare, self._launchers, self._whole, self._filter_last = (
-            [] if self.empty else [self.device.stage_launcher(stage) for stage in stages]
-            for stages in (program.prepare, program.stages, program.whole, filter_last)
+            [] if self.empty else [self.device.step_launcher(step) for step in steps]
+            for steps in (schedule.prepare, schedule.steps, schedule.whole, filter_last)
         )
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(self._filter_last)
@@ -101,7 +101,7 @@ class Plan:
         #: of input, weight, bias, scale and residual
         self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
         #: whether a residual must not be the result's own memory
-        self.redoes = program.redoes
+        self.redoes = schedule.redoes
         #: what the arrays of the last call looked like, by their kind, so that their checks need not be made again
         self.accepted: dict[Hashable, Hashable] = {}
         self.accepted_out: dict[Hashable, Hashable] = {}
@@ -116,7 +116,7 @@ class Plan:
         `filter_last`, for plans of :attr:`reads_filter_last`, the filter lies in :attr:`filter_order`. The residual
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
-        place = packed or (buffers[4] + self.program.workspace_bytes if self.filter_bytes else 0)
+        place = packed or (buffers[4] + self.schedule.workspace_bytes if self.filter_bytes else 0)
         buffers = (*buffers, place, scale, residual)
         for launcher in self._launchers if packed else self._filter_last if filter_last else self._whole:
             launcher(buffers, stream)
@@ -260,11 +260,11 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
 
 
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
-    if not isinstance(found.config if found else engines.choose(problem, device), engines.TENSOR_CORES):
+    if not engines.uses_tensor_cores(found.config if found else engines.choose(problem, device)):
         return False
-    if isinstance(engines.choose(replace(problem, layout="NCHW"), device), engines.TENSOR_CORES):
+    if engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
         return True
-    predicted = (us for us, config in engines.predictions(problem, device) if isinstance(config, engines.TENSOR_CORES))
+    predicted = (us for us, config in engines.predictions(problem, device) if engines.uses_tensor_cores(config))
     return (found.us if found else next(predicted)) <= _turned_time(problem, device)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from pycuda_conv import engines
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError
@@ -34,8 +34,6 @@ CHANCE = 1.03
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
 LOCK_SECONDS = 10  # another process merges its choices in milliseconds
-
-_CLASSES: dict[str, type] = {cls.__name__: cls for cls in get_args(engines.Config)}
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ def _parsed(text: str) -> Choices:
 def _choice(problem: str, entry: Any) -> Choice:
     try:
         ((name, values),) = entry["config"].items()
-        cls, us = _CLASSES[name], entry["us"]
+        cls, us = engines.config_classes()[name], entry["us"]
         defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
         right = values.keys() == defaults.keys() and all(
             type(v) is type(defaults[name]) and (isinstance(v, bool) or v > 0) for name, v in values.items()
@@ -213,7 +211,7 @@ def lookup(problem: ConvProblem, device: Device) -> Choice | None:
     name = key(problem)
     for table in (user_table(), shipped_table(device.model)):
         choice = table.get(device.model, name)
-        if choice is not None and engines.legal(problem, choice.config, device) is None:
+        if choice is not None and engines.refusal(problem, choice.config, device) is None:
             return choice
     return None
 

@@ -66,18 +66,18 @@ class Dump:
         sampled = random.Random(f"{problem} {device.capability}").sample(others, min(self.sample, len(others)))
         for how, config in [("chosen", chosen), *([("tuned", tuned.config)] if tuned else []), *(("candidate", c) for c in sampled)]:
             yield f"  {how} {config}"
-            yield f"    filter packed as {engines.packing_key(problem, config)}"
+            yield f"    filter packed as {engines.filter_key(problem, config)}"
             for noted in (False, True)[: 1 + (how == "chosen")]:
-                program = list(self._program(engines.program(problem, config, device, noted)))
-                yield from [f"    {_digest(program)}"] if self.short else program
+                schedule = list(self._schedule(engines.schedule(problem, config, device, noted)))
+                yield from [f"    {_digest(schedule)}"] if self.short else schedule
 
-    def _program(self, program: Any) -> Iterator[str]:
-        sizes = program.workspace_bytes, program.filter_bytes
-        yield f"    workspace {sizes[0]}, packed filter {sizes[1]}, redoes {program.redoes}, moments {program.moments}"
-        for name in ("prepare", "stages", "whole", "filter_last"):
-            for number, stage in enumerate(getattr(program, name) or ()):
-                for step in stage:
-                    yield f"    {name} {number}: {_launch(step)}"
+    def _schedule(self, schedule: Any) -> Iterator[str]:
+        sizes = schedule.workspace_bytes, schedule.filter_bytes
+        yield f"    workspace {sizes[0]}, packed filter {sizes[1]}, redoes {schedule.redoes}, moments {schedule.moments}"
+        for name in ("prepare", "steps", "whole", "filter_last"):
+            for number, step in enumerate(getattr(schedule, name) or ()):
+                for launch in step:
+                    yield f"    {name} {number}: {_launch(launch)}"
 
 
 def _launch(step: Step) -> str:

@@ -11,8 +11,9 @@ from dataclasses import replace
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv.engines.direct import Batched, Gemm
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.direct import Batched
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.tools.report import median
 from pycuda_conv.tools.timing import Effort, gpu_times
 

@@ -17,9 +17,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from pycuda_conv.engines import implicit_gemm as ig
-from pycuda_conv.engines import lines
-from pycuda_conv.engines import pointwise as pw
+from pycuda_conv.engines import registry
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
@@ -1033,11 +1031,18 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 kernels[step.kernel](step, memory)
 
 
+def gpu(multiprocessors: int = 132) -> SimpleNamespace:
+    """A device that plans are made for: an H200 with as many multiprocessors."""
+    return SimpleNamespace(capability=(9, 0), multiprocessors=multiprocessors, backend="cuda", name="cuda:0", model="NVIDIA H200")
+
+
+def fastest(engine, problem, device):
+    """What `engine` predicts to be its fastest configuration, behind its time, whether or not another engine's is faster."""
+    return min(((engine.time(problem, config, device), config) for config in engine.configs(problem, device)), key=lambda pair: pair[0])
+
+
 def program_of(problem, config, multiprocessors: int, noted: bool = False):
-    if isinstance(config, lines.Lines):
-        return lines.program(problem, config, multiprocessors)
-    engine = pw if isinstance(config, pw.Pointwise) else ig
-    return engine.program(problem, config, multiprocessors, noted)
+    return registry.engine_of(config).schedule(problem, config, gpu(multiprocessors), noted)
 
 
 def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
@@ -1066,7 +1071,7 @@ def emulate(
     results = []
     for kept in (False, True)[: 1 + keep]:
         memory = Memory(problem, program, x, w, b, scale, residual)
-        for stages in (program.prepare, program.stages) if kept else (program.whole,):
+        for stages in (program.prepare, program.steps) if kept else (program.whole,):
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()
         assert len(counts) == getattr(config, "SPLIT", 1) * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"

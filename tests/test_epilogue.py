@@ -29,12 +29,13 @@ from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TR
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
-from pycuda_conv.engines import implicit_gemm as ig
-from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines import implicit_gemm_sm90 as ig
+from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
-from pycuda_conv.engines.lines import Lines
-from pycuda_conv.engines.pointwise import Pointwise
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.lines_sm90 import Lines
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 
 try:
     import torch
@@ -140,9 +141,10 @@ def test_channels_last(device, layout, split):
 
 
 def test_64_bit_offsets(device, monkeypatch):
-    from pycuda_conv.engines import direct
+    from pycuda_conv.engines import direct, direct_gemm
 
-    monkeypatch.setattr(direct, "_index_64", lambda problem: True)
+    for engine in (direct, direct_gemm):
+        monkeypatch.setattr(engine, "needs_64_bits", lambda problem: True)
     for case, config in ((DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 2)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (GENERAL, GEMM)):
         check(Plan(finishing(case.problem(), "all"), device, config=config), case, "all", run)
 
@@ -407,8 +409,8 @@ def test_a_choice_serves_the_problem_with_and_without_an_epilogue(monkeypatch, t
     assert tune.key(finishing(problem, "all")) == tune.key(problem)
     for parts in PARTS:
         full = finishing(problem, parts)
-        assert engines.packing_key(full, ImplicitGemm(64, 128, 3)) == engines.packing_key(problem, ImplicitGemm(64, 128, 3))
-        assert engines.legal(full, engines.choose(full, H200), H200) is None
+        assert engines.filter_key(full, ImplicitGemm(64, 128, 3)) == engines.filter_key(problem, ImplicitGemm(64, 128, 3))
+        assert engines.refusal(full, engines.choose(full, H200), H200) is None
 
 
 # ---- the tensor cores' planning, emulated
@@ -454,15 +456,15 @@ def test_planning(monkeypatch, case, mode, config, parts):
 
 def test_wide_tiles_leave_room_for_a_residual():
     problem = asked(BASE, "fp32")
-    assert ig.legal(problem, ImplicitGemm(128, 136, 2)) is None
-    assert "up to 128" in ig.legal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2))
-    assert ig.legal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2, 2)) is None  # added where the parts are
-    assert ig.legal(finishing(problem, "scale and relu"), ImplicitGemm(128, 136, 2)) is None
+    assert ig.refusal(problem, ImplicitGemm(128, 136, 2)) is None
+    assert "up to 128" in ig.refusal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2))
+    assert ig.refusal(finishing(problem, "residual"), ImplicitGemm(128, 136, 2, 2)) is None  # added where the parts are
+    assert ig.refusal(finishing(problem, "scale and relu"), ImplicitGemm(128, 136, 2)) is None
 
 
 def test_programs_say_whether_they_write_twice():
     def redoes(mode, config, case=POINT):
-        return engines.program(finishing(asked(case, mode), "all"), config, H200).redoes
+        return engines.schedule(finishing(asked(case, mode), "all"), config, H200).redoes
 
     assert redoes("fp32", ImplicitGemm(64, 128, 3)) and redoes("tf32", ImplicitGemm(64, 128, 3)) and redoes("fp32 last", ImplicitGemm80())
     assert not redoes("fp16", ImplicitGemm(64, 128, 3)) and not redoes("fp16", lying(64, 128)) and not redoes("fp32", Pointwise()) and not redoes("fp32", GEMM)
@@ -501,7 +503,7 @@ RANGES = [run for run in GPU_RUNS if dtype_of(run[1]) == "float32" and not run[0
 def test_what_runs_on_the_gpu_is_legal():
     for case, mode, config in GPU_RUNS:
         for parts in PARTS:
-            assert engines.legal(finishing(asked(case, mode), parts), config, H200) is None, f"{case} {mode} {config} {parts}"
+            assert engines.refusal(finishing(asked(case, mode), parts), config, H200) is None, f"{case} {mode} {config} {parts}"
 
 
 def launched(plan: Plan, *given) -> np.ndarray:

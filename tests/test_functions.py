@@ -13,8 +13,8 @@ from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, ops, plan
 from pycuda_conv.arrays import DeviceKind, TorchKind
-from pycuda_conv.engines import ImplicitGemm
-from pycuda_conv.engines.direct import Gemm
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.tune import Choice
 
 torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
@@ -323,7 +323,7 @@ class Recorder:
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
             operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
-            program=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None,
+            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None,
         )  # fmt: skip
         self._case = case
 

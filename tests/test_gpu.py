@@ -14,8 +14,10 @@ from reference import DTYPES, TORCH_LAYOUTS, assert_close, channels_last, dgrad,
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines
 from pycuda_conv import arrays as arrays_module
-from pycuda_conv.engines import ImplicitGemm, direct
-from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
+from pycuda_conv.engines import direct_gemm
+from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.plan import reads_channels_last
 from pycuda_conv.runtime import get_device
 
@@ -780,13 +782,13 @@ PACKED = {
 
 def packing_plan(case, dtype="float32", **changes):
     plan = Plan(replace(case.problem(dtype), **changes), "cuda", config=ImplicitGemm(64, 64, 3))
-    assert plan.filter_bytes and plan.workspace_bytes == plan.filter_bytes + plan.program.workspace_bytes
+    assert plan.filter_bytes and plan.workspace_bytes == plan.filter_bytes + plan.schedule.workspace_bytes
     return plan
 
 
 @pytest.fixture(scope="module")
 def tensor_cores():
-    why = engines.legal(PACKED["forward"].problem(), ImplicitGemm(64, 64, 3), get_device("cuda"))
+    why = engines.refusal(PACKED["forward"].problem(), ImplicitGemm(64, 64, 3), get_device("cuda"))
     if why:
         pytest.skip(why)
 
@@ -1239,7 +1241,7 @@ BIG = [  # (case, config): float16 arrays of 4 to 13 GB
     (fprop((3, 16, 8200, 8192), (1, 16, 3, 3), bias=False), Batched(128, 1, 16)),
     (fprop((3, 16, 8200, 8192), (2, 16, 3, 3), padding=1), Batched(128, 2, 4)),
     (fprop((3, 16, 8200, 8192), (1, 16, 3, 3), bias=False), GEMM),
-    (fprop((3, 16, 8200, 8192), (2, 16, 1, 1), bias=False), max(direct.GEMM_RATES, key=direct.GEMM_RATES.get)),  # 16-byte loads
+    (fprop((3, 16, 8200, 8192), (2, 16, 1, 1), bias=False), max(direct_gemm.GEMM_RATES, key=direct_gemm.GEMM_RATES.get)),  # 16-byte loads
     # output alone
     (fprop((3, 1, 8200, 8192), (16, 1, 3, 3), padding=1), Single()),
     (fprop((3, 1, 8200, 8192), (16, 1, 3, 3), padding=1), Tile(8, 64, 2)),

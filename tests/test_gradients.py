@@ -12,10 +12,11 @@ from test_implicit_gemm import Arrays
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
-from pycuda_conv.engines import implicit_gemm
-from pycuda_conv.engines.direct import Gemm, Wgrad
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines import implicit_gemm_sm90 as implicit_gemm
+from pycuda_conv.engines.direct import Wgrad
+from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 
 torch = pytest.importorskip("torch", reason="gradients are compared with torch's")
 
@@ -265,7 +266,7 @@ def test_the_plan_computes_the_gradient_by_the_filter(case, mode):
     x, w, dy = arrays(integers, x_shape, w_shape, problem.dtype, **options)
     ref = gradient("weight", x, w, dy, **options)
     for config in TILES:
-        assert implicit_gemm.legal(problem.launched, config) is None
+        assert implicit_gemm.refusal(problem.launched, config) is None
         assert_exact(emulator.emulate(problem.launched, config, x, dy), ref, config)
 
 

@@ -30,8 +30,11 @@ from reference import DTYPES, Case, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, host, ops, runtime
-from pycuda_conv.engines.direct import WEIGHT, Batched, Dgrad, Gemm
-from pycuda_conv.engines.packed import PACKED, Program
+from pycuda_conv.engines.direct import Batched, Dgrad
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import Step, cuda, get_device, pinned
@@ -238,31 +241,31 @@ def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(
         assert all(one == seen[0] for one in seen)
         assert len({config for _, config in seen[0]}) == 1
         if capability == (9, 0):
-            assert len({engines.packing_key(piece.problem, config) for piece, config in seen[0]}) == 1
-            assert isinstance(seen[0][0][1], engines.ImplicitGemm)
+            assert len({engines.filter_key(piece.problem, config) for piece, config in seen[0]}) == 1
+            assert isinstance(seen[0][0][1], ImplicitGemm)
         mine = SimpleNamespace(problem=case.problem(), config=Gemm(64, 64, 8, 4, 4, 1), fixed=True)
         chunks = host._chunks.__wrapped__(mine, chunk_bytes, device, 0, 1)
         assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
 
-def test_plans_with_equal_packing_keys_pack_a_filter_alike():
+def test_plans_with_equal_filter_keys_pack_a_filter_alike():
     """Whatever the images: number, size, padding, layout."""
     seen = {}
-    for config in (engines.ImplicitGemm(64, 64, 3), engines.ImplicitGemm80()):
-        device = SimpleNamespace(multiprocessors=132, capability=(9, 0) if isinstance(config, engines.ImplicitGemm) else (8, 0))
+    for config in (ImplicitGemm(64, 64, 3), ImplicitGemm80()):
+        device = SimpleNamespace(multiprocessors=132, capability=(9, 0) if isinstance(config, ImplicitGemm) else (8, 0))
         for channels, groups, dtype, n, size, padding, stride, layout in itertools.product(
             (3, 64), (1, 2), ("float32", "bfloat16"), (1, 5), ((9, 9), (40, 300)), (0, 2), (1, 2, 9), ("NCHW", "NHWC")
         ):
             case = fprop((n, channels * groups, *size), (32, channels, 3, 5), padding=padding, stride=stride, groups=groups)
             problem = replace(case.problem(dtype), layout=layout)
-            if engines.legal(problem, config, device):
+            if engines.refusal(problem, config, device):
                 continue
-            ((step,),) = engines.program(problem, config, device).prepare
+            ((step,),) = engines.schedule(problem, config, device).prepare
             defines = {name: value for name, value in step.defines.items() if name not in ("NHWC", "CHUNKS", "VECTOR", "ITEMS", "TOGETHER")}  # of the images
             taken = step.kernel, step.grid, defines, step.buffers[1], step.buffers[5:], step.scalars[0], step.scalars[3:5], step.scalars[-7:]
-            assert seen.setdefault(engines.packing_key(problem, config), taken) == taken
+            assert seen.setdefault(engines.filter_key(problem, config), taken) == taken
     assert len(seen) > 8 and None not in seen
-    assert engines.packing_key(problem, Gemm()) is None
+    assert engines.filter_key(problem, Gemm()) is None
 
 
 # ---- page-locked memory
@@ -742,7 +745,7 @@ class Simulated(cuda.CudaDevice):
     def compile_all(self, steps):
         pass
 
-    def stage_launcher(self, steps):
+    def step_launcher(self, steps):
         cl = opencl_device()
         launchers = [cl.launcher(step) for step in steps]
 
@@ -866,7 +869,7 @@ WAYS = {
 @pytest.fixture
 def packing(monkeypatch):
     """Plans on simulated GPUs take their filters packed: copied. The list is of every packing: its bytes."""
-    original, packed, pack = engines.program, [], Plan.pack
+    original, packed, pack = engines.schedule, [], Plan.pack
 
     def program(problem, config, device, noted=False):
         plain = original(problem, config, device)
@@ -875,15 +878,15 @@ def packing(monkeypatch):
         size = math.prod(problem.weight_shape)
         defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 1, "THREADS": 256}
         copy = Step("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (size, 1, 1, 1, 1, size, 0, 0, 0, 0, 1))
-        stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.stages]
-        return Program([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
+        stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.steps]
+        return Schedule([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
 
     def counted(plan, *args):
         packed.append(plan.filter_bytes)
         pack(plan, *args)
 
-    monkeypatch.setattr(engines, "program", program)
-    monkeypatch.setattr(engines, "packing_key", lambda problem, config: (problem.weight_shape, problem.dtype))
+    monkeypatch.setattr(engines, "schedule", program)
+    monkeypatch.setattr(engines, "filter_key", lambda problem, config: (problem.weight_shape, problem.dtype))
     monkeypatch.setattr(Plan, "pack", counted)
     return packed
 
@@ -941,7 +944,7 @@ def test_a_bound_filter_is_packed_once_for_all_calls(simulated, cut, packing, mo
 
 @needs_torch
 def test_a_filter_packed_another_way_than_the_chunks_take_it_is_packed_again(simulated, cut, packing, monkeypatch):
-    monkeypatch.setattr(engines, "packing_key", lambda problem, config: problem.input_shape)
+    monkeypatch.setattr(engines, "filter_key", lambda problem, config: problem.input_shape)
     x, w, b = ROWS.integers("float32")
     bound = Plan(ROWS.problem(), 0).bind(w, b)
     for _ in range(2):

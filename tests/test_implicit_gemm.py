@@ -23,16 +23,16 @@ from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import implicit_gemm as ig
-from pycuda_conv.engines import packed as packed_module
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
-from pycuda_conv.engines.packed import flagged, packing
+from pycuda_conv.engines import implicit_gemm_sm90 as ig
+from pycuda_conv.engines import packing as packed_module
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 from pycuda_conv.runtime.cache import cache_dir
 from pycuda_conv.tools.suite import suite
 
-H200 = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="NVIDIA H200")
+H200 = emulator.gpu()
 
 #: What is asked of the engine: (dtype, precision, layout).
 MODES = {
@@ -125,7 +125,7 @@ AWKWARD = [*SHAPES, *FORWARD, *TRANSPOSED_CASES]
 def widest(mode: str, rows: int, stages: int, split: int = 1, case: Case = BASE) -> ImplicitGemm:
     """The widest tile that is legal."""
     tiles = (ImplicitGemm(rows, pixels, stages, split) for pixels in range(1024, 0, -8))
-    return next(tile for tile in tiles if ig.legal(asked(case, mode), tile) is None)
+    return next(tile for tile in tiles if ig.refusal(asked(case, mode), tile) is None)
 
 
 # ---- A. Planning, emulated
@@ -143,7 +143,7 @@ def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, 
         config = TILES[mode]
         if problem.N * math.prod(problem.result_size) > 1000:
             config = replace(config, PIXELS=128)
-    assert engines.legal(problem, config, H200) is None
+    assert engines.refusal(problem, config, H200) is None
     return emulator.emulate(problem, config, *arrays, **options)
 
 
@@ -184,7 +184,7 @@ def test_every_split_and_grid(rows, split, multiprocessors):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", [BASE, fprop((3, 40, 9, 11), (72, 40, 3, 3), padding=1), dgrad((2, 64, 7, 7), (64, 72, 3, 3), stride=2, padding=1, output_padding=1)], ids=str)
 def test_what_the_planner_chooses_computes_the_convolution(case, mode):
-    found = ig.choose(asked(case, mode), 132)
+    found = emulator.fastest(ig, asked(case, mode), H200)
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, found[1], multiprocessors=132), case.reference(*arrays))
 
@@ -385,17 +385,17 @@ def test_what_the_loads_take_and_what_packing_folds(case, level, mode):
     problem = asked(case, mode)
     found = packing(problem)
     if level is None:
-        assert found is None and ig.choose(problem, 132) is None
-        assert "tensor loads can't" in ig.legal(problem, ImplicitGemm()) and "tensor loads can't" in engines.legal(problem, ImplicitGemm(), H200)
+        assert found is None and ig.choose(problem, H200) is None and not list(ig.configs(problem, H200))
+        assert "tensor loads can't" in ig.refusal(problem, ImplicitGemm()) and "tensor loads can't" in engines.refusal(problem, ImplicitGemm(), H200)
         assert not isinstance(engines.choose(problem, H200), ImplicitGemm)
         return
     packed, walks = found
     assert packed.level == level
     assert packed.folded == tuple(n if i >= 3 - level else 1 for i, n in enumerate(problem.filter_size))
     assert sum(math.prod(walk.taps) for walk in walks) * math.prod(packed.folded) == math.prod(problem.filter_size)
-    _, config = ig.choose(problem, 132)
+    _, config = emulator.fastest(ig, problem, H200)
     memory = SimpleNamespace(buffers=[range(2**40)] * 8)  # for its sizes
-    for step in (step for stage in ig.program(problem, config, 132).whole for step in stage):
+    for step in (step for stage in ig.schedule(problem, config, H200).whole for step in stage):
         for described in step.maps:
             emulator.check_map(described, memory)
             if isinstance(described.box, Im2col):
@@ -468,7 +468,7 @@ def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
     assert packing(problem, windows=True)[0].window.beyond
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
-    assert len(ig.program(problem, config, 132).whole) == 4 + (config.SPLIT > 1) and ig.program(problem, config, 132).redoes
+    assert len(ig.schedule(problem, config, H200).whole) == 4 + (config.SPLIT > 1) and ig.schedule(problem, config, H200).redoes
     if case.ndim == 2 and mode != "bf16 last":
         plain = replace(case, bias=False)
         check_not_finite(plain, mode, lambda *arrays: emulated(plain, mode, arrays, config, finite=False, keep=False))
@@ -492,9 +492,9 @@ def test_channels_last_arrays_of_16_bits_are_read_as_they_are():
     grouped = fprop((2, 96, 5, 5), (8, 48, 3, 3), groups=2)  # with loads of 16, which are whole; packed, of 64
     assert as_is(grouped) and packing(asked(grouped, "fp16 last"))[0].load == 16 and packing(asked(grouped, "fp16"))[0].load == 64
     problem = asked(BASE, "fp16 last")
-    program = ig.program(problem, TILES["fp16 last"], 132)
+    program = ig.schedule(problem, TILES["fp16 last"], H200)
     assert program.workspace_bytes == 4 * 2 * math.prod(problem.result_shape)  # the parts of a split sum alone
-    assert [step.kernel for stage in program.stages for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
+    assert [step.kernel for stage in program.steps for step in stage] == ["implicit_gemm_sm90", "direct_reduce"]
 
 
 def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_there():
@@ -502,7 +502,7 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
         return "pack" not in kernels(case, mode, config)
 
     def kernels(case, mode, config=ImplicitGemm(64, 128, 3)):  # noqa: B008
-        found = ig.program(asked(case, mode), config, 132).filter_last
+        found = ig.schedule(asked(case, mode), config, H200).filter_last
         return ["pack"] if found is None else [step.kernel for stage in found for step in stage]
 
     assert reads(BASE) and reads(fprop((2, 128, 5, 5), (8, 64, 3, 3), groups=2)) and reads(fprop((2, 32, 50), (9, 32, 5)))
@@ -515,7 +515,7 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     assert kernels(BASE, "fp32 last") == ["pack", "settle_images", "implicit_gemm_sm90", "direct_gemm"]
     assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "implicit_gemm_sm90"]
     for case, mode in ((BASE, "fp32"), (POINT, "fp32 last"), (dgrad((2, 24, 5, 5), (24, 8, 3, 3)), "tf32 last")):
-        assert ig.program(asked(case, mode), ImplicitGemm(64, 128, 3), 132).filter_last is None
+        assert ig.schedule(asked(case, mode), ImplicitGemm(64, 128, 3), H200).filter_last is None
 
 
 @pytest.mark.parametrize(
@@ -553,15 +553,15 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(ig.legal, lambda problem, config: engines.program(problem, config, H200), asked(case, mode), config, reason)
+    check_refused(ig.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
 
 
 def test_the_engine_wants_its_dtypes_and_its_gpu():
-    assert "takes float32, float16, bfloat16 arrays" in ig.legal(BASE.problem("float64"), ImplicitGemm())
+    assert "takes float32, float16, bfloat16 arrays" in ig.refusal(BASE.problem("float64"), ImplicitGemm())
     assert not isinstance(engines.choose(BASE.problem("float64"), H200), ImplicitGemm)
     for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
         device = SimpleNamespace(capability=capability, multiprocessors=80, backend=backend, name="", model="")
-        assert engines.legal(BASE.problem(), ImplicitGemm(), device) is not None
+        assert engines.refusal(BASE.problem(), ImplicitGemm(), device) is not None
         for problem in suite():
             assert not isinstance(engines.choose(problem, device), ImplicitGemm)
 
@@ -572,24 +572,24 @@ def test_the_planner_s_choices_for_the_suite_are_legal(mode):
     taken = 0
     for problem in (replace(p, dtype=dtype, precision=precision, layout=layout) for p in suite()):
         chosen = engines.choose(problem, H200)
-        assert engines.legal(problem, chosen, H200) is None
+        assert engines.refusal(problem, chosen, H200) is None
         taken += isinstance(chosen, ImplicitGemm)
-        found = ig.choose(problem, 132)
-        if found is None:
-            assert ig.why_not(problem)
+        if ig.why_not(problem):
+            assert ig.choose(problem, H200) is None
             continue
-        us, config = found
-        assert ig.legal(problem, config) is None and 0 < us < 1e5
-        candidates = list(ig.configs(problem))
+        us, config = emulator.fastest(ig, problem, H200)
+        assert ig.choose(problem, H200) in (None, (us, config))
+        assert ig.refusal(problem, config) is None and 0 < us < 1e5
+        candidates = list(ig.configs(problem, H200))
         assert config in candidates and len(candidates) == len(set(candidates))
-        times = [ig.time(problem, one, 132) for one in candidates]
-        assert all(ig.legal(problem, one) is None for one in candidates) and min(times) == us > 0
+        times = [ig.time(problem, one, H200) for one in candidates]
+        assert all(ig.refusal(problem, one) is None for one in candidates) and min(times) == us > 0
     assert taken > len(suite()) // 2
 
 
 def test_the_model_knows_that_more_work_takes_longer():
     def us(problem, config=ImplicitGemm(128, 128, 3), units=132):  # noqa: B008
-        return ig.time(problem, config, units)
+        return ig.time(problem, config, emulator.gpu(units))
 
     problem = fprop((32, 256, 56, 56), (256, 256, 3, 3), padding=1).problem()
     assert us(replace(problem, N=64)) > 1.8 * us(problem) > us(problem, units=264) > 0
@@ -600,7 +600,7 @@ def test_the_model_knows_that_more_work_takes_longer():
 
 def check_steps(program, kernel: str) -> None:
     """The scalars are those of the kernel's Shape, one each, and every define is one that the kernel's file gives a default."""
-    for step in (step for stage in (*program.prepare, *program.stages, *program.whole, *(program.filter_last or ())) for step in stage):
+    for step in (step for stage in (*program.prepare, *program.steps, *program.whole, *(program.filter_last or ())) for step in stage):
         text = (KERNEL_DIR / f"{step.file or step.kernel}.cu").read_text()
         defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
@@ -612,7 +612,7 @@ def check_steps(program, kernel: str) -> None:
 def test_steps_fit_their_kernels():
     for case in (BASE, fprop((2, 3, 20, 19), (10, 3, 7, 7), stride=2, padding=3), dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2)):
         for mode in MODES:
-            check_steps(ig.program(asked(case, mode), replace(TILES[mode], SPLIT=2), 132), "implicit_gemm_sm90")
+            check_steps(ig.schedule(asked(case, mode), replace(TILES[mode], SPLIT=2), H200), "implicit_gemm_sm90")
 
 
 # ---- how far the limbs reach: the arithmetic of packing, in numpy here and on the GPU below
@@ -816,7 +816,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, config, scalars, monkey
 
 def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, scalars: str, by: int, check, monkeypatch) -> None:
     """`check` fails if any of the `scalars` that `engine` gives to `kernel` is off `by` so much, and passes otherwise."""
-    program, names, missed = engine.program(problem, config, 5), emulator.fields(kernel), scalars.split()
+    program, names, missed = engine.schedule(problem, config, emulator.gpu(5)), emulator.fields(kernel), scalars.split()
     for name in scalars.split():
         at = names.index(name)
 
@@ -825,8 +825,8 @@ def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, sca
                 return step
             return replace(step, scalars=(*step.scalars[:at], step.scalars[at] + by, *step.scalars[at + 1 :]))
 
-        wrong = replace(program, **{name: [[changed(step) for step in stage] for stage in getattr(program, name)] for name in ("stages", "whole")})
-        monkeypatch.setattr(engine, "program", lambda *_, wrong=wrong: wrong)
+        wrong = replace(program, **{name: [[changed(step) for step in stage] for stage in getattr(program, name)] for name in ("steps", "whole")})
+        monkeypatch.setattr(engine, "schedule", lambda *_, wrong=wrong: wrong)
         try:
             check(emulator.emulate(problem, config, *arrays, keep=False))
         except (AssertionError, ZeroDivisionError, ValueError, pytest.fail.Exception):
@@ -840,7 +840,7 @@ def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, sca
 def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
     case = fprop((3, 24, 6, 7), (80, 24, 3, 2), stride=(1, 2), padding=((1, 0), (2, 1)))
     arrays, problem, config = case.normals("float32"), asked(case, "fp32"), TILES["fp32"]
-    program, wrongs, ref = ig.program(problem, config, 5), 0, case.reference(*arrays)
+    program, wrongs, ref = ig.schedule(problem, config, emulator.gpu(5)), 0, case.reference(*arrays)
     allowed = limbs_bound(case, "fp32", *arrays[:2], ref)
 
     def moved(values, at, by):
@@ -873,7 +873,7 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
             if stages == program.whole:
                 continue
             wrongs += 1
-            monkeypatch.setattr(ig, "program", lambda *_, stages=stages: replace(program, whole=stages))
+            monkeypatch.setattr(ig, "schedule", lambda *_, stages=stages: replace(program, whole=stages))
             with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
                 assert_close(emulator.emulate(problem, config, *arrays), ref, allowed)
             monkeypatch.undo()
@@ -924,7 +924,7 @@ def _compiled_variants() -> list:
 
 def _narrower(problem: ConvProblem, config: ImplicitGemm) -> ImplicitGemm:
     """`config`, with as many pixels as are legal."""
-    return next(one for pixels in range(config.PIXELS, 0, -8) if ig.legal(problem, one := replace(config, PIXELS=pixels)) is None)
+    return next(one for pixels in range(config.PIXELS, 0, -8) if ig.refusal(problem, one := replace(config, PIXELS=pixels)) is None)
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -932,10 +932,10 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     """Nor does ptxas say that it waits for a wgmma where none was asked for (C7508, C7510, C7517) or ignores setmaxnreg."""
     steps = {}
     for problem, config in _compiled_variants():
-        assert ig.legal(problem, config) is None, f"{problem} {config}: {ig.legal(problem, config)}"
-        programs = [ig.program(problem, config, 132)]
+        assert ig.refusal(problem, config) is None, f"{problem} {config}: {ig.refusal(problem, config)}"
+        programs = [ig.schedule(problem, config, H200)]
         if problem.groups == 1 and problem.dtype == "float32" and ig._moments(problem, config):
-            programs.append(ig.program(problem, config, 132, True))
+            programs.append(ig.schedule(problem, config, H200, True))
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
@@ -1093,10 +1093,10 @@ def plans(group: str) -> dict:
 def test_what_runs_on_the_gpu_is_legal():
     for group in GROUPS.values():
         for case, mode, config in group():
-            assert ig.legal(asked(case, mode), config) is None, f"{case} {mode} {config}"
+            assert ig.refusal(asked(case, mode), config) is None, f"{case} {mode} {config}"
     assert len(random_runs()) == RANDOM
     assert all(packing(asked(case, mode), windows=True)[0].window.beyond for case in (STEM, LARGER) for mode in ("fp16", "fp16 last"))
-    assert all(ig.legal(asked(case, mode), widest(mode, 64, 2)) is None for case, mode in LARGE)
+    assert all(ig.refusal(asked(case, mode), widest(mode, 64, 2)) is None for case, mode in LARGE)
     assert all(isinstance(engines.choose(asked(case, mode), H200), ImplicitGemm) for case, mode in PUBLIC)
 
 
@@ -1124,7 +1124,7 @@ class Arrays:
     def launch(self, kept: bool = False, filter_last: bool = False) -> np.ndarray:
         plan, torch = self.plan, self.torch
         result = self._surrounded(math.prod(plan.result_shape) * self.dtype.itemsize)
-        workspace = self._surrounded(plan.program.workspace_bytes if kept else plan.workspace_bytes)
+        workspace = self._surrounded(plan.schedule.workspace_bytes if kept else plan.workspace_bytes)
         packed = self._surrounded(plan.filter_bytes)
         wholes = [*self.given, result, workspace]
         if filter_last:

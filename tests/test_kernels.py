@@ -1,14 +1,25 @@
 """Every kernel and tile of the direct engine, forced, in three layers: exact integers, random data, awkward shapes."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
-from pycuda_conv import Plan
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single, Tile
+from pycuda_conv import Plan, engines
+from pycuda_conv.engines import direct, direct_gemm
+from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct_gemm import Gemm
 
 GEMM = Gemm(64, 64, 8, 4, 4, 1)
+
+
+def fake(backend: str, multiprocessors: int):
+    """A device without tensor cores that plans are made for."""
+    return SimpleNamespace(backend=backend, multiprocessors=multiprocessors, capability=(0, 0), name="", model="")
+
+
+CPU = fake("opencl", 2)
 
 # one ordinary problem for each kind of kernel, a little larger than the largest tile so that whole and partial tiles occur
 GENERAL = fprop((3, 11, 13, 10), (70, 11, 3, 2), padding=(1, 0), stride=(1, 2))
@@ -27,9 +38,9 @@ MIXED = [  # small ones, in every dtype
 ONCE = [  # what the planner chooses from, and shapes that differ from those; large ones take seconds to compile on PoCL
     *((DEPTHWISE, tile, "float32") for tile in direct.TILES),
     (GENERAL, Batched(256, 1, 8), "float32"), (GENERAL, Batched(BLOCK_K=4, BLOCK_C=16), "float32"), (TRANSPOSED, Dgrad(256, 8, 1), "float32"),
-    *((GENERAL, gemm, "float32") for gemm in direct.GEMM_RATES), *((GENERAL, gemm, "float64") for gemm in direct.GEMM_RATES_64),
+    *((GENERAL, gemm, "float32") for gemm in direct_gemm.GEMM_RATES), *((GENERAL, gemm, "float64") for gemm in direct_gemm.GEMM_RATES_64),
     (GENERAL, Gemm(128, 64, 8, 8, 4, 1), "float32"), (GENERAL, Gemm(32, 64, 16, 4, 8, 1), "float32"),
-    (POINTWISE, max(direct.GEMM_RATES, key=direct.GEMM_RATES.get), "float16"),
+    (POINTWISE, max(direct_gemm.GEMM_RATES, key=direct_gemm.GEMM_RATES.get), "float16"),
     (POINTWISE, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=9), "float32"),  # more parts than there are steps: some are empty
     (dgrad((1, 10, 3, 4), (10, 9, 1, 2), stride=2), Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2), "float32"),  # phases without taps, split
 ]  # fmt: skip
@@ -97,7 +108,7 @@ def _ids(runs):
 
 def _plan(case, config, dtype, device) -> Plan:
     problem = case.problem(dtype)
-    assert direct.legal(problem, config) is None
+    assert engines.refusal(problem, config, CPU) is None
     return Plan(problem, device, config=config)
 
 
@@ -139,16 +150,17 @@ INDEX_64 = [
 @pytest.mark.parametrize(("case", "config"), INDEX_64, ids=_ids(INDEX_64))
 def test_64_bit_offsets_are_exact(device, case, config, monkeypatch):
     """What arrays of 2^31 elements get, on arrays that fit a laptop."""
-    monkeypatch.setattr(direct, "_index_64", lambda problem: True)
+    for engine in (direct, direct_gemm):
+        monkeypatch.setattr(engine, "needs_64_bits", lambda problem: True)
     arrays = case.integers("float32")
     plan = _plan(case, config, "float32", device)
-    assert plan.program.stages[0][0].defines["INDEX_64"] == 1
+    assert plan.schedule.steps[0][0].defines["INDEX_64"] == 1
     assert_exact(run(plan, *arrays), case.reference(*arrays), plan)
 
 
 def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
     def defines(case, config=Batched(128, 8, 1)):  # noqa: B008
-        return [step.defines["INDEX_64"] for stage in direct.stages(case.problem("float16"), config)[0] for step in stage]
+        return [step.defines["INDEX_64"] for stage in engines.schedule(case.problem("float16"), config, CPU).steps for step in stage]
 
     assert defines(fprop((1, 1, 2**14, 2**14), (4, 1, 1, 1))) == [0]
     assert defines(fprop((2**5, 4, 2**12, 2**12), (4, 4, 1, 1))) == [1]  # input
@@ -205,7 +217,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("case", "config", "reason"), REFUSED, ids=[f"{_short(c)}-{r[:24]}" for _, c, r in REFUSED])
 def test_a_configuration_says_why_it_cannot(case, config, reason):
-    check_refused(direct.legal, direct.stages, case.problem(), config, reason)
+    check_refused(lambda *asked: engines.refusal(*asked, CPU), lambda *asked: engines.schedule(*asked, CPU), case.problem(), config, reason)
 
 
 def check_refused(legal, build, problem, config, reason: str) -> None:
@@ -220,7 +232,9 @@ def check_refused(legal, build, problem, config, reason: str) -> None:
 def test_the_planner_chooses_what_is_legal(case):
     for dtype in DTYPES:
         problem = case.problem(dtype)
-        assert direct.legal(problem, direct.choose(problem, 132)) is None
+        for backend in ("cuda", "opencl"):
+            device = fake(backend, 132)
+            assert engines.refusal(problem, engines.choose(problem, device), device) is None
 
 
 def test_the_planner_has_a_kernel_for_filters_beyond_shared_memory(device):

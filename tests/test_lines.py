@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 
+import emulator
 import numpy as np
 import pytest
 from hypothesis import given
@@ -33,9 +34,9 @@ from test_implicit_gemm import (
 from test_kernels import check_refused
 
 from pycuda_conv import Plan, engines
-from pycuda_conv.engines import lines
-from pycuda_conv.engines.lines import Lines
-from pycuda_conv.engines.pointwise import Pointwise
+from pycuda_conv.engines import lines_sm90 as lines
+from pycuda_conv.engines.lines_sm90 import Lines
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 
 MODE = "tf32"
 
@@ -54,7 +55,7 @@ CASES = [
 def tiles(case: Case) -> list[Lines]:
     """Some of all kinds that are legal."""
     found: dict = {}
-    for config in lines.configs(asked(case, MODE).launched):
+    for config in lines.configs(asked(case, MODE).launched, H200):
         found.setdefault((config.FOURS, config.CONSUMERS, config.UNIT), replace(config, STAGES=2))
         found.setdefault((config.COLUMNS, config.CHUNKS), config)
         found.setdefault((config.HALF, config.UNIT, config.FOURS), config)
@@ -157,13 +158,13 @@ KEPT = Lines(64, 1, 8, 2, 2, 2, 1)
     ids=lambda v: str(v)[:60],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lines.legal, lambda problem, config: engines.program(problem, config, H200), asked(case, mode), config, reason)
+    check_refused(lines.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
 
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
         device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.legal(asked(PLAIN, MODE), KEPT, device) is not None
+        assert engines.refusal(asked(PLAIN, MODE), KEPT, device) is not None
 
 
 LAYERS = [
@@ -175,7 +176,7 @@ LAYERS = [
 @pytest.mark.parametrize("case", LAYERS, ids=str)
 def test_the_planner_takes_it_where_packing_is_much_of_the_time(case):
     problem = asked(case, MODE)
-    found, times = lines.choose(problem, 132), {config: lines.time(problem, config, 132) for config in lines.configs(problem)}
+    found, times = lines.choose(problem, H200), {config: lines.time(problem, config, H200) for config in lines.configs(problem, H200)}
     assert found[0] == min(times.values()) == times[found[1]]
     assert isinstance(engines.choose(problem, H200), Lines) and not isinstance(engines.choose(asked(case, "fp32"), H200), Lines)
 
@@ -186,7 +187,7 @@ def test_it_is_not_taken_where_there_is_much_to_multiply():
 
 
 def test_what_a_kept_filter_belongs_to():
-    key = engines.packing_key
+    key = engines.filter_key
     problem, other = asked(PLAIN, MODE), asked(replace(PLAIN, input_shape=(1, 64, 20, 32)), MODE)
     assert key(problem, KEPT) == key(other, KEPT) == key(problem, replace(KEPT, COLUMNS=128))
     swizzled, half = replace(KEPT, UNIT=32), replace(KEPT, HALF=True)
@@ -261,7 +262,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, half, monkeypatch):
 def test_steps_fit_their_kernels():
     for case in CASES:
         for config in tiles(case):
-            check_steps(lines.program(asked(case, MODE).launched, config, 132), "lines_sm90")
+            check_steps(lines.schedule(asked(case, MODE).launched, config, H200), "lines_sm90")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -270,8 +271,8 @@ def test_the_planner_s_kernels_compile_and_spill_next_to_nothing(tmp_path):
     for case in (*LAYERS, *LARGER, *CASES[::4]):
         plain = asked(case, MODE).launched
         for problem in (plain, replace(plain, has_scale=True, has_residual=True, activation="relu")):
-            for config in (lines.choose(plain, 132)[1], *tiles(case)[:2]):
-                for step in (step for stage in lines.program(problem, config, 132).whole for step in stage):
+            for config in (emulator.fastest(lines, plain, H200)[1], *tiles(case)[:2]):
+                for step in (step for stage in lines.schedule(problem, config, H200).whole for step in stage):
                     steps[step.source()] = step, f"{problem} {config}"
     check_compiled(steps, tmp_path, 48)
 

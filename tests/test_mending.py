@@ -8,11 +8,11 @@ import subprocess
 
 import numpy as np
 import pytest
-from emulator import Memory, launch
+from emulator import Memory, gpu, launch
 from reference import dgrad, fprop
 from test_implicit_gemm import WHOLE, asked, patches, raw
 
-from pycuda_conv.engines import implicit_gemm as ig
+from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 HERE = os.path.dirname(__file__)
@@ -56,7 +56,7 @@ RUNS = [
 
 @pytest.mark.parametrize(("case", "config"), RUNS, ids=[f"{'raw' if config.RAW else 'packed'}-{case}" for case, config in RUNS])
 def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
-    program = ig.program(asked(case, "fp32"), config, 3)
+    program = ig.schedule(asked(case, "fp32"), config, gpu(3))
     *before, (step,) = program.whole
     (tmp_path / "run.cpp").write_text(f'#include "on_cpu.h"\n{step.source()}\n{MAIN}')
     command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", "-I", HERE, "-I", str(KERNEL_DIR), "-o", "run", "run.cpp"]

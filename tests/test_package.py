@@ -16,7 +16,7 @@ from reference import fprop, python, reference
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
-from pycuda_conv.engines import direct
+from pycuda_conv.engines import direct_gemm
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import base, cache, get_device
 
@@ -125,7 +125,7 @@ def test_a_plan_is_reusable_and_explains_itself(device):
         assert plan(*arrays, out=out) is out
         assert np.array_equal(out, case.reference(*arrays))
     text = plan.explain()
-    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.program.stages for step in stage) and device in text
+    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.schedule.stages for step in stage) and device in text
     assert str(case.problem()) in repr(plan)
 
 
@@ -287,10 +287,10 @@ def test_the_planner_s_matrix_products_do_not_spill(tmp_path):
 
     def compiled(config):
         file = tmp_path / f"{abs(hash(config))}.cu"
-        file.write_text(direct.stages(problem, config)[0][0][0].source())
+        file.write_text(direct_gemm.schedule(problem, config, None).steps[0][0].source())
         return nvcc(file, "sm_90", "-I", str(base.KERNEL_DIR))
 
-    configs = list(direct.GEMM_RATES)
+    configs = list(direct_gemm.GEMM_RATES)
     with ThreadPoolExecutor(2) as pool:
         for config, result in zip(configs, pool.map(compiled, configs), strict=True):
             assert result.returncode == 0 and "0 bytes spill stores, 0 bytes spill loads" in result.stderr, f"{config}:\n{result.stderr}"

@@ -36,9 +36,9 @@ from test_implicit_gemm import (
 from test_kernels import check_refused
 
 from pycuda_conv import ConvProblem, Plan, engines
-from pycuda_conv.engines import pointwise as pw
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
-from pycuda_conv.engines.pointwise import Pointwise
+from pycuda_conv.engines import pointwise_sm90 as pw
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 
 MODES = ("fp32", "fp32 last", "tf32", "tf32 last")
 
@@ -53,7 +53,7 @@ CASES = [
 def tiles(case: Case, mode: str) -> list[Pointwise]:
     """All that are legal, with few stages."""
     shapes = (Pointwise(columns, blocks, 3) for columns in (32, 64, 96, 128) for blocks in (1, 2))
-    return [config for config in shapes if pw.legal(asked(case, mode), config) is None]
+    return [config for config in shapes if pw.refusal(asked(case, mode), config) is None]
 
 
 PLANNED = [(case, mode) for case in CASES for mode in MODES if tiles(case, mode)]
@@ -153,7 +153,7 @@ FILTER_TILES = [Pointwise(64, 2, 3, 1), Pointwise(32, 1, 3, 3), Pointwise(64, 1,
 def test_the_plan_computes_the_gradient_by_the_filter(x_shape, k, precision):
     problem, rng = filters_problem(x_shape, k, precision).launched, np.random.default_rng(0)
     for config in FILTER_TILES:
-        assert pw.legal(problem, config) is None
+        assert pw.refusal(problem, config) is None
         x, dy = filters_arrays(x_shape, k, lambda shape: rng.integers(-8, 9, shape))
         assert_exact(emulator.emulate(problem, config, x, dy), filters_gradient(x, dy), config)
     x, dy = filters_arrays(x_shape, k, rng.standard_normal)
@@ -182,13 +182,13 @@ POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(pw.legal, lambda problem, config: engines.program(problem, config, H200), asked(case, mode), config, reason)
+    check_refused(pw.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
 
 
 def test_other_gpus_do_not_have_it():
     for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
         device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
-        assert engines.legal(asked(POINT, "fp32"), Pointwise(), device) is not None
+        assert engines.refusal(asked(POINT, "fp32"), Pointwise(), device) is not None
         assert not isinstance(engines.choose(asked(fprop((64, 256, 56, 56), (64, 256, 1, 1)), "fp32"), device), Pointwise)
 
 
@@ -206,16 +206,16 @@ def test_the_planner_takes_it_where_there_is_much_to_read(x_shape, k, precision)
     ):  # fmt: skip
         launched = problem.launched
         assert isinstance(engines.choose(problem, H200), Pointwise)
-        found, times = pw.choose(launched, 132), {config: pw.time(launched, config, 132) for config in pw.configs(launched)}
-        assert found[0] == min(times.values()) == times[found[1]] and all(pw.legal(launched, config) is None for config in times)
+        found, times = pw.choose(launched, H200), {config: pw.time(launched, config, H200) for config in pw.configs(launched, H200)}
+        assert found[0] == min(times.values()) == times[found[1]] and all(pw.refusal(launched, config) is None for config in times)
 
 
 def test_it_is_not_taken_where_there_is_much_to_multiply():
     deep = fprop((64, 2048, 32, 32), (2048, 2048, 1, 1))
     assert isinstance(engines.choose(asked(deep, "fp32"), H200), ImplicitGemm)
-    assert engines.packing_key(asked(deep, "fp32"), Pointwise()) != engines.packing_key(asked(deep, "fp32"), ImplicitGemm())
-    assert engines.packing_key(asked(deep, "fp32"), Pointwise()) == engines.packing_key(asked(replace(deep, input_shape=(1, 2048, 8, 8)), "fp32"), Pointwise(32, 2, 3))
-    assert engines.packing_key(asked(deep, "fp32"), Pointwise()) != engines.packing_key(asked(deep, "tf32"), Pointwise())
+    assert engines.filter_key(asked(deep, "fp32"), Pointwise()) != engines.filter_key(asked(deep, "fp32"), ImplicitGemm())
+    assert engines.filter_key(asked(deep, "fp32"), Pointwise()) == engines.filter_key(asked(replace(deep, input_shape=(1, 2048, 8, 8)), "fp32"), Pointwise(32, 2, 3))
+    assert engines.filter_key(asked(deep, "fp32"), Pointwise()) != engines.filter_key(asked(deep, "tf32"), Pointwise())
 
 
 # ---- how far the limbs reach: nothing is scaled, and nothing takes another path
@@ -282,8 +282,8 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, scalars, monkeypatch):
 
 def test_steps_fit_their_kernels():
     for case, mode in PLANNED[:8]:
-        check_steps(pw.program(asked(case, mode), tiles(case, mode)[0], 132), "pointwise_sm90")
-    check_steps(pw.program(filters_problem((2, 20, 8, 8), 30, "tf32").launched, Pointwise(32, 1, 3, 2), 132), "pointwise_sm90")
+        check_steps(pw.schedule(asked(case, mode), tiles(case, mode)[0], H200), "pointwise_sm90")
+    check_steps(pw.schedule(filters_problem((2, 20, 8, 8), 30, "tf32").launched, Pointwise(32, 1, 3, 2), H200), "pointwise_sm90")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -292,11 +292,11 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     for mode in MODES:
         widest = Pointwise(128 if "tf32" in mode else 64, 2, 3)
         for problem in (asked(POINT, mode), replace(asked(POINT, mode), has_scale=True, has_residual=True, activation="relu")):
-            for program in (pw.program(problem, widest, 132), pw.program(problem, widest, 132, True)):
+            for program in (pw.schedule(problem, widest, H200), pw.schedule(problem, widest, H200, True)):
                 for step in (step for stage in program.whole for step in stage):
                     steps[step.source()] = step, f"{problem} {widest}"
     for precision, config in (("fp32", Pointwise(64, 2, 4, 2)), ("fp32", Pointwise(128, 1, 4, 2, True)), ("tf32", Pointwise(128, 2, 4, 2)), ("tf32", Pointwise(64, 1, 4, 2, True))):
-        for step in (step for stage in pw.program(filters_problem((2, 64, 8, 8), 64, precision).launched, config, 132).whole for step in stage):
+        for step in (step for stage in pw.schedule(filters_problem((2, 64, 8, 8), 64, precision).launched, config, H200).whole for step in stage):
             if step.kernel != "direct_reduce":
                 steps[step.source()] = step, f"gradient {config}"
     check_compiled(steps, tmp_path)

@@ -20,8 +20,9 @@ from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
 from pycuda_conv import cli
-from pycuda_conv.engines import ImplicitGemm, Pointwise
 from pycuda_conv.engines.direct import Batched
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device

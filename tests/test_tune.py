@@ -18,8 +18,9 @@ from reference import fprop
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, tune
-from pycuda_conv.engines.direct import Batched, Dgrad, Gemm, Single
-from pycuda_conv.engines.implicit_gemm import ImplicitGemm
+from pycuda_conv.engines.direct import Batched, Dgrad, Single
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import measure
@@ -251,7 +252,7 @@ def test_a_shipped_table_holds_what_the_kernels_can_run(path):
     for (gpu, name), choice in found.items():
         assert tune.shipped_table(gpu).path.name == path.name
         if gpu == H200.model:
-            assert engines.legal(known[name], choice.config, H200) is None
+            assert engines.refusal(known[name], choice.config, H200) is None
 
 
 # ---- which choice is followed
@@ -280,7 +281,7 @@ def test_a_choice_that_is_no_longer_legal_is_passed_over(folder, config, recwarn
 
 def test_a_choice_for_another_kind_of_gpu_is_passed_over():
     tune.user_table().add(GPU, tune.key(PROBLEM), Choice(ImplicitGemm(64, 128, 3), 2))
-    assert engines.legal(PROBLEM, ImplicitGemm(64, 128, 3), fake()) is None
+    assert engines.refusal(PROBLEM, ImplicitGemm(64, 128, 3), fake()) is None
     assert tune.lookup(PROBLEM, fake()) is not None and tune.lookup(PROBLEM, fake(capability=(8, 0))) is None
 
 
@@ -416,7 +417,7 @@ def test_candidates_are_legal_begin_with_the_planner_s_own_and_hold_a_direct_one
     for device in (fake(), fake(capability=(7, 5), multiprocessors=40)):
         found = engines.candidates(problem, device)
         assert found[0] == engines.choose(problem, device) and len(set(found)) == len(found) <= 60
-        assert all(engines.legal(problem, config, device) is None for config in found)
+        assert all(engines.refusal(problem, config, device) is None for config in found)
         assert any(isinstance(config, Gemm) for config in found)
         predicted = engines.predictions(problem, device)
         assert [us for us, _ in predicted] == sorted(us for us, _ in predicted) and predicted[0][1] in found
@@ -478,9 +479,9 @@ def imagined(problem, config=None, tuned=None):
     """A plan for a GPU that is not there."""
     device = fake(describe=lambda step: KNOWN)
     chosen = config or (tuned.config if tuned else engines.choose(problem, device))
-    program = engines.program(problem, chosen, device)
+    program = engines.schedule(problem, chosen, device)
     return SimpleNamespace(
-        problem=problem, device=device, config=chosen, fixed=config is not None, tuned=tuned, empty=False, program=program,
+        problem=problem, device=device, config=chosen, fixed=config is not None, tuned=tuned, empty=False, schedule=program,
         workspace_bytes=program.workspace_bytes + program.filter_bytes, filter_bytes=program.filter_bytes,
     )
 
@@ -494,7 +495,7 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
     assert any(re.search(r"predicted +[\d.]+ us: [\d.]+ TFLOP/s, [\d,.]+ GB/s$", line) for line in lines)
     assert any(line.split()[0] == "workspace" and "the packed filter" in line for line in lines)
     head = next(i for i, line in enumerate(lines) if line.split()[0] == "launch")
-    steps = [step for stage in plan.program.whole for step in stage]
+    steps = [step for stage in plan.schedule.whole for step in stage]
     assert len(lines) == head + 1 + len(steps) and len({len(line) for line in lines[head:]}) == 1  # aligned
     for line, step in zip(lines[head + 1 :], steps, strict=True):
         assert line.split() == [step.kernel, f"cu/{step.file or step.kernel}.cu", f"{step.grid:,}", str(step.block), "168", "0", "200,000", "19%"]
@@ -707,7 +708,7 @@ def test_a_captured_stream_is_not_disturbed(torch):
 @pytest.mark.gpu
 def test_describe_tells_what_the_compiler_said():
     plan = Plan(fprop((16, 64, 28, 28), (128, 64, 3, 3), padding=1).problem(), "cuda")
-    for stage in plan.program.whole:
+    for stage in plan.schedule.whole:
         for step in stage:
             found = plan.device.describe(step)
             assert 8 <= found["registers"] <= 255 and found["local"] >= 0 and 0 < found["occupancy"] <= 1 and step.shared <= found["shared"] <= 228 * 1024

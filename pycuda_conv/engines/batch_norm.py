@@ -12,7 +12,7 @@ from functools import lru_cache
 from struct import pack, unpack
 from typing import Any
 
-from pycuda_conv.engines.packed import Moments
+from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, Launcher, Place, Step
 from pycuda_conv.tune import caches

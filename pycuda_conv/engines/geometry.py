@@ -1,6 +1,18 @@
-"""Arithmetic that the engines share."""
+"""Geometry that the engines share: how arrays lie in memory, and how transposed convolutions become forward ones."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from pycuda_conv.problem import ConvProblem
+
+
+def ceil(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def divider(d: int) -> int:
@@ -20,3 +32,119 @@ def divider(d: int) -> int:
         raise ValueError(f"d must be from 1 to 2^31, got {d}")
     shift = (d - 1).bit_length()
     return shift << 32 | (2**32 * (2**shift - d) // d + 1)
+
+
+def accumulator_bytes(problem: ConvProblem) -> int:
+    """Bytes of one sum."""
+    return 8 if problem.dtype == "float64" else 4
+
+
+def needs_64_bits(problem: ConvProblem) -> bool:
+    """Whether offsets into the arrays need 64 bits."""
+    # offsets are formed a little past the end of an array (a tile's tail, a tap outside the image) before they are checked
+    slack = math.prod(problem.input_size) + math.prod(problem.output_size) + 2**20
+    return problem.largest_array + slack >= 2**31
+
+
+# ---- how arrays lie in memory
+
+
+@dataclass(frozen=True)
+class Strides:
+    """Elements of an array of images from one image to the next, from one group, channel of a group, and pixel."""
+
+    image: int
+    group: int
+    channel: int
+    pixel: int
+
+
+def read_strides(problem: ConvProblem) -> Strides:
+    """Of the array that is read first."""
+    return _strides(problem, problem.operand_channels // problem.groups, math.prod(problem.operand_size), True)
+
+
+def written_strides(problem: ConvProblem) -> Strides:
+    """Of the array that is written."""
+    return _strides(problem, problem.result_channels // problem.groups, math.prod(problem.result_size), False)
+
+
+def _strides(problem: ConvProblem, channels: int, plane: int, read: bool) -> Strides:
+    groups = problem.groups
+    if problem.layout == "NHWC":
+        return Strides(groups * channels * plane, channels, 1, groups * channels)
+    if problem.layout == "NCHW":
+        return Strides(groups * channels * plane, channels * plane, plane, 1)
+    # see ConvProblem.launched: [channel][group][image] is read, [group][channel][image] is written
+    images = problem.N * plane
+    return Strides(plane, images, groups * images, 1) if read else Strides(plane, channels * images, images, 1)
+
+
+def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
+    """Elements of the filter from one group, one channel of the result, and one of the input, to the next; taps are neighbours."""
+    taps, groups = math.prod(problem.filter_size), problem.groups
+    read, written = problem.operand_channels // groups, problem.result_channels // groups
+    if problem.layout == "CNHW":
+        return written * taps, taps, groups * written * taps
+    return (written * read * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)))
+
+
+# ---- dgrad as forward convolutions
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of the result that a stride-1 convolution with some of the taps gives.
+
+    `size` pixels (O, P, Q) starting at `origin`, `step` apart; taps (T, R, S), `first` + i * `every`; what tap i of pixel
+    j reads lies at j * stride - `pad` + i * `dilation`. A forward convolution is one phase.
+    """
+
+    size: tuple[int, int, int]
+    origin: tuple[int, int, int]
+    step: tuple[int, int, int]
+    taps: tuple[int, int, int]
+    first: tuple[int, int, int]
+    every: tuple[int, int, int]
+    stride: tuple[int, int, int]
+    pad: tuple[int, int, int]
+    dilation: tuple[int, int, int]
+
+
+def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> list[tuple[int, ...]]:
+    """Phases of one axis of dgrad. Pixel a + stride*i meets tap r at output (a + pad - r*dilation) / stride + i."""
+    found: list[tuple[int, ...]] = []
+    every = stride // math.gcd(stride, dilation)
+    for a in range(min(stride, size)):
+        pixels = ceil(size - a, stride)
+        first = next((r for r in range(min(taps, every)) if (a + pad - r * dilation) % stride == 0), None)
+        if first is None:
+            found.append((pixels, a, stride, 0, 0, 1, 1, 0, 0))
+        else:
+            start = (a + pad - first * dilation) // stride
+            found.append((pixels, a, stride, ceil(taps - first, every), first, every, 1, -start, -(every * dilation // stride)))
+    return found
+
+
+def phases(problem: ConvProblem) -> Iterator[Phase]:
+    """The forward convolutions that make up the problem: one for fprop, one a combination of stride phases for dgrad."""
+    if problem.direction == "fprop":
+        zero, one = (0, 0, 0), (1, 1, 1)
+        yield Phase(
+            problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation
+        )
+        return
+    axes = [
+        _axis_phases(*values)
+        for values in zip(problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation, strict=True)
+    ]
+    for combination in product(*axes):
+        yield Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True)))
+
+
+def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
+    """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
+    d, h, w = problem.result_size
+    strides = (h * w, w, 1)
+    step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))
+    return d * h * w, sum(a * b for a, b in zip(phase.origin, strides, strict=True)), step_d, step_h, step_w

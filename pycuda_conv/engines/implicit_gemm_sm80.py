@@ -1,35 +1,35 @@
 """The implicit GEMM engine where warps feed the tensor cores themselves: Ampere, Ada, Blackwell (``cu/implicit_gemm_sm80.cu``).
 
-The same packed operands, products and exact path as in :mod:`pycuda_conv.engines.implicit_gemm`, which is for Hopper.
+The same packed operands, products and exact path as in :mod:`pycuda_conv.engines.implicit_gemm_sm90`, which is for Hopper.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, RESIDUAL, SCALE, ceil, splits
-from pycuda_conv.engines.packed import (
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.packing import (
     Operands,
     Packing,
-    Program,
     Walk,
     arithmetic,
     assemble,
     filter_sizes,
-    limbs,
     overhead,
     packed_form,
+    packed_key,
     packs_filter_last,
-    products,
     row_blocks,
     tap_numbers,
-    why_not_so_many,
     written_places,
 )
-from pycuda_conv.engines.packed import why_not as why_not_packed
+from pycuda_conv.engines.packing import why_not as why_not_packed
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule
+from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Place, Step
 
@@ -39,7 +39,7 @@ STEP = 32  # of gemm k, in a stage
 
 
 @dataclass(frozen=True)
-class ImplicitGemm80:
+class ImplicitGemm80(Config):
     """One tile of ``implicit_gemm_sm80.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
 
     ROWS: int = 128
@@ -47,8 +47,17 @@ class ImplicitGemm80:
     STAGES: int = 3
     SPLIT: int = 1
 
+    @property
+    def packs_images(self) -> bool:
+        """Always."""
+        return True
 
-# ---- what is legal
+
+CONFIGS = (ImplicitGemm80,)
+TENSOR_CORES = True
+
+
+# ---- what runs
 
 
 def unsupported(device: Device) -> str | None:
@@ -70,7 +79,7 @@ def why_not(problem: ConvProblem) -> str | None:
     return None
 
 
-def legal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
+def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
     if reason:
@@ -85,8 +94,8 @@ def legal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
         return reason
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    if any(_blocks(problem, config, walk) > direct.GRID_LIMIT for walk in packed_form(problem)[1]):
-        return f"its grid is larger than {direct.GRID_LIMIT:,} blocks"
+    if any(_blocks(problem, config, walk) > GRID_LIMIT for walk in packed_form(problem)[1]):
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return None
 
 
@@ -130,8 +139,9 @@ def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
 
-def program(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int) -> Program:
-    """The launches of `config`, which is legal for `problem`."""
+def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    multiprocessors = device.multiprocessors
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
@@ -173,6 +183,11 @@ def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> int:
     return math.prod(_tiles(problem, config, walk)) * config.SPLIT * problem.groups
 
 
+def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
+    """Equal for problems whose filter is packed alike."""
+    return packed_key(problem)
+
+
 # ---- the choice
 
 #: Products of 16-bit numbers with float32 sums, a cycle and multiprocessor, from NVIDIA's tables; Hopper's as seen through
@@ -186,37 +201,36 @@ FILL = 46.0         # bytes a cycle from L2 into it
 TILE_CYCLES = 1800  # start, drain and stores of a tile, but for what grows with it
 
 
-def configs(problem: ConvProblem) -> Iterator[ImplicitGemm80]:
-    """The configurations worth comparing for `problem`."""
+def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
+    """The configurations worth comparing for `problem`: none on Hopper, whose own engine is faster."""
+    if device.capability == (9, 0) or why_not(problem):
+        return
     packed, walks = packed_form(problem)
     steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
         for pixels in (256, 128, 64):
-            stages = next((n for n in (4, 3) if legal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
+            stages = next((n for n in (4, 3) if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
             for split in splits(problem, steps // 8):
                 if stages:
                     yield ImplicitGemm80(rows, pixels, stages, split)
 
 
-def time(problem: ConvProblem, config: ImplicitGemm80, multiprocessors: int, capability: tuple[int, int]) -> float:
+def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
     packed, walks = packed_form(problem)
     tile, filled = config.ROWS * config.PIXELS, stage_bytes(problem, config)
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
-    multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(capability, OTHER_RATE))
+    multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(device.capability, OTHER_RATE))
     step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
     cycles = 0.0
     for walk in walks:
         steps = ceil(packed.group * math.prod(walk.taps), STEP)
-        cycles += ceil(_blocks(problem, config, walk), multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
+        cycles += ceil(_blocks(problem, config, walk), device.multiprocessors) * (ceil(steps, config.SPLIT) * step + TILE_CYCLES + tile / 8)
     return cycles / CLOCK + overhead(problem, packed, config.SPLIT, not packed.as_is)
 
 
-def choose(problem: ConvProblem, multiprocessors: int, capability: tuple[int, int]) -> tuple[float, ImplicitGemm80] | None:
-    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
-    if why_not(problem):
-        return None
-    timed = ((time(problem, config, multiprocessors, capability), config) for config in configs(problem))
-    return min(timed, key=lambda pair: pair[0], default=None)
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))

@@ -140,7 +140,7 @@ def _forward_launches(
     statistics, workspace = None, 0
     if how.of_batch:
         pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
-        statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.program.moments)
+        statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.schedule.moments)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers

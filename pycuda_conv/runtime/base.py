@@ -223,7 +223,7 @@ class Device(AbstractContextManager["Device"]):
     def compile_all(self, steps: Sequence[Step]) -> None:
         """Compile the kernels of `steps` before they are asked for one by one, where several at a time are faster."""
 
-    def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
+    def step_launcher(self, steps: Sequence[Step]) -> Launcher:
         """One launcher for steps that don't depend on each other."""
         launchers = [self.launcher(step) for step in steps]
         if len(launchers) == 1:

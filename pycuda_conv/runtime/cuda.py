@@ -448,7 +448,7 @@ class CudaDevice(Device):
             room = self._threads.room = _Room()
         return room
 
-    def stage_launcher(self, steps: Sequence[Step]) -> Launcher:
+    def step_launcher(self, steps: Sequence[Step]) -> Launcher:
         """Several steps run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
         launchers = [self.launcher(step) for step in steps]
         if len(launchers) == 1:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pycuda_conv
-from pycuda_conv.engines import TENSOR_CORES, ImplicitGemm, Lines, Pointwise
+from pycuda_conv.engines import uses_tensor_cores
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
@@ -229,9 +229,8 @@ def public(problem: ConvProblem) -> Callable[..., Any]:
 
 def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     problem, config = plan.problem, plan.config
-    tensor_cores = isinstance(config, TENSOR_CORES)
-    as_it_lies = isinstance(config, (Pointwise, Lines)) or (isinstance(config, ImplicitGemm) and not config.packs_images)
-    least = floor(problem, tensor_cores=tensor_cores, packed=not as_it_lies)
+    tensor_cores = uses_tensor_cores(config)
+    least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
         least.traffic, least.us, **known,

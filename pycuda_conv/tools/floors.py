@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pycuda_conv.engines.implicit_gemm import limbs, products
+from pycuda_conv.engines.tensor_cores import limbs, products
 from pycuda_conv.problem import ConvProblem
 
 TENSOR_FLOPS = {1: 790e12, 3: 263e12}  # a second, by products of 16-bit numbers for one of the problem's

@@ -72,10 +72,10 @@ class Compiler:
 
 def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[Step]:
     for config in configs:
-        program = engines.program(problem, config, device)
-        for stages in (program.prepare, program.stages, program.whole):
-            for stage in stages:
-                yield from stage
+        schedule = engines.schedule(problem, config, device)
+        for steps in (schedule.prepare, schedule.steps, schedule.whole):
+            for step in steps:
+                yield from step
 
 
 def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None = None) -> list[Choice]:

@@ -128,7 +128,7 @@ def _known(problem: ConvProblem, device: cuda.CudaDevice, target: tune.Table, sh
     if shipped and tune.lookup(problem, device) is not None:
         return True
     choice = target.get(device.model, tune.key(problem))
-    return choice is not None and engines.legal(problem, choice.config, device) is None
+    return choice is not None and engines.refusal(problem, choice.config, device) is None
 
 
 def _measure(todo: Sequence[ConvProblem], device: cuda.CudaDevice, until: float | None) -> Iterator[Row]:

@@ -12,41 +12,41 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice
 
-from pycuda_conv.engines.direct import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Phase, ceil, splits
-from pycuda_conv.engines.packed import (
-    Moments,
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import Phase, ceil
+from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.packing import (
     Operands,
     Packing,
-    Program,
     Walk,
     arithmetic,
     assemble,
     filter_sizes,
-    limbs,
     overhead,
     packed_form,
+    packed_key,
     packs_filter_last,
-    products,
     row_blocks,
-    slack,
     tap_numbers,
     why_not,
-    why_not_so_many,
     written_places,
 )
+from pycuda_conv.engines.range_guard import slack
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule
+from pycuda_conv.engines.split_sum import splits
+from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
 
-MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
-SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
-THREADS = 384  # a producer's warpgroup and two consumers'
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
+__all__ = ["CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
+
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
 @dataclass(frozen=True)
-class ImplicitGemm:
+class ImplicitGemm(Config):
     """One tile of ``implicit_gemm_sm90.cu``.
 
     Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
@@ -70,22 +70,19 @@ class ImplicitGemm:
         return not self.POINTWISE and not self.RAW
 
 
+CONFIGS = (ImplicitGemm,)
+TENSOR_CORES = True
+
+
 def _form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
     """The packing and the walks of `problem` here: TMA's loads may overlap."""
     return packed_form(problem, windows=True)
 
 
-# ---- what is legal
+# ---- what runs
 
 
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    if device.capability != (9, 0):
-        return "it takes a GPU of compute capability 9.0"
-    return None
-
-
-def legal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
+def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
     if reason:
@@ -258,20 +255,21 @@ def _consumer_pixels(config: ImplicitGemm) -> int:
 # ---- launches
 
 
-def program(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool = False) -> Program:
-    """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
-    made = _program(problem, config, multiprocessors, noted)
+def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    multiprocessors = device.multiprocessors
+    made = _schedule(problem, config, multiprocessors, noted)
     if _reads_filter(problem, config):
-        return replace(made, filter_last=_program(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).stages)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).steps)
     if packs_filter_last(problem):
-        return replace(made, filter_last=_program(problem, config, multiprocessors, noted, filter_last=True).whole)
+        return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, filter_last=True).whole)
     return made
 
 
-def _program(
+def _schedule(
     problem: ConvProblem, config: ImplicitGemm, multiprocessors: int, noted: bool, map_w: TensorMap | None = None, filter_last: bool = False
-) -> Program:
-    """:func:`program` with the filter packed, from its channels last too, or read as it lies by `map_w`."""
+) -> Schedule:
+    """:func:`schedule` with the filter packed, from its channels last too, or read as it lies by `map_w`."""
     moments = _moments(problem, config) if noted else None
 
     def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
@@ -477,6 +475,11 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
     return ceil(problem.result_channels // problem.groups, config.ROWS), across
 
 
+def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
+    """Equal for problems whose filter is packed alike."""
+    return packed_key(problem, windows=True)
+
+
 # ---- the choice
 
 # Measured on an H200, whose power limit keeps the clock near this under such a load.
@@ -491,8 +494,10 @@ PINGPONG_PRODUCT, PINGPONG_STORE = 1.08, 0.54  # of a tile's products and stores
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
-def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
+def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
     """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
     three = products(problem) == 3
     steps = _steps(problem)
     wide = [*range(48, 137, 8)] if three else [56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
@@ -518,7 +523,7 @@ def configs(problem: ConvProblem) -> Iterator[ImplicitGemm]:
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
     """`config` with as many stages as are legal, if any."""
     tried = (replace(config, STAGES=stages) for stages in depths)
-    yield from islice((one for one in tried if legal(problem, one) is None), 1)
+    yield from islice((one for one in tried if refusal(problem, one) is None), 1)
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -527,7 +532,7 @@ def _steps(problem: ConvProblem) -> int:
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
-def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
+def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
     packed, walks = _form(problem)
     count = products(problem)
@@ -551,19 +556,17 @@ def time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> fl
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
         return max(product, stores) if config.HALO else product + between
 
-    time = LAUNCH_TIME
+    us = LAUNCH_TIME
     for group in _launches(problem, walks):
         at_once = _at_once(problem)
         works = [sum(tile_time(walk) for walk in group[i : i + at_once]) for i in range(0, len(group), at_once)]
         tiles = math.prod(_tiles(problem, config, group[0].phase)) * problem.groups * config.SPLIT
-        rounds = ceil(tiles * len(works), _grid(problem, group, tiles, multiprocessors))
+        rounds = ceil(tiles * len(works), _grid(problem, group, tiles, device.multiprocessors))
         # phases come by turns, so that blocks have as much of each
-        time += max(max(works), rounds * sum(works) / len(works)) + (between if config.PINGPONG else 0)
-    return time + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
+        us += max(max(works), rounds * sum(works) / len(works)) + (between if config.PINGPONG else 0)
+    return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
 
 
-def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, ImplicitGemm] | None:
-    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
-    if why_not(problem):
-        return None
-    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0])
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))

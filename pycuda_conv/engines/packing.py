@@ -11,12 +11,15 @@ convolution), each of which is one launch: :func:`assemble` puts the launches ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Phase, ceil
+from pycuda_conv.engines.geometry import Phase, Strides, ceil, filter_strides, phases, places, read_strides, written_strides
+from pycuda_conv.engines.range_guard import MomentsLayout, slack
+from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
+from pycuda_conv.engines.split_sum import reduce_step
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Place, Step
 
@@ -24,8 +27,6 @@ PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
 PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
-FLOAT, HALF, BFLOAT = 32, 16, 17  # as the kernels name element types
-ELEMENTS = {"float32": FLOAT, "float16": HALF, "bfloat16": BFLOAT}
 
 #: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
 CORNERS = {1: (-32768, 32767), 2: (-128, 127), 3: (-16, 15)}
@@ -39,16 +40,6 @@ WORTH_FLAGS = 0.5e9  # multiplications of 16-bit numbers, from which on two shor
 def size3(values: list[int]) -> Size3:
     d, h, w = values
     return d, h, w
-
-
-def products(problem: ConvProblem) -> int:
-    """Products of 16-bit numbers for one of the problem's."""
-    return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
-
-
-def limbs(problem: ConvProblem) -> int:
-    """16-bit numbers that stand for one element."""
-    return 2 if products(problem) == 3 else 1
 
 
 # ---- the form that tensor loads can make
@@ -207,7 +198,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
         taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
         packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load, taps)
         walks = []
-        for phase in direct.phases(problem):
+        for phase in phases(problem):
             if level:
                 phase = _folded_phase(phase, level)
             walk = _walk(problem, phase, packed)
@@ -233,7 +224,7 @@ def _fewest(problem: ConvProblem) -> int:
 
 def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
     """The packing and the only phase of a forward convolution of few channels."""
-    (phase,) = direct.phases(problem)
+    (phase,) = phases(problem)
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
     beyond = bool(problem.padding_before[1] % rows or r % rows)
@@ -289,97 +280,7 @@ def why_not(problem: ConvProblem) -> str | None:
     return None
 
 
-def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
-    """Why no tile has so many stages, of `nbytes` of shared memory where a block has `most`, and splits; None if one has."""
-    if stages < 2 or nbytes > most:
-        return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
-    return "it has at least one split" if split < 1 else None
-
-
 # ---- launches
-
-
-@dataclass(frozen=True)
-class Moments:
-    """What a convolution notes of its result, channel by channel, for a batch norm behind it.
-
-    Attributes
-    ----------
-    sets, span, per : int
-        `sets` times `span` pixels; slices of `per`, of which a set's last may be shorter.
-    channels : int
-    parts, redone : int
-        Where in the workspace they lie: [slice][mean, sum of squares of what pixels are off by][channel]; and of each of `blocks`
-        whether it computed some results once more, so that these are not what the parts are of.
-    blocks : int
-    """
-
-    sets: int
-    span: int
-    per: int
-    channels: int
-    parts: int = 0
-    redone: int = 0
-    blocks: int = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Of the parts."""
-        return 8 * self.sets * ceil(self.span, self.per) * self.channels
-
-
-@dataclass(frozen=True)
-class Program:
-    """The launches of a plan.
-
-    `prepare` packs the filter into a buffer of `filter_bytes`, and `stages` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. `filter_last`, where there is one, does the same with a filter whose second axis is last in memory; it may
-    read that as it lies.
-    Stages follow one another; the launches of one stage don't depend on each other. With `redoes`, later ones may write parts of
-    the result once more, so that a residual must not be the result's own memory. `moments`: what is noted of the result, if that
-    was asked for and the kernels can.
-    """
-
-    prepare: list[list[Step]]
-    stages: list[list[Step]]
-    whole: list[list[Step]]
-    workspace_bytes: int
-    filter_bytes: int
-    redoes: bool = False
-    moments: Moments | None = None
-    filter_last: list[list[Step]] | None = None
-
-
-class Room:
-    """Hands out pieces of a buffer."""
-
-    def __init__(self, buffer: int) -> None:
-        self.buffer, self.used = buffer, 0
-
-    def take(self, nbytes: int) -> tuple[int, int]:
-        """A place of so many bytes, as a step names it."""
-        place = self.buffer, self.used
-        self.used += ceil(nbytes, 256) * 256
-        return place
-
-
-class Noting:
-    """Makes room for `moments`, if there are to be any: the place of their parts, and the guarded launches that say what they redid."""
-
-    def __init__(self, moments: Moments | None, scratch: Room, multiprocessors: int) -> None:
-        self._multiprocessors = multiprocessors
-        self.parts, self._redone = (WORKSPACE, 0), None
-        self.moments = moments
-        if moments is not None:
-            self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
-            self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
-
-    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[Step]:
-        """:func:`direct.guarded`."""
-        steps = direct.guarded(problem, found, self._multiprocessors, filter_last, self._redone, patch_rows)
-        if self.moments is not None:
-            self.moments = replace(self.moments, blocks=steps[0].grid)
-        return steps
 
 
 @dataclass(frozen=True)
@@ -424,7 +325,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
     groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
-    w_group, w_row, w_channel = direct.filter_strides(problem)
+    w_group, w_row, w_channel = filter_strides(problem)
 
     def folding(values: Size3, instead: int) -> Size3:
         return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
@@ -439,10 +340,10 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         # a row's channels are those of its own group
         images, rows, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
         size, packed_size = problem.filter_size, packed.taps
-        strides = direct.Strides(w_row, w_group, w_channel, 1)
+        strides = Strides(w_row, w_group, w_channel, 1)
     else:
         images = rows = problem.N
-        group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, direct.read_strides(problem)
+        group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, read_strides(problem)
     tile, tiles = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), **tile,
@@ -502,27 +403,22 @@ def _filter_parts(problem: ConvProblem, packed: Packing) -> int:
     return 1 if whole else ceil(channel_blocks * packed.load, fitting)
 
 
-def slack(problem: ConvProblem) -> int:
-    """How many bits less than their limbs hold values may have before they are flagged."""
-    gemm_k = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
-    return int(math.log2(gemm_k) / 2) if limbs(problem) == 2 else 2
-
-
 def packs_filter_last(problem: ConvProblem) -> bool:
     """Whether filters with their channels last, as those of a model that is, are packed from there."""
     return problem.direction == "fprop" and problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
 
 
-def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multiprocessors: int, filter_last: bool) -> Operands:
+def pack_operands(problem: ConvProblem, packed: Packing, scratch: Arena, multiprocessors: int, filter_last: bool) -> Operands:
     """Pack the operands, the images into `scratch`."""
     checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
-    kept = Room(PACKED)
+    kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
     w_limbs = kept.take(2 * count * filter_rows * row_blocks(problem, packed) * packed.load)
     w_scales, w_flags = kept.take(4 * written), kept.take(4 * written)
-    x_limbs = x_scales = x_flags = nowhere = (INPUT, 0)
+    nowhere: tuple[int, int] = (INPUT, 0)
+    x_limbs = x_scales = x_flags = nowhere
 
-    def places(images: Packed, room: Room) -> tuple[tuple[int, int], tuple[int, int]]:
+    def at(images: Packed, room: Arena) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of the extremes and the guesses."""
         return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if checked else (nowhere, nowhere)
 
@@ -543,7 +439,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
     parts = guesses = nowhere
     if not packed.as_is:
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
-        parts, guesses = places(images, scratch)
+        parts, guesses = at(images, scratch)
         if checked:
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
 
@@ -557,7 +453,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Room, multipro
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
-        w_parts, w_guesses = places(rows, kept)
+        w_parts, w_guesses = at(rows, kept)
         buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
         pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
@@ -586,7 +482,7 @@ def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
-) -> Program:
+) -> Schedule:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
@@ -597,7 +493,7 @@ def assemble(
     packed, walks = packed_form(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
-    scratch = Room(WORKSPACE)
+    scratch = Arena(WORKSPACE)
     operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last)
     if patch_rows:
         units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
@@ -605,16 +501,16 @@ def assemble(
     target: Place = RESULT
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
-    noting = Noting(moments, scratch, multiprocessors)
-    after = [products(packed, walks, operands, target, noting.parts)]
+    layout = MomentsLayout(moments, scratch, multiprocessors)
+    after = [products(packed, walks, operands, target, layout.parts)]
     if split > 1:
-        after.append([direct.reduce_step(problem, split, target)])
+        after.append([reduce_step(problem, split, target)])
     checked = flagged(problem, packed)
     if checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
-        after += [[step] for step in noting.guarded(problem, found, filter_last, patch_rows)]
-    filter_bytes, moments = operands.filter_bytes, noting.moments
-    return Program(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
+        after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
+    filter_bytes, moments = operands.filter_bytes, layout.moments
+    return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 
 
 def tap_numbers(packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
@@ -634,15 +530,22 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), **direct.epilogue(problem, split), "NHWC": int(nhwc),
+        "SCALED": int(problem.dtype == "float32"), **epilogue(problem, split), "NHWC": int(nhwc),
         "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
     }
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
     """Where a phase's pixels, and images and channels, lie in the result."""
-    strides = direct.written_strides(problem)
-    return (*direct.places(problem, phase), strides.image, strides.channel)
+    strides = written_strides(problem)
+    return (*places(problem, phase), strides.image, strides.channel)
+
+
+def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
+    """Equal for problems whose filter is packed alike, whatever their images."""
+    packed, _ = packed_form(problem, windows)
+    asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
+    return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
 def overhead(problem: ConvProblem, packed: Packing, split: int, packs_images: bool) -> float:

@@ -2,29 +2,32 @@
 
 The arrays are read as they lie: there is nothing to pack but the filter, nothing to scale, and no number that needs a path of
 its own. A product of TF32 numbers takes twice the time of one of 16 bits, so that where there is more to multiply than to read
-the packed operands of :mod:`pycuda_conv.engines.implicit_gemm` win; :func:`time` says where.
+the packed operands of :mod:`pycuda_conv.engines.implicit_gemm_sm90` win; :func:`time` says where.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
-from pycuda_conv.engines.implicit_gemm import SHARED_BYTES, THREADS, unsupported
-from pycuda_conv.engines.packed import Moments, Noting, Program, Room, limbs, products, why_not_so_many
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import ceil, filter_strides
+from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
+from pycuda_conv.engines.split_sum import reduce_step, splits
+from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Place, Step, TensorMap
+from pycuda_conv.runtime.base import Device, Place, Step, TensorMap
 
-__all__ = ["Pointwise", "choose", "configs", "legal", "program", "time", "unsupported"]
+__all__ = ["CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
 
 WARPS = 8  # of the consumers
 
 
 @dataclass(frozen=True)
-class Pointwise:
+class Pointwise(Config):
     """One tile of ``pointwise_sm90.cu``.
 
     Its columns, the blocks of 16 rows of a warp, the stages of its ring, and splits of k. SWAPPED lets the gradient of a filter
@@ -43,7 +46,11 @@ class Pointwise:
         return 16 * WARPS * self.BLOCKS
 
 
-# ---- what is legal
+CONFIGS = (Pointwise,)
+TENSOR_CORES = True
+
+
+# ---- what runs
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -66,7 +73,7 @@ def why_not(problem: ConvProblem) -> str | None:
     return None
 
 
-def legal(problem: ConvProblem, config: Pointwise) -> str | None:
+def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
     if reason:
@@ -149,15 +156,16 @@ def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> i
     return ceil(boxes, rounds * multiprocessors // across) if one_product or rounds == 1 else WARPS
 
 
-def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted: bool = False) -> Program:
-    """The launches of `config`, which is legal for `problem`; with `noted` they note the moments of the result, if they can."""
-    scratch, kept = Room(WORKSPACE), Room(PACKED)
-    noting = Noting(_moments(problem, config) if noted else None, scratch, multiprocessors)
+def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    multiprocessors = device.multiprocessors
+    scratch, kept = Arena(WORKSPACE), Arena(PACKED)
+    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "COLUMNS": config.COLUMNS, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
         "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.column_step == 1 and product.columns % 2 == 0),
-        **direct.epilogue(problem), "MOMENTS": int(noting.moments is not None),
+        **epilogue(problem), "MOMENTS": int(layout.moments is not None),
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[Step]] = []
@@ -169,13 +177,13 @@ def program(problem: ConvProblem, config: Pointwise, multiprocessors: int, noted
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
-    noted_at: tuple[Place, ...] = (noting.parts,) if noting.moments else ()
+    noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
     shared = shared_bytes(problem, config)
     stages = [[Step("pointwise_sm90", defines, grid, THREADS, buffers, product.scalars, maps=tuple(maps), shared=shared, arch="sm_90a")]]
     if split:
-        stages.append([direct.reduce_step(problem, config.SPLIT, target)])
-    return Program(prepare, stages, prepare + stages, scratch.used, kept.used, moments=noting.moments)
+        stages.append([reduce_step(problem, config.SPLIT, target)])
+    return Schedule(prepare, stages, prepare + stages, scratch.used, kept.used, moments=layout.moments)
 
 
 def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
@@ -203,16 +211,21 @@ def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
     return TensorMap(INPUT, 0, (plane, channels, problem.N), (4 * plane, 4 * plane * channels), (32, 32, 1), 128, "float32")
 
 
-def _filter(problem: ConvProblem, config: Pointwise, kept: Room, defines: dict[str, int]) -> tuple[Step, TensorMap]:
+def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[Step, TensorMap]:
     """The launch that splits the filter into limbs, and how these are read."""
     rows, channels = problem.result_channels, problem.operand_channels
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
-    _, row_step, channel_step = direct.filter_strides(problem)
+    _, row_step, channel_step = filter_strides(problem)
     scalars = (rows, channels, padded, row_step, channel_step)
     step = Step("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
     sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
     return step, TensorMap(*place, sizes, strides, (32, config.COLUMNS, 1), 128, "float32")
+
+
+def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
+    """Equal for problems whose filter is split alike."""
+    return "split", problem.direction, problem.precision, problem.C, problem.K
 
 
 # ---- the choice
@@ -224,23 +237,24 @@ STORE_TIME = 1.2  # microseconds to store 256 rows x 64 columns
 LAUNCHES_TIME = {False: 5.0, True: 3.0}  # microseconds of launches; of the gradient of a filter, before parts are added
 
 
-def configs(problem: ConvProblem) -> Iterator[Pointwise]:
+def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
     swaps: tuple[bool, ...] = (False,)
-    splits: tuple[int, ...] = (1,)
+    parts: tuple[int, ...] = (1,)
     if _wgrad(problem):
-        swaps, splits = (False, True), direct.splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
+        swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
     for blocks in (1, 2):
         for columns in (32, 64, 96, 128):
-            deepest = next((n for n in (6, 5, 4, 3) if legal(problem, Pointwise(columns, blocks, n)) is None), None)
+            deepest = next((n for n in (6, 5, 4, 3) if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
             if deepest:
-                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in splits for swap in swaps)
+                yield from (Pointwise(columns, blocks, deepest, split, swap) for split in parts for swap in swaps)
 
 
-def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float:
+def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     """Microseconds that `config` should take: arithmetic, bytes from memory and from the caches, rounds of tiles."""
+    multiprocessors = device.multiprocessors
     product, (of_rows, of_columns) = _Product.of(problem, config, multiprocessors), _stage_bytes(problem, config)
     rows = config.rows * product.busy // WARPS
     of_rows = of_rows * product.busy // WARPS
@@ -253,12 +267,12 @@ def time(problem: ConvProblem, config: Pointwise, multiprocessors: int) -> float
     written = rows * min(config.COLUMNS, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
     tile = max(steps * step + STORE_TIME * rows * config.COLUMNS / 2**14, moved / MOVED)
-    time = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
+    us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
-        time += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
-    return time + (0 if wgrad else math.prod(problem.weight_shape) * 12 / 3.5e6)
+        us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
+    return us + (0 if wgrad else math.prod(problem.weight_shape) * 12 / 3.5e6)
 
 
-def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, Pointwise] | None:
-    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
-    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0], default=None)
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Pointwise] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))

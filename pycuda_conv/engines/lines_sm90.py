@@ -9,18 +9,19 @@ images takes about as long as their products: few channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
-from pycuda_conv.engines import direct
-from pycuda_conv.engines.direct import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, ceil
-from pycuda_conv.engines.implicit_gemm import MOST_SHARED, unsupported
-from pycuda_conv.engines.packed import Program, Room, products
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import ceil, filter_strides, phases
+from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
+from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, epilogue
+from pycuda_conv.engines.tensor_cores import fastest, products
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Place, Step, TensorMap
+from pycuda_conv.runtime.base import Device, Place, Step, TensorMap
 
-__all__ = ["Lines", "choose", "configs", "legal", "packed_as", "program", "time", "unsupported"]
+__all__ = ["CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
 
 MOST_STAGES = 6  # of a ring of x, that are tried
 MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
@@ -30,7 +31,7 @@ SWIZZLED = 4  # rows of so many such pieces are swizzled
 
 
 @dataclass(frozen=True)
-class Lines:
+class Lines(Config):
     """One tile of ``lines_sm90.cu``.
 
     Its output channels; fours of pixels a thread, one below the other; pixels along W of a warp's unit; consumer warpgroups; stages of
@@ -47,7 +48,11 @@ class Lines:
     HALF: bool = False
 
 
-# ---- what is legal
+CONFIGS = (Lines,)
+TENSOR_CORES = True
+
+
+# ---- what runs
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -67,7 +72,7 @@ def why_not(problem: ConvProblem) -> str | None:
     return None
 
 
-def legal(problem: ConvProblem, config: Lines) -> str | None:
+def refusal(problem: ConvProblem, config: Lines) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
     if reason:
@@ -139,7 +144,7 @@ class _Walk:
 
     @classmethod
     def of(cls, problem: ConvProblem, config: Lines) -> _Walk:
-        (phase,) = direct.phases(problem)
+        (phase,) = phases(problem)
         channels, flat, turned = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
         low = [-pad + min(0, (taps - 1) * step) for pad, taps, step in zip(phase.pad, phase.taps, phase.dilation, strict=True)]
         dilation = [abs(step) or 1 for step in phase.dilation]  # transposed, taps lie in the other order
@@ -207,15 +212,15 @@ def _all_shared_bytes(problem: ConvProblem, config: Lines) -> int:
     return shared_bytes(problem, config) + (2 * barriers + 8 * config.COLUMNS if config.HALF else barriers) + 64
 
 
-def packed_as(problem: ConvProblem, config: Lines) -> tuple[int, int, bool]:
-    """What of the filter's layout is the configuration's: how many lines at once, those of swizzled rows or not, in fp16 too or not."""
+def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
+    """Equal for problems whose filter is laid alike: as many lines at once, of swizzled rows or not, in fp16 too or not."""
     walk = _Walk.of(problem, config)
-    return walk.eights, walk.span, config.HALF
+    return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.HALF
 
 
-def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Program:
-    """The launches of `config`, which is legal for `problem`."""
-    walk, kept, scratch = _Walk.of(problem, config), Room(PACKED), Room(WORKSPACE)
+def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    walk, kept, scratch = _Walk.of(problem, config), Arena(PACKED), Arena(WORKSPACE)
     columns, padded = problem.result_channels, ceil(problem.result_channels, 32) * 32
     (rows, wide), (box_h, box_w) = walk.size, walk.box
     defines = {
@@ -223,18 +228,18 @@ def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Progra
         "W_STAGES": config.FILTERS, "KEPT": int(config.FILTERS == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.HALF),
         "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0],
         "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1],
-        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **direct.epilogue(problem),
+        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **epilogue(problem),
     }  # fmt: skip
     bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
     eights = walk.eights * (2 if config.HALF else 1)
     laid = kept.take(eights * bytes_each)
     halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.HALF else ()
-    _, row_step, channel_step = direct.filter_strides(problem)
+    _, row_step, channel_step = filter_strides(problem)
     scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.turned))
     # as much shared memory for all: kernels of equal text are one
     filters = Step("lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), scalars, "lines_sm90", shared=FILTER_BYTES, arch="sm_90a")
 
-    across, tiles, grid = _tiles(problem, config, multiprocessors)
+    across, tiles, grid = _tiles(problem, config, device.multiprocessors)
     scalars = (across, tiles, walk.steps, problem.N, *walk.units, columns, padded, rows, wide, columns * rows * wide, rows * wide,
                walk.low[1] - walk.shift, walk.low[0])  # fmt: skip
     _, h, w = problem.operand_size
@@ -248,7 +253,7 @@ def program(problem: ConvProblem, config: Lines, multiprocessors: int) -> Progra
         buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
     lines = Step("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
-    return Program([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
+    return Schedule([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
 
 
 def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[int, int, int]:
@@ -268,7 +273,7 @@ LAUNCHES_TIME = {False: 4.0, True: 5.5}  # microseconds, the filter's among them
 TILE_TIME = 0.6  # of a tile beside all that
 
 
-def configs(problem: ConvProblem) -> Iterator[Lines]:
+def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
@@ -288,14 +293,14 @@ def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
         least, next_one = (_all_shared_bytes(problem, replace(config, FILTERS=filters, STAGES=stages)) for stages in (2, 3))
         if filters <= steps and least <= MOST_SHARED:
             one = replace(config, FILTERS=filters, STAGES=min(MOST_STAGES, 2 + (MOST_SHARED - least) // (next_one - least)))
-            if legal(problem, one) is None:
+            if refusal(problem, one) is None:
                 yield one
             return
 
 
-def time(problem: ConvProblem, config: Lines, multiprocessors: int) -> float:
+def time(problem: ConvProblem, config: Lines, device: Device) -> float:
     """Microseconds that `config` should take: arithmetic or bytes from the L2 cache, whichever is longer, stores, rounds of tiles."""
-    walk, (across, tiles, grid) = _Walk.of(problem, config), _tiles(problem, config, multiprocessors)
+    walk, (across, tiles, grid) = _Walk.of(problem, config), _tiles(problem, config, device.multiprocessors)
     units = 4 * config.CONSUMERS
     cycles = walk.eights * walk.taps_of_eight * config.FOURS * config.CONSUMERS * config.COLUMNS  # a tensor core has 8 columns in 4
     rows, wide = walk.box
@@ -308,6 +313,6 @@ def time(problem: ConvProblem, config: Lines, multiprocessors: int) -> float:
     return LAUNCHES_TIME[config.HALF] + ceil(tiles, grid // across) * tile + filters
 
 
-def choose(problem: ConvProblem, multiprocessors: int) -> tuple[float, Lines] | None:
-    """The configuration that should be the best for `problem`, behind the microseconds it should take; None if none runs it."""
-    return min(((time(problem, config, multiprocessors), config) for config in configs(problem)), key=lambda pair: pair[0], default=None)
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Lines] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
+    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))

@@ -1,0 +1,67 @@
+"""What an engine is: a family of kernels that the registry can ask what it does, how long that should take, and for its launches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device
+
+
+@dataclass(frozen=True)
+class Config:
+    """A kernel and its tile. Each engine's configurations are subclasses: frozen dataclasses, all of whose fields have defaults."""
+
+    @property
+    def packs_images(self) -> bool:
+        """Whether images are packed before the product, unless they lie as it wants them."""
+        return False
+
+
+#: What :meth:`Engine.choose` predicts where a measured rule decides, whatever the models say.
+BY_RULE = 0.0
+#: What it predicts of a configuration without a model, which is to run only where none with a model does.
+LAST_RESORT = math.inf
+
+
+class Engine(Protocol):
+    """A family of kernels. The modules that :data:`pycuda_conv.engines.registry.ENGINES` lists are such objects.
+
+    All problems are as they are launched (:attr:`ConvProblem.launched`): forward convolutions and their transposes.
+    """
+
+    @property
+    def CONFIGS(self) -> tuple[type[Config], ...]:
+        """The classes of its configurations."""
+
+    @property
+    def TENSOR_CORES(self) -> bool:
+        """Whether its kernels multiply on tensor cores, and so are fast in either layout."""
+
+    def unsupported(self, device: Device) -> str | None:
+        """Why the engine can't run on `device`, or None if it can."""
+
+    def refusal(self, problem: ConvProblem, config: Any) -> str | None:
+        """Why `config` can't run `problem`, or None if it can."""
+
+    def configs(self, problem: ConvProblem, device: Device) -> Iterable[Config]:
+        """The configurations worth comparing for `problem` on `device`."""
+
+    def time(self, problem: ConvProblem, config: Any, device: Device) -> float | None:
+        """Microseconds that `config` should take; None where no model knows."""
+
+    def choose(self, problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
+        """The configuration that should be the fastest, behind the microseconds it should take; None where another engine's is faster.
+
+        The microseconds may be :data:`BY_RULE` or :data:`LAST_RESORT`.
+        """
+
+    def schedule(self, problem: ConvProblem, config: Any, device: Device, noted: bool) -> Schedule:
+        """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+
+    def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
+        """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""

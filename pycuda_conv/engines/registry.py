@@ -1,0 +1,108 @@
+"""All engines, and what is done once for all of them: the choice between them, predictions, candidates to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from pycuda_conv.engines import direct, direct_gemm, implicit_gemm_sm80, implicit_gemm_sm90, lines_sm90, pointwise_sm90
+from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device
+
+#: Of equal predictions the first engine's counts.
+ENGINES: tuple[Engine, ...] = (direct, direct_gemm, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80)
+
+#: The engine whose results the others' are compared with when they are measured: it runs everything.
+REFERENCE: Engine = direct_gemm
+
+NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
+
+
+def engine_of(config: Config) -> Engine:
+    """The engine that `config` is one of.
+
+    Raises
+    ------
+    TypeError
+        None has such configurations.
+    """
+    for engine in ENGINES:
+        if type(config) in engine.CONFIGS:
+            return engine
+    raise TypeError(f"config must be one of {', '.join(config_classes())}, but got {config!r} of type {type(config).__name__}")
+
+
+def config_classes() -> dict[str, type[Config]]:
+    """The classes of all engines' configurations, by name."""
+    return {cls.__name__: cls for engine in ENGINES for cls in engine.CONFIGS}
+
+
+def uses_tensor_cores(config: Config) -> bool:
+    """Whether `config` multiplies on tensor cores, and so is fast in either layout."""
+    return engine_of(config).TENSOR_CORES
+
+
+def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
+    """Why `config` can't run `problem` on `device`, or None if it can."""
+    engine = engine_of(config)
+    return engine.unsupported(device) or engine.refusal(problem.launched, config)
+
+
+def choose(problem: ConvProblem, device: Device) -> Config:
+    """The configuration that should be the fastest for `problem` on `device`.
+
+    Raises
+    ------
+    ConvArgumentError
+        No engine runs it: direct_gemm runs everything that one launch can hold.
+    """
+    found = [engine.choose(problem.launched, device) for engine in _engines(device)]
+    best = min((one for one in found if one), key=lambda one: one[0], default=None)
+    if best is None:
+        raise ConvArgumentError(f"{problem} is too large for one launch of at most {GRID_LIMIT:,} blocks; convolve fewer images at a time")
+    return best[1]
+
+
+def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
+    """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
+    return sorted(((us, config) for us, config in _compared(problem, device) if us is not None), key=lambda pair: pair[0])
+
+
+def candidates(problem: ConvProblem, device: Device) -> list[Config]:
+    """The configurations that are worth measuring for `problem`, the planner's own choice first."""
+    compared = _compared(problem, device)
+    modelled = sorted(((us, config) for us, config in compared if us is not None), key=lambda pair: pair[0])
+    near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
+    reference = [config for _, config in modelled if engine_of(config) is REFERENCE][:2]
+    return list(dict.fromkeys([choose(problem, device), *near, *reference, *(config for us, config in compared if us is None)]))
+
+
+def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
+
+    With `noted` they note the moments of the result, if they can: see :attr:`Schedule.moments`.
+    """
+    reason = refusal(problem, config, device)
+    if reason:
+        raise ValueError(f"{config} can't run {problem}: {reason}")
+    return engine_of(config).schedule(problem.launched, config, device, noted)
+
+
+def filter_key(problem: ConvProblem, config: Config) -> Hashable:
+    """Equal for plans that pack a filter alike, whatever their images; None where the filter is read as it is."""
+    return engine_of(config).filter_key(problem.launched, config)
+
+
+def _engines(device: Device) -> list[Engine]:
+    return [engine for engine in ENGINES if engine.unsupported(device) is None]
+
+
+def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:
+    """Every configuration worth comparing, and the microseconds it should take, None without a model."""
+    problem = problem.launched
+    return [
+        (engine.time(problem, config, device), config)
+        for engine in _engines(device) for config in engine.configs(problem, device) if engine.refusal(problem, config) is None
+    ]

@@ -1,0 +1,107 @@
+"""What a plan launches: the buffers it works on, the launches in their order, and scratch memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Step
+
+GRID_LIMIT = 2**31 - 1  # blocks of a launch
+STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
+
+
+class Buffer(IntEnum):
+    """The buffers of a plan, in the order in which launchers get them."""
+
+    INPUT = 0
+    WEIGHT = 1
+    BIAS = 2
+    RESULT = 3
+    WORKSPACE = 4
+    PACKED = 5  # the packed filter
+    SCALE = 6
+    RESIDUAL = 7
+
+
+INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = Buffer
+
+
+@dataclass(frozen=True)
+class Moments:
+    """What a convolution notes of its result, channel by channel, for a batch norm behind it.
+
+    Attributes
+    ----------
+    sets, span, per : int
+        `sets` times `span` pixels; slices of `per`, of which a set's last may be shorter.
+    channels : int
+    parts, redone : int
+        Where in the workspace they lie: [slice][mean, sum of squares of what pixels are off by][channel]; and of each of `blocks`
+        whether it computed some results once more, so that these are not what the parts are of.
+    blocks : int
+    """
+
+    sets: int
+    span: int
+    per: int
+    channels: int
+    parts: int = 0
+    redone: int = 0
+    blocks: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Of the parts."""
+        return 8 * self.sets * ceil(self.span, self.per) * self.channels
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The launches of a plan.
+
+    `prepare` packs the filter into a buffer of `filter_bytes`, and `steps` do the rest with `workspace_bytes` of scratch;
+    `whole` does both. `filter_last`, where there is one, does the same with a filter whose second axis is last in memory; it may
+    read that as it lies.
+    Steps follow one another; the launches of one step don't depend on each other. With `redoes`, later ones may write parts of
+    the result once more, so that a residual must not be the result's own memory. `moments`: what is noted of the result, if that
+    was asked for and the kernels can.
+    """
+
+    prepare: list[list[Step]]
+    steps: list[list[Step]]
+    whole: list[list[Step]]
+    workspace_bytes: int
+    filter_bytes: int
+    redoes: bool = False
+    moments: Moments | None = None
+    filter_last: list[list[Step]] | None = None
+
+    @classmethod
+    def plain(cls, steps: list[list[Step]], workspace_bytes: int = 0) -> Schedule:
+        """Launches that read the filter as it is."""
+        return cls([], steps, steps, workspace_bytes, 0)
+
+
+class Arena:
+    """Hands out pieces of a buffer."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer, self.used = buffer, 0
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        """A place of so many bytes, as a launch names it."""
+        place = self.buffer, self.used
+        self.used += ceil(nbytes, 256) * 256
+        return place
+
+
+def epilogue(problem: ConvProblem, split: bool = False) -> dict[str, int]:
+    """The defines of ``epilogue.cuh``: parts of a split sum have none of it, what adds them has it all."""
+    asked = {
+        "HAS_SCALE": problem.has_scale, "HAS_BIAS": problem.has_bias, "HAS_RESIDUAL": problem.has_residual,
+        "RELU": problem.activation == "relu",
+    }
+    return {name: int(on and not split) for name, on in asked.items()}
