@@ -125,7 +125,7 @@ def test_a_plan_is_reusable_and_explains_itself(device):
         assert plan(*arrays, out=out) is out
         assert np.array_equal(out, case.reference(*arrays))
     text = plan.explain()
-    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.schedule.stages for step in stage) and device in text
+    assert str(case.problem()) in text and all(f"cu/{step.kernel}.cu" in text for stage in plan.schedule.steps for step in stage) and device in text
     assert str(case.problem()) in repr(plan)
 
 

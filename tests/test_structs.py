@@ -33,6 +33,8 @@ class Toy(NamedTuple):
 @pytest.fixture
 def kernel(tmp_path, monkeypatch):
     """Makes a kernel's file of a text, where @ is the kernel's name, which is returned."""
+    for header in base.KERNEL_DIR.glob("*.cuh"):
+        (tmp_path / header.name).symlink_to(header)
     monkeypatch.setattr(base, "KERNEL_DIR", tmp_path)
     base.headers.cache_clear()
     names = []

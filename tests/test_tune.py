@@ -454,7 +454,7 @@ def told(plan, **options) -> dict[str, str]:
 def test_a_plan_tells_what_it_launches_and_why(named):
     found = told(Plan(PROBLEM, named))
     assert found["where"] == f"opencl, {GPU}" and found["work"].startswith("1.73e-05 GFLOP, 0.00") and "rule" in found["because"]
-    assert found["direct_batched"] == f"cu/direct_batched.cu {Plan(PROBLEM, named).program.whole[0][0].grid} 128" and "measured" not in found
+    assert found["direct_batched"] == f"cu/direct_batched.cu {Plan(PROBLEM, named).schedule.whole[0][0].grid} 128" and "measured" not in found
     assert told(Plan(PROBLEM, named, config=ODD))["because"] == "the caller gave it"
     tune.store(PROBLEM, named, Choice(ODD, 4.5))
     found = told(Plan(PROBLEM, named))

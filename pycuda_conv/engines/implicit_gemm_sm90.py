@@ -1,6 +1,6 @@
 """The implicit GEMM engine for Hopper: convolutions on tensor cores fed by TMA (``cu/implicit_gemm_sm90.cu``).
 
-How operands are packed and problems walked is in :mod:`pycuda_conv.engines.packed`; here are the tiles, the tensor maps and
+How operands are packed and problems walked is in :mod:`pycuda_conv.engines.packing`; here are the tiles, the tensor maps and
 the launch of a phase. :func:`choose` picks tiles by a short model of time.
 """
 
