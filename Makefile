@@ -19,11 +19,12 @@ endif
 
 CLI := $(RUN) -m pycuda_conv
 
-.PHONY: help setup verify test lint bench clean
+.PHONY: help setup verify test lint bench docs clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
+	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make lint     ruff and mypy only"
 	@echo "make setup    only make $(or $(VENV),the environment); the others do it when setup.cfg or constraints.txt changed"
 	@echo "make clean    remove $(or $(VENV),build files) and what builds and tests leave behind"
@@ -50,6 +51,10 @@ lint: $(READY)
 
 test: $(READY) $(LINT)
 	$(RUN) -m pytest $(ARGS)
+
+docs: $(READY)
+	$(RUN) -m sphinx -q -W --keep-going -j auto docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -103,8 +103,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--list", action="store_true", help="print the problems and stop")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
-    bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.png and roofline.png, of several modes one each")
-    bench.add_argument("--readme", type=Path, metavar="FILE", help="write the results as Markdown between the file's lines that mark them")
+    bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.svg and roofline.svg, one of each for every mode")
+    bench.add_argument("--pages", type=Path, metavar="DIR", help="write the results into docs/results.md and README.md of this checkout")
 
     tune = commands.add_parser("tune", help="measure which kernel and tile are the fastest for the suite of problems; calls use them then")
     tune.add_argument("--precision", choices=("fp32", "tf32", "both"), default="fp32", help="arithmetic of float32")
@@ -170,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
     settings = bench.Settings(
         only=arguments.only, modes=modes, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
         seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
-        readme=arguments.readme,
+        pages=arguments.pages,
     )
     if arguments.host:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)

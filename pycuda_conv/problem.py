@@ -189,8 +189,8 @@ class ConvProblem:
 
         Parameters
         ----------
-        input_shape : (N, C, *size) or (C, *size)
-        weight_shape : (K, C/groups, *filter size)
+        input_shape : (N, C, ...) or (C, ...)
+        weight_shape : (K, C/groups, ...)
         bias_shape : (K,) or None
         stride, padding, dilation, groups, activation
             As for :func:`pycuda_conv.conv2d`.
@@ -248,9 +248,9 @@ class ConvProblem:
 
         Parameters
         ----------
-        input_shape : (N, K, *size) or (K, *size)
+        input_shape : (N, K, ...) or (K, ...)
             The letters are those of the convolution whose gradient this is.
-        weight_shape : (K, C/groups, *filter size)
+        weight_shape : (K, C/groups, ...)
         bias_shape : (C,) or None
         stride, padding, output_padding, groups, dilation, activation
             As for :func:`pycuda_conv.conv_transpose2d`.
@@ -323,7 +323,7 @@ class ConvProblem:
         of : {"input", "weight"}
         input_shape, weight_shape, stride, padding, dilation, groups, layout
             Of the convolution, as for :meth:`forward`.
-        grad_output_shape : (N, K, *output size) or (K, *output size)
+        grad_output_shape : (N, K, ...) or (K, ...)
 
         Raises
         ------
@@ -409,7 +409,7 @@ class ConvProblem:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Shape of the array that is read second: (K, C/groups, *filter size), for wgrad the gradient of the result."""
+        """Shape of the array that is read second: (K, C/groups, ...), for wgrad the gradient of the result."""
         return self._shape(self.K, self.output_size) if self.direction == "wgrad" else self._filter_shape
 
     @property

@@ -1,12 +1,13 @@
-"""Times the ladder of kernels, from one thread a pixel to the tensor cores, on one layer, and draws it: docs/kernels.md.
+"""Time the ladder of kernels on one layer, from one thread a pixel to the tensor cores, and draw it.
 
-    python scripts/ladder.py --plot docs/ladder.png
+    python scripts/ladder.py --plot docs/plots/ladder.svg
 """
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,6 +15,7 @@ import pycuda_conv as pc
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.tools.plots import OURS, TORCH, save
 from pycuda_conv.tools.report import median
 from pycuda_conv.tools.timing import Effort, gpu_times
 
@@ -35,7 +37,7 @@ STEPS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--plot", help="write a bar chart there")
+    parser.add_argument("--plot", type=Path, help="write a bar chart there")
     plot = parser.parse_args().plot
     torch.backends.cudnn.benchmark = True
     x, w = torch.randn(LAYER.input_shape, device="cuda"), torch.randn(LAYER.weight_shape, device="cuda") / 48
@@ -59,7 +61,7 @@ def main() -> None:
         us = median(taken) * 1e6
         print(f"{name:50s} {us:9.1f} us {LAYER.flops / us / 1e6:7.1f} TFLOP/s   error {error:.1e}")
     if plot:
-        _draw(names, [LAYER.flops / median(taken) / 1e12 for taken in times], plot)
+        draw(names, [LAYER.flops / median(taken) / 1e12 for taken in times], torch.cuda.get_device_name(), plot)
 
 
 def _placed(problem, x, w):
@@ -85,21 +87,22 @@ def _cudnn(problem, allow_tf32, x, w):
     return way
 
 
-def _draw(names, rates, path):
+def draw(names: list[str], rates: list[float], gpu: str, path: Path) -> None:
+    """A bar for each step; `rates` in TFLOP/s."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 0.9 + 0.34 * len(names)), layout="constrained", facecolor="white")
     axes = figure.subplots()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.barh(range(len(names)), rates, color=["#d9822b" if name.startswith("cuDNN") else "#0b6bb0" for name in names])
+    axes.barh(range(len(names)), rates, color=[TORCH if name.startswith("cuDNN") else OURS for name in names])
     axes.set_yticks(range(len(names)), names, fontsize=9)
     axes.invert_yaxis()
     axes.set_xscale("log")
     for y, rate in enumerate(rates):
         axes.annotate(f"{rate:.1f}", (rate, y), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
     axes.set_xlabel("TFLOP/s (effective, logarithmic)")
-    axes.set_title(f"{LAYER} on {torch.cuda.get_device_name()}", loc="left", fontsize=10)
-    figure.savefig(path, dpi=150)
+    axes.set_title(f"{LAYER} on {gpu}", loc="left", fontsize=10)
+    save(figure, path)
 
 
 if __name__ == "__main__":

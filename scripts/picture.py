@@ -1,4 +1,9 @@
-"""Draw the README's picture, before and after: python scripts/picture.py docs/sharpen.png"""
+"""Draw the picture of the first steps, and what the command makes of it.
+
+    python scripts/picture.py docs/pictures
+
+writes house.png, a small landscape out of focus, and sharpen.png, which shows it beside the sharpened one.
+"""
 
 import subprocess
 import sys
@@ -40,19 +45,20 @@ def draw() -> Image.Image:
     return picture.resize(SIZE, Image.Resampling.LANCZOS).filter(ImageFilter.GaussianBlur(0.8))
 
 
-def main(target: Path) -> None:
-    """Sharpen it with the command, and put both beside each other, every pixel shown as four."""
-    with tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder, "before.png"), Path(folder, "after.png")
-        draw().save(before)
-        command = [sys.executable, "-m", "pycuda_conv", "run", "--filter", "sharpen", str(before), str(after)]
+def main(folder: Path) -> None:
+    """Sharpen the picture with the command, and put both beside each other, every pixel shown as four."""
+    before = folder / "house.png"
+    draw().save(before, optimize=True)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        after = Path(elsewhere, "after.png")
+        command = [sys.executable, "-m", "pycuda_conv", "run", "--filter", "sharpen", str(before.resolve()), str(after)]
         subprocess.run(command, cwd=ROOT, check=True)
         gap = 10
         both = Image.new("RGB", (4 * SIZE[0] + gap, 2 * SIZE[1]), "white")
         for i, path in enumerate((before, after)):
             with Image.open(path) as half:
                 both.paste(half.resize((2 * SIZE[0], 2 * SIZE[1]), Image.Resampling.NEAREST), (i * (2 * SIZE[0] + gap), 0))
-        both.save(target, optimize=True)
+        both.save(folder / "sharpen.png", optimize=True)
 
 
 if __name__ == "__main__":

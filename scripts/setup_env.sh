@@ -61,7 +61,7 @@ else
   backend=cpu
 fi
 say "installing into $venv with the extra '$backend'"
-"$venv/bin/python" -m pip --disable-pip-version-check install -q -c constraints.txt -e ".[$backend,test,bench]"
+"$venv/bin/python" -m pip --disable-pip-version-check install -q -c constraints.txt -e ".[$backend,test,bench,docs]"
 
 why_not() {
   "$venv/bin/python" -c "from pycuda_conv.runtime.$1 import why_not; print(why_not() or '', end='')"

@@ -37,7 +37,6 @@ from pycuda_conv.tools.timing import Effort
 ROOT = Path(pc.__file__).resolve().parent.parent
 SMALLEST = ("conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0", "conv2d 2x4x5x5 -> 8x5x5 k3x3 s1 p1")
 ONLY_SMALLEST = "x5x5 -> "
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 # ---- arithmetic
@@ -93,7 +92,7 @@ def test_the_summary_counts_each_row_where_it_belongs():
     assert found["bf16"]["all"] == found["bf16"]["dense"] and found["bf16"]["all"]["packed"]["below_one"] == ["other"]
     lines = report.summary_lines(found)
     assert lines[:4] == [
-        "fp32, 3 dense rows above 1 GFLOP: geometric mean of the ratio 1.00, with the filter kept 2.00; the floor is 25% of our time, 50%",
+        "fp32, 3 dense rows above 1 GFLOP: geometric mean of the ratio 1.00, with the filter kept 2.00; the lower bound is 25% of our time, with the filter kept 50%",
         "  lowest: 0.25 (slow), kept 0.50 (slow)", "  below 1: 1 (slow), kept 1 (slow)", "  error above torch's: 0",
     ]
     assert lines[5:8] == ["  lowest: 0.25 (slow), kept 0.50 (slow)", "  below 1: 1, kept 1", "  error above torch's: 1 (grouped)"]
@@ -254,7 +253,7 @@ def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
 
 
 @pytest.mark.parametrize("settings, command", [
-    ({}, "make bench"), ({"readme": Path("README.md"), "seed": 3}, "make bench"), ({"modes": ("tf32", "fp16"), "quick": True}, "pycuda-conv bench --mode tf32 fp16 --quick"), ({"modes": tuple(suite.MODES)}, "pycuda-conv bench --mode all"),
+    ({}, "make bench"), ({"pages": Path("."), "seed": 3}, "make bench"), ({"modes": ("tf32", "fp16"), "quick": True}, "pycuda-conv bench --mode tf32 fp16 --quick"), ({"modes": tuple(suite.MODES)}, "pycuda-conv bench --mode all"),
     ({"only": "k3 | $x'", "device": 1, "host_calls": True}, """pycuda-conv bench --only 'k3 | $x'"'"'' --device 1 --host-calls"""),
 ])
 def test_the_command_repeats_what_was_measured(settings, command):
@@ -379,8 +378,8 @@ def test_markdown_tells_the_machine_the_command_and_every_row():
     for part in ("NVIDIA H200", "driver 580.65", "CUDA 13.0", "torch 2.9.0", "cuDNN 91002", "fp32_precision = 'ieee'", "2026-01-02", "`make bench`"):
         assert part in first
     for line in (
-        "- fp32: 1 of 2 rows timed; 1 wrong", "  - lowest: 2.00 (p), kept 4.00 (p)",
-        "| problem | kernel | ours us | kept us | torch us | ratio | kept | TFLOP/s | of floor | error | torch's error |",
+        "| fp32 | 1 all | 2.00 | 4.00 | 2.00 | 0 | 0 | 25% | 50% |", "Ratios are geometric means. fp32: 1 of 2 layers timed, 1 wrong.",
+        "| problem | kernel | ours us | kept us | torch us | ratio | kept | TFLOP/s | lower bound / ours | error | torch's error |",
         "| p | Gemm | 10.00 | 5.00 | 20.00 | 2.00 | 4.00 | 100 | 25% | 1.0e-07 | 2.0e-07 |", "| w | Gemm | **WRONG** | - | - | - | - | - | - | 5.0e-01 | 1.0e-07 |",
         "| l | 64 | 640.0 | 6.40 | 100 |", "| l | 64 | 640.0 | **WRONG** | 100 |", "| `pc.conv2d(x, w)` | 12.3 |",
     ):
@@ -397,6 +396,27 @@ def test_markdown_has_a_table_for_every_mode():
     assert [section.split("</summary>")[0] for section in sections[1:]] == ["fp32: float32 in fp32, NCHW", "tf32-nhwc: float32 in tf32, channels last"]
     for section, name in zip(sections[1:], ("first", "second"), strict=True):
         assert section.count("\n| ") == 3 and f"\n| {name} |" in section and "</summary>\n\n|" in section and "|\n\n</details>" in section
+
+
+def test_the_summary_tells_a_mode_that_was_not_timed():
+    text = report.markdown(MACHINE, [wrong()], report.summary([wrong()]), [], [])
+    assert "fp32: 0 of 1 layers timed, 1 wrong." in text and "| mode |" not in text
+
+
+def test_the_readme_s_rows_are_chosen_layers_in_every_mode():
+    rows = [row(problem=problem, mode=mode) for mode in ("fp32", "tf32") for problem in ("other", *report.FRONT_ROWS)]
+    lines = report.excerpt(MACHINE, rows).splitlines()
+    assert lines[0] == "| layer | fp32: ours, us | torch, us | ratio | error | torch's error | tf32: ratio |"
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:7]] == list(report.FRONT_ROWS) and lines[7] == ""
+    for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02", "tf32: float32 in tf32, NCHW"):
+        assert part in lines[8]
+    assert {problem for problem in report.FRONT_ROWS} <= {bench.label(problem) for problem in suite.suite()}
+
+
+def test_the_readme_s_rows_where_none_of_the_chosen_was_measured():
+    text = report.excerpt(MACHINE, [row(problem=str(i)) for i in range(7)] + [wrong(problem="w")])
+    assert [line.split(" | ")[0] for line in text.splitlines()[2:7]] == [f"| {i}" for i in range(5)] and "| 5 |" not in text
+    assert "| w | **WRONG** | - | - |" in report.excerpt(MACHINE, [wrong(problem="w")])
 
 
 def test_markdown_leaves_out_what_was_not_measured():
@@ -436,12 +456,12 @@ def test_an_interrupted_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == [f"{BEGIN}\nold\n{END}\n"]
 
 
-def test_the_readme_can_take_the_results():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md beside the package")
-    before, after = report.around_results(readme)
-    assert before.endswith(f"## Results\n\n{BEGIN}\n") and after.startswith(END)
+@pytest.mark.parametrize("page", [report.FRONT_PAGE, report.RESULTS_PAGE])
+def test_the_pages_can_take_the_results(page):
+    if not (ROOT / page).exists():
+        pytest.skip(f"no {page} beside the package")
+    _, after = report.around_results(ROOT / page)
+    assert after.startswith(END)
 
 
 # ---- the command
@@ -564,14 +584,22 @@ def test_verify_fails_when_a_kernel_is_wrong(command, wrong_kernel, torch, rich)
     assert status == FAILED and json.loads(out)["passed"] is False and not any(r["passed"] for r in json.loads(out)["results"])
 
 
+def empty_pages(folder):
+    """Both pages without results."""
+    (folder / "docs").mkdir()
+    pages = folder / report.FRONT_PAGE, folder / report.RESULTS_PAGE
+    for page in pages:
+        page.write_text(f"above\n{BEGIN}\n{END}\nbelow\n")
+    return pages
+
+
 def test_bench_refuses_to_time_a_wrong_kernel(command, wrong_kernel, torch, rich, tmp_path):
-    readme, facts = tmp_path / "r.md", tmp_path / "b.json"
-    readme.write_text(f"{BEGIN}\n{END}\n")
-    status, out, _ = command("bench", "--device", "opencl", "--quick", "--only", ONLY_SMALLEST, "--json", facts, "--readme", readme)
+    facts, (front, results) = tmp_path / "b.json", empty_pages(tmp_path)
+    status, out, _ = command("bench", "--device", "opencl", "--quick", "--only", ONLY_SMALLEST, "--json", facts, "--pages", tmp_path)
     assert status == FAILED and all(f"WRONG: {problem}" in out for problem in SMALLEST)
     rows = json.loads(facts.read_text())["rows"]
     assert [(r["verdict"], r["ours_us"], r["torch_us"], r["ratio"]) for r in rows] == [("WRONG", None, None, None)] * 2
-    assert readme.read_text().count("| **WRONG** | - | - | - | - | - |") == 2
+    assert results.read_text().count("| **WRONG** | - | - | - | - | - |") == 2 and front.read_text().count("| **WRONG** | - | - |") == 2
 
 
 def test_bench_refuses_a_kernel_that_goes_wrong_while_it_is_timed(command, opencl, torch, rich, monkeypatch):
@@ -591,10 +619,8 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
     pytest.importorskip("matplotlib", reason="the plots are drawn by matplotlib")
     if device != "opencl" and not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    readme = tmp_path / "README.md"
-    readme.write_text((ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else f"{BEGIN}\n{END}\n")
-    before, after = report.around_results(readme)
-    files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path / "new" / "plots", "--readme", readme)
+    front, results = empty_pages(tmp_path)
+    files = ("--json", tmp_path / "b.json", "--csv", tmp_path / "b.csv", "--plots", tmp_path / "new" / "plots", "--pages", tmp_path)
     status, out, _ = command("bench", "--device", device, "--quick", "--only", ONLY_SMALLEST, "--seed", 1, *files)
     assert status == OK and "fp32: 2 of 2 rows timed; 0 wrong" in out
 
@@ -607,12 +633,12 @@ def test_bench_writes_everything_it_was_asked_for(command, device, torch, rich, 
         assert r["floor_us"] == r["floor_pack_us"] + max(r["floor_compute_us"], r["floor_traffic_us"]) and r["mode"] == "fp32"
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["problem"], float(r["ours_us"])) for r in csv.DictReader(file)] == [(r["problem"], r["ours_us"]) for r in facts["rows"]]
-    for name in ("ratios.png", "roofline.png"):
-        image = (tmp_path / "new" / "plots" / name).read_bytes()
-        assert image.startswith(PNG) and b"IEND" in image[-12:]
-    text = readme.read_text()
-    assert text.startswith(before) and text.endswith(after)
-    assert all(f"\n| {problem} | " in text for problem in SMALLEST) and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
+    for name in ("ratios.svg", "roofline.svg"):
+        image = (tmp_path / "new" / "plots" / name).read_text()
+        assert "</svg>" in image[-12:] and "torch" in image and len(image) < 100_000  # words are text, not outlines
+    assert all(f"\n| {problem} | " in page.read_text() for problem in SMALLEST for page in (front, results))
+    text = results.read_text()
+    assert text.startswith(f"above\n{BEGIN}\n") and text.endswith(f"{END}\nbelow\n") and f"--only '{ONLY_SMALLEST}' --device {device} --quick`" in text
 
 
 def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tmp_path, monkeypatch):
@@ -632,7 +658,7 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tm
         assert problem == _layer("conv2d 2x4x5x5", mode) and dtype is getattr(torch, problem.dtype)
         assert strides == ((100, 1, 20, 4) if "nhwc" in mode else (100, 25, 5, 1))
         for name in ("ratios", "roofline"):
-            assert (tmp_path / f"{name}-{mode}.png").read_bytes().startswith(PNG)
+            assert "</svg>" in (tmp_path / f"{name}-{mode}.svg").read_text()[-12:]
     limits = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
     assert all(r["error"] < limits[p.dtype] and r["torch_error"] < limits[p.dtype] for r, (p, *_) in zip(facts["rows"], seen, strict=True))
     with (tmp_path / "b.csv").open(newline="") as file:
@@ -714,8 +740,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("bench", "--device", "opencl", "--only", "("), "regular expression"), (("bench", "--device", "opencl", "--only", "conv9d"), "matches no problem"),
     (("bench", "--device", "opencl", "--host-calls"), "--host-calls"), (("bench", "--list", "--only", "("), "regular expression"), (("bench", "--mode", "fp32", "int4"), "int4"), (("bench", "--mode"), "--mode"),
     (("bench", "--device", "opencl", "--json", "/no/such/folder/b.json"), "no folder"), (("bench", "--device", "opencl", "--csv", "/"), "can't be written"),
-    (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--readme", "/no/README.md"), "can't be read"),
-    (("bench", "--device", "opencl", "--readme", ROOT / "setup.cfg"), "results:begin"),
+    (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--pages", "/no"), "can't be read"),
 ], ids=lambda value: " ".join(map(str, value))[-50:] if isinstance(value, tuple) else "")
 def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, arguments, words):
     status, out, err = command(*arguments)

@@ -30,9 +30,12 @@ from pycuda_conv.tools.info import attributes, nvcc_version, nvidia_smi, version
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
+    FRONT_PAGE,
     NOTES,
+    RESULTS_PAGE,
     Row,
     around_results,
+    excerpt,
     header_lines,
     markdown,
     median,
@@ -78,7 +81,7 @@ class Settings:
     json: Path | None = None
     csv: Path | None = None
     plots: Path | None = None
-    readme: Path | None = None
+    pages: Path | None = None
 
     @property
     def effort(self) -> Effort:
@@ -538,7 +541,7 @@ def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
     """Raise for what only the suite takes; `flag` asks for another benchmark, which measures in these modes."""
     given = {
         "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
-        "--readme": settings.readme,
+        "--pages": settings.pages,
     }
     for name, value in given.items():
         if value:
@@ -554,8 +557,9 @@ def check_paths(settings: Settings) -> None:
             raise ToolError(f"{path} can't be written: it is a folder")
     if settings.plots is not None and settings.plots.exists() and not settings.plots.is_dir():
         raise ToolError(f"{settings.plots} must be a folder: the plots are written there")
-    if settings.readme is not None:
-        around_results(settings.readme)
+    if settings.pages is not None:
+        for page in (RESULTS_PAGE, FRONT_PAGE):
+            around_results(settings.pages / page)
 
 
 def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> None:
@@ -570,10 +574,12 @@ def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> N
 
             settings.plots.mkdir(parents=True, exist_ok=True)
             for mode in settings.modes:
-                own, ending = [row for row in rows if row.mode == mode], f"-{mode}.png" if len(settings.modes) > 1 else ".png"
+                own, ending = [row for row in rows if row.mode == mode], f"-{mode}.svg" if len(settings.modes) > 1 else ".svg"
                 ratio_bars(own, machine, settings.plots / f"ratios{ending}")
                 roofline(own, machine, settings.plots / f"roofline{ending}")
-        if settings.readme is not None:
-            write_between(settings.readme, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
+        if settings.pages is not None:
+            write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows, report["summary"], report["loop"], report["host_calls"]))
+            if rows:
+                write_between(settings.pages / FRONT_PAGE, excerpt(machine, rows))
     except OSError as error:
         raise ToolError(f"can't write the report: {error}") from error

@@ -27,6 +27,12 @@ def _where(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     return f"{gpu.split(',')[0]}, torch {str(machine.get('torch', '')).split(',')[0]}, {modes}"
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a figure. An SVG keeps its words as text and has the same bytes for the same figure."""
+    with require("matplotlib").rc_context({"svg.fonttype": "none", "svg.hashsalt": path.stem}):
+        figure.savefig(path, dpi=150, **({"metadata": {"Date": None}} if path.suffix == ".svg" else {}))
+
+
 def _plain(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
@@ -61,7 +67,7 @@ def ratio_bars(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None
     axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("torch's time / ours; the line and the second number: filter kept", color=INK)
     axes.set_title(f"Convolution against torch: {_where(machine, timed)}", loc="left", fontsize=11, color=INK)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
@@ -101,4 +107,4 @@ def roofline(rows: Sequence[Row], machine: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("TFLOP/s", color=INK)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     axes.set_title(f"Attained speed: {_where(machine, timed)}", loc="left", fontsize=11, color=INK)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

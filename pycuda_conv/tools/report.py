@@ -15,8 +15,10 @@ from typing import Any
 from pycuda_conv.tools.suite import mode_words
 from pycuda_conv.tools.terminal import ToolError, json_text, table
 
-#: The lines between which the README's results stand.
+#: The lines between which results stand in a page.
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+#: The pages of a checkout that have them: one with everything, one with a few rows.
+RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 
 #: Columns of a record that follow from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
@@ -196,18 +198,18 @@ def microseconds(value: float | None) -> str:
 
 
 COLUMNS = (
-    "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "floor us", "of it", "error", "torch's", "timing",
+    "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "bound us", "of it", "error", "torch's", "timing",
     "verdict",
 )
-SPARE = (8, 12)  # the floor and the timing
+SPARE = (8, 12)  # the lower bound and the timing
 
 #: What the columns mean.
 NOTES = (
-    "ours: the filter packed in the call; kept: packed before, as plan.bind does; ratio = torch's time / ours, above 1 ours is faster; "
-    "TFLOP/s and the part of the floor are those of the call that packs",
-    "floor: the least time on an H200, by 790 TFLOP/s of 16-bit products (263 where fp32 takes three of them), 60 of the fp32 units where "
-    "these do it, 4.3 TB/s, packing the images included",
-    "errors: norm-wise against float64, of all pixels; above 20 GFLOP, of 64 channels of the result chosen at random",
+    "ours: the call packs the filter; kept: the filter was packed before, as plan.bind does; ratio: torch's time divided by ours; "
+    "TFLOP/s and the lower bound are of the call that packs",
+    "lower bound: the least time on an H200, packing of the images included, at 790 TFLOP/s of 16-bit products (263 where fp32 takes three "
+    "of them), 60 TFLOP/s on the fp32 units where these do the work, and 4.3 TB/s",
+    "error: norm(result - float64) / norm(float64), over all pixels; above 20 GFLOP, over 64 channels of the result chosen at random",
 )
 
 
@@ -259,8 +261,8 @@ def _part_lines(words: str, part: dict[str, Any], told: dict[str, Any]) -> list[
 
     return [
         f"{words}: geometric mean of the ratio {number(ours['geometric_mean'], '.2f')}, "
-        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; the floor is {number(ours['of_floor'], '.0%')} of our time, "
-        f"{number(kept['of_floor'], '.0%')}",
+        f"with the filter kept {number(kept['geometric_mean'], '.2f')}; the lower bound is {number(ours['of_floor'], '.0%')} of our time, "
+        f"with the filter kept {number(kept['of_floor'], '.0%')}",
         f"  lowest: {lowest(ours)}, kept {lowest(kept)}",
         f"  below 1: {named(ours['below_one'], told['packed']['below_one'])}, kept {named(kept['below_one'], told['kept']['below_one'])}",
         f"  error above torch's: {named(part['less_exact'], told['less_exact'])}",
@@ -286,24 +288,29 @@ def _time(text: str, verdict: str) -> str:
     return text if verdict == "ok" else f"**{verdict}**"
 
 
+def _where(machine: dict[str, Any]) -> str:
+    """The machine and torch, in one line."""
+    name = str(machine.get("GPU") or machine.get("CPU")).split(",")[0]
+    return name + (f", driver {machine['driver']}" if machine.get("driver") else "") + f"; torch {machine['torch']}"
+
+
 def markdown(
     machine: dict[str, Any], rows: Sequence[Row], means: dict[str, Any], loops: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]
 ) -> str:
-    """The results for the README. `machine` is the header of the report; what was not measured is left out."""
-    where = str(machine.get("GPU") or machine.get("CPU")).split(",")[0] + (f", driver {machine['driver']}" if machine.get("driver") else "")
+    """The page of results. `machine` is the header of the report; what was not measured is left out."""
     parts = [
-        f"{where}; torch {machine['torch']}; {machine['mode']}; {machine['date'][:10]}. "
+        f"{_where(machine)}; {machine['mode']}; {machine['date'][:10]}. "
         f"`{machine['command']}` repeats the measurement: {machine['method']}."
     ]
     if rows:
-        parts.append("\n".join("  - " + line[2:] if line.startswith("  ") else "- " + line for line in summary_lines(means)))
+        parts.append(_markdown_summary(means))
         parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in NOTES))
     for mode in means:
         lines = _markdown_rows([row for row in rows if row.mode == mode])
         # one table shows, of several only the names: there are many rows
         parts += [lines] if len(means) == 1 else [f"<details><summary>{mode}: {mode_words(mode)}</summary>", lines, "</details>"]
     if loops:
-        parts.append("A Python loop over images and channels, one single-channel convolution each, against one call:")
+        parts.append("A Python loop over images and channels, with one single-channel convolution each, against one call:")
         columns = ["problem", "calls", "loop us", "one call us", "ratio"]
         parts.append(_markdown_table(columns, 1, [
             (
@@ -318,9 +325,55 @@ def markdown(
     return "\n\n".join(parts)
 
 
+#: The layers that the README shows: the benchmark's first, a 3x3 and a 1x1 layer of ResNet-50, a depthwise and a transposed one.
+FRONT_ROWS = (
+    "conv1d 128x512x448 -> 1024x448 k3 s1 p1", "conv2d 64x64x56x56 -> 64x56x56 k3x3 s1 p1", "conv2d 64x256x56x56 -> 64x56x56 k1x1 s1 p0",
+    "conv2d 64x144x56x56 -> 144x56x56 k3x3 s1 p1 g144", "conv_transpose2d 32x512x7x7 -> 512x14x14 k3x3 s2 p1",
+)
+
+
+def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Five rows for the README: times and errors in the first mode measured, the ratio in each."""
+    first, *others = dict.fromkeys(row.mode for row in rows)
+    found = {(row.problem, row.mode): row for row in rows}
+    problems = [problem for problem in FRONT_ROWS if (problem, first) in found] or [row.problem for row in rows if row.mode == first][:5]
+    columns = ["layer", f"{first}: ours, us", "torch, us", "ratio", "error", "torch's error", *(f"{mode}: ratio" for mode in others)]
+    lines = []
+    for problem in problems:
+        row = found[problem, first]
+        more = [found.get((problem, mode)) for mode in others]
+        lines.append((
+            problem, _time(microseconds(row.ours_us), row.verdict), microseconds(row.torch_us), number(row.ratio, ".2f"),
+            number(row.error, ".1e"), number(row.torch_error, ".1e"), *(number(other and other.ratio, ".2f") for other in more),
+        ))
+    where = _where(machine).split(", cudnn.benchmark")[0]
+    return "\n\n".join((
+        _markdown_table(columns, 1, lines),
+        "The ratio is torch's time divided by ours. " + "; ".join(f"{mode}: {mode_words(mode)}" for mode in (first, *others))
+        + f". Measured by `{machine['command']}` on {machine['date'][:10]}: {where}.",
+    ))
+
+
+def _markdown_summary(means: dict[str, Any]) -> str:
+    """Of each mode, what its large dense rows and what all its rows say together."""
+    columns = ("mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept")
+    lines = []
+    for mode, told in means.items():
+        for words, part in (("dense, above 1 GFLOP", told["dense"]), ("all", told["all"])):
+            ours, kept = part["packed"], part["kept"]
+            if part["rows"]:
+                lines.append((
+                    mode, f"{part['rows']} {words}", number(ours["geometric_mean"], ".2f"), number(kept["geometric_mean"], ".2f"),
+                    number(ours["lowest"], ".2f"), str(len(ours["below_one"])), str(len(part["less_exact"])),
+                    number(ours["of_floor"], ".0%"), number(kept["of_floor"], ".0%"),
+                ))
+    timed = (f"{mode}: {told['all']['rows']} of {told['rows']} layers timed, {told['wrong_rows']} wrong." for mode, told in means.items())
+    return "\n\n".join(([_markdown_table(columns, 2, lines)] if lines else []) + ["Ratios are geometric means. " + " ".join(timed)])
+
+
 def _markdown_rows(rows: Sequence[Row]) -> str:
     """The rows of one mode as a table."""
-    columns = ["problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "of floor", "error", "torch's error"]
+    columns = ["problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "lower bound / ours", "error", "torch's error"]
     lines = []
     for row in rows:
         problem, kernel, ours, kept, torch, ratio, kept_ratio, speed, _, part, error, torch_error, *_ = cells(row)
