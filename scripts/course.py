@@ -17,7 +17,8 @@ class Picture:
         self.parts: list[str] = []
 
     def box(self, x: float, y: float, w: float, h: float, fill: str = "white", line: str = LINE, width: float = 1) -> None:
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" fill="{fill}" stroke="{line}" stroke-width="{width:g}"/>')
+        place = f'x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}"'
+        self.parts.append(f'<rect {place} fill="{fill}" stroke="{line}" stroke-width="{width:g}"/>')
 
     def text(self, x: float, y: float, words: str, size: int = 12, anchor: str = "start", fill: str = INK, bold: bool = False) -> None:
         safe = words.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
@@ -37,11 +38,13 @@ class Picture:
                 self.box(x + column * cell, y + row * cell, cell, cell, colour)
 
     def __str__(self) -> str:
-        head = '<marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto"><path d="M0 0L8 4L0 8z"/></marker>'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif">\n'
-            f'<defs>{head}</defs>\n<rect width="{WIDTH}" height="{self.height}" fill="white"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
-        )
+        marker = 'id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto"'
+        font = 'font-family="DejaVu Sans, Helvetica, Arial, sans-serif"'
+        return "\n".join((
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" {font}>',
+            f'<defs><marker {marker}><path d="M0 0L8 4L0 8z"/></marker></defs>',
+            f'<rect width="{WIDTH}" height="{self.height}" fill="white"/>', *self.parts, "</svg>\n",
+        ))
 
 
 def window(column: int, row: int, size: int, colour: str) -> dict[tuple[int, int], str]:

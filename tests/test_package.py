@@ -1,6 +1,5 @@
 """The package as a whole: what importing it does, threads, caches, environment variables, and its kernel files by hand."""
 
-import ast
 import os
 import re
 import shutil
@@ -212,29 +211,6 @@ def test_cache_folder_variable(monkeypatch, tmp_path):
     assert cache.cache_dir() == tmp_path / "here"
     monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", "")
     assert cache.cache_dir().name == "pycuda_conv"
-
-
-# ---- the README
-
-
-def test_every_path_that_the_readme_names_exists():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md beside the package")
-    text = readme.read_text()
-    links = [t for t in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if not t.startswith(("http:", "https:", "mailto:"))]
-    folders = r"(?:cu|tests|scripts|pycuda_conv|docs|benchmarks|\.ci)"
-    paths = re.findall(rf"(?<![\w./-])({folders}/[\w./-]*\w)", text)
-    missing = [p for p in {*links, *paths} if not (ROOT / p).exists()]
-    assert not missing
-
-
-def test_the_readme_s_python_examples_parse():
-    readme = ROOT / "README.md"
-    if not readme.exists():
-        pytest.skip("no README.md beside the package")
-    for block in re.findall(r"```python\n(.*?)```", readme.read_text(), re.S):
-        ast.parse(block)
 
 
 # ---- the kernel files by hand

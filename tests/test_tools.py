@@ -378,7 +378,7 @@ def test_markdown_tells_the_machine_the_command_and_every_row():
     for part in ("NVIDIA H200", "driver 580.65", "CUDA 13.0", "torch 2.9.0", "cuDNN 91002", "fp32_precision = 'ieee'", "2026-01-02", "`make bench`"):
         assert part in first
     for line in (
-        "| fp32 | 1 all | 2.00 | 4.00 | 2.00 | 0 | 0 | 25% | 50% |", "Ratios are geometric means. fp32: 1 of 2 layers timed, 1 wrong.",
+        "| fp32 | all 1 | 2.00 | 4.00 | 2.00 | 0 | 0 | 25% | 50% |", "Ratios are geometric means. fp32: 1 of 2 layers timed, 1 wrong.",
         "| problem | kernel | ours us | kept us | torch us | ratio | kept | TFLOP/s | lower bound / ours | error | torch's error |",
         "| p | Gemm | 10.00 | 5.00 | 20.00 | 2.00 | 4.00 | 100 | 25% | 1.0e-07 | 2.0e-07 |", "| w | Gemm | **WRONG** | - | - | - | - | - | - | 5.0e-01 | 1.0e-07 |",
         "| l | 64 | 640.0 | 6.40 | 100 |", "| l | 64 | 640.0 | **WRONG** | 100 |", "| `pc.conv2d(x, w)` | 12.3 |",
@@ -410,7 +410,7 @@ def test_the_readme_s_rows_are_chosen_layers_in_every_mode():
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:7]] == list(report.FRONT_ROWS) and lines[7] == ""
     for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02", "tf32: float32 in tf32, NCHW"):
         assert part in lines[8]
-    assert {problem for problem in report.FRONT_ROWS} <= {bench.label(problem) for problem in suite.suite()}
+    assert set(report.FRONT_ROWS) <= {bench.label(problem) for problem in suite.suite()}
 
 
 def test_the_readme_s_rows_where_none_of_the_chosen_was_measured():
@@ -421,7 +421,7 @@ def test_the_readme_s_rows_where_none_of_the_chosen_was_measured():
 
 def test_markdown_leaves_out_what_was_not_measured():
     text = report.markdown({**MACHINE, "GPU": None, "CPU": "EPYC", "driver": None}, [], report.summary([]), [], [])
-    assert "|" not in text and text.startswith("EPYC; torch") and "driver" not in text
+    assert "|" not in text and ": EPYC; torch" in text and "driver" not in text
 
 
 def test_write_between_replaces_only_the_results_and_twice_is_once(tmp_path):

@@ -299,8 +299,7 @@ def markdown(
 ) -> str:
     """The page of results. `machine` is the header of the report; what was not measured is left out."""
     parts = [
-        f"{_where(machine)}; {machine['mode']}; {machine['date'][:10]}. "
-        f"`{machine['command']}` repeats the measurement: {machine['method']}."
+        f"Measured by `{machine['command']}` on {machine['date'][:10]}: {_where(machine)}. The method: {machine['method']}."
     ]
     if rows:
         parts.append(_markdown_summary(means))
@@ -341,10 +340,10 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     lines = []
     for problem in problems:
         row = found[problem, first]
-        more = [found.get((problem, mode)) for mode in others]
+        more = [found[problem, mode].ratio for mode in others]
         lines.append((
             problem, _time(microseconds(row.ours_us), row.verdict), microseconds(row.torch_us), number(row.ratio, ".2f"),
-            number(row.error, ".1e"), number(row.torch_error, ".1e"), *(number(other and other.ratio, ".2f") for other in more),
+            number(row.error, ".1e"), number(row.torch_error, ".1e"), *(number(ratio, ".2f") for ratio in more),
         ))
     where = _where(machine).split(", cudnn.benchmark")[0]
     return "\n\n".join((
@@ -356,14 +355,16 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
 
 def _markdown_summary(means: dict[str, Any]) -> str:
     """Of each mode, what its large dense rows and what all its rows say together."""
-    columns = ("mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept")
+    columns = (
+        "mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept",
+    )
     lines = []
     for mode, told in means.items():
-        for words, part in (("dense, above 1 GFLOP", told["dense"]), ("all", told["all"])):
+        for words, part in (("{} dense, above 1 GFLOP", told["dense"]), ("all {}", told["all"])):
             ours, kept = part["packed"], part["kept"]
             if part["rows"]:
                 lines.append((
-                    mode, f"{part['rows']} {words}", number(ours["geometric_mean"], ".2f"), number(kept["geometric_mean"], ".2f"),
+                    mode, words.format(part["rows"]), number(ours["geometric_mean"], ".2f"), number(kept["geometric_mean"], ".2f"),
                     number(ours["lowest"], ".2f"), str(len(ours["below_one"])), str(len(part["less_exact"])),
                     number(ours["of_floor"], ".0%"), number(kept["of_floor"], ".0%"),
                 ))
@@ -373,7 +374,9 @@ def _markdown_summary(means: dict[str, Any]) -> str:
 
 def _markdown_rows(rows: Sequence[Row]) -> str:
     """The rows of one mode as a table."""
-    columns = ["problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "lower bound / ours", "error", "torch's error"]
+    columns = [
+        "problem", "kernel", "ours us", "kept us", "torch us", "ratio", "kept", "TFLOP/s", "lower bound / ours", "error", "torch's error",
+    ]
     lines = []
     for row in rows:
         problem, kernel, ours, kept, torch, ratio, kept_ratio, speed, _, part, error, torch_error, *_ = cells(row)
