@@ -37,8 +37,8 @@ def fresh(monkeypatch):
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_text_becomes_machine_code(one, dtype):
     problem = fprop((2, 3, 9, 9), (6, 1, 3, 3), groups=3).problem(dtype)
-    stages, *_ = direct.stages(problem, direct.choose(problem, 132))
-    assert one.compile(stages[0][0].source(), "sm_90").startswith(b"\x7fELF")
+    ((launch,),) = direct.schedule(problem, direct.Single(), None).steps
+    assert one.compile(launch.source(), "sm_90").startswith(b"\x7fELF")
 
 
 def test_what_a_compiler_says_is_passed_on(one):
