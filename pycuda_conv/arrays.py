@@ -28,7 +28,7 @@ import numpy as np
 from pycuda_conv import host
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES, channels_last
-from pycuda_conv.runtime import Device, Step, cuda_device, device_of_pointer, get_device
+from pycuda_conv.runtime import Device, KernelLaunch, cuda_device, device_of_pointer, get_device
 from pycuda_conv.runtime.base import Launcher
 
 if TYPE_CHECKING:
@@ -485,7 +485,7 @@ def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Seque
     elements = [s // itemsize for s in strides]
     if any(s % itemsize for s in strides):
         raise ConvArgumentError(f"strides {tuple(strides)} are not multiples of the item size, {itemsize} bytes")
-    step = Step(
+    step = KernelLaunch(
         "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 1, "THREADS": 256}, -(-size // 256), 256, (0, 1),
         (size, *fill, *shape, *(0,) * len(fill), *elements),
     )

@@ -265,11 +265,11 @@ def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
         return True
     predicted = (us for us, config in engines.predictions(problem, device) if engines.uses_tensor_cores(config))
-    return (found.us if found else next(predicted)) <= _turned_time(problem, device)
+    return (found.us if found else next(predicted)) <= _converted_time(problem, device)
 
 
-def _turned_time(problem: ConvProblem, device: Device) -> float:
-    """Roughly the microseconds of a direct kernel with its input turned to NCHW before and its result turned back after.
+def _converted_time(problem: ConvProblem, device: Device) -> float:
+    """Roughly the microseconds of a direct kernel with its input converted to NCHW before and its result converted back after.
 
     15 for the launches, the host's share included; an H200 makes 8 million MACs a microsecond and moves 3 MB, there and back.
     """

@@ -20,7 +20,7 @@ from typing import Any
 
 from pycuda_conv import engines, tune
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Step, TensorMap
+from pycuda_conv.runtime.base import KernelLaunch, TensorMap
 from pycuda_conv.tools.suite import MODES, in_mode, suite
 
 
@@ -80,7 +80,7 @@ class Dump:
                     yield f"    {name} {number}: {_launch(launch)}"
 
 
-def _launch(step: Step) -> str:
+def _launch(step: KernelLaunch) -> str:
     defines = " ".join(f"{name}={value}" for name, value in sorted(step.defines.items()))
     where = f"{step.file or step.kernel}.cu {step.arch}".strip()
     return (

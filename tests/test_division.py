@@ -5,7 +5,7 @@ import pytest
 from test_package import needs_nvcc, nvcc
 
 from pycuda_conv.engines.geometry import divider
-from pycuda_conv.runtime.base import KERNEL_DIR, Step
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 
 POWERS = [2**k for k in range(32)]
 DIVISORS = sorted({d for p in POWERS for d in (p - 1, p, p + 1) if 1 <= d < 2**31} | {3, 6, 7, 10, 49, 3136, 1000003, 2**31 - 19})
@@ -76,7 +76,7 @@ def test_cuda_divides_so(monkeypatch):
         source, target = torch.from_numpy(n).cuda(), torch.zeros(256, dtype=torch.int64, device="cuda")
         torch.cuda.synchronize()
         with device:
-            device.launcher(Step("quotients", {}, 4, 64, (0, 1), (divider(d),)))([source.data_ptr(), target.data_ptr()], None)
+            device.launcher(KernelLaunch("quotients", {}, 4, 64, (0, 1), (divider(d),)))([source.data_ptr(), target.data_ptr()], None)
         torch.cuda.synchronize()
         assert np.array_equal(target.cpu().numpy(), n // d), d
 

@@ -37,7 +37,7 @@ from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime import Step, cuda, get_device, pinned
+from pycuda_conv.runtime import KernelLaunch, cuda, get_device, pinned
 from pycuda_conv.runtime.opencl import opencl_device
 from pycuda_conv.runtime.pinned import PinnedPool
 
@@ -877,7 +877,7 @@ def packing(monkeypatch):
             return plain
         size = math.prod(problem.weight_shape)
         defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 1, "THREADS": 256}
-        copy = Step("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (size, 1, 1, 1, 1, size, 0, 0, 0, 0, 1))
+        copy = KernelLaunch("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (size, 1, 1, 1, 1, size, 0, 0, 0, 0, 1))
         stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.steps]
         return Schedule([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
 

@@ -465,7 +465,7 @@ BEYOND = [  # (case, mode, config): windows whose rows lie beyond the filter, of
 def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
     """Ordinary numbers are exact and mend nothing; Inf and NaN in such a row, or anywhere, reach their own results only."""
     problem = asked(case, mode)
-    assert packing(problem, windows=True)[0].window.beyond
+    assert packing(problem, windows=True)[0].window.covers_unused_rows
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
     assert len(ig.schedule(problem, config, H200).whole) == 4 + (config.SPLIT > 1) and ig.schedule(problem, config, H200).redoes
@@ -1095,7 +1095,7 @@ def test_what_runs_on_the_gpu_is_legal():
         for case, mode, config in group():
             assert ig.refusal(asked(case, mode), config) is None, f"{case} {mode} {config}"
     assert len(random_runs()) == RANDOM
-    assert all(packing(asked(case, mode), windows=True)[0].window.beyond for case in (STEM, LARGER) for mode in ("fp16", "fp16 last"))
+    assert all(packing(asked(case, mode), windows=True)[0].window.covers_unused_rows for case in (STEM, LARGER) for mode in ("fp16", "fp16 last"))
     assert all(ig.refusal(asked(case, mode), widest(mode, 64, 2)) is None for case, mode in LARGE)
     assert all(isinstance(engines.choose(asked(case, mode), H200), ImplicitGemm) for case, mode in PUBLIC)
 

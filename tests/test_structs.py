@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pycuda_conv.runtime import base, get_device
-from pycuda_conv.runtime.base import Step
+from pycuda_conv.runtime.base import KernelLaunch
 
 TEXT = """
 struct Toy {
@@ -48,8 +48,8 @@ def kernel(tmp_path, monkeypatch):
     base.headers.cache_clear()
 
 
-def step(kernel: str, arguments) -> Step:
-    return Step(kernel, {"DTYPE": 32, "INDEX_64": 0}, 1, 32, (0,), (-7,), arguments=arguments)
+def step(kernel: str, arguments) -> KernelLaunch:
+    return KernelLaunch(kernel, {"DTYPE": 32, "INDEX_64": 0}, 1, 32, (0,), (-7,), arguments=arguments)
 
 
 def test_a_kernel_reads_what_the_struct_holds(kernel, device):

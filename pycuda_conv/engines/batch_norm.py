@@ -14,7 +14,7 @@ from typing import Any
 
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.problem import DTYPE_CODES
-from pycuda_conv.runtime.base import Device, Launcher, Place, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 from pycuda_conv.tune import caches
 
 THREADS = 128
@@ -92,19 +92,19 @@ class _Cut:
     def _common(self) -> dict[str, int]:
         return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": THREADS}
 
-    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> Step:
+    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> KernelLaunch:
         """A launch that reads the array."""
         defines = {"NHWC": int(self.pixels.channels_last), "K": self.pixels.K, "PLANE": self.pixels.plane, "VEC": self.vector}
         grid = self.tiles * self.slices
-        return Step(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
+        return KernelLaunch(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
 
     def step_of_channels(
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
-    ) -> Step:
+    ) -> KernelLaunch:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
         threads = NOTED_THREADS if noted else THREADS
         defines = self._common | {"THREADS": threads, "ROUNDED": int(rounded), "NOTED": int(noted)}
-        return Step(kernel, defines, blocks, threads, buffers, scalars, "batch_norm")
+        return KernelLaunch(kernel, defines, blocks, threads, buffers, scalars, "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:
@@ -118,12 +118,12 @@ def _bits(value: float, pixels: Pixels) -> int:
 
 
 #: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.
-Maker = Callable[..., tuple[Sequence[Step], int]]
+Maker = Callable[..., tuple[Sequence[KernelLaunch], int]]
 
 
 def statistics(
     pixels: Pixels, multiprocessors: int, eps: float, momentum: float, moments: Moments | None = None
-) -> tuple[Sequence[Step], int]:
+) -> tuple[Sequence[KernelLaunch], int]:
     """The mean and 1 / sqrt(variance + eps) of each channel.
 
     Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None | workspace.
@@ -143,12 +143,12 @@ def statistics(
     return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def forward(pixels: Pixels, multiprocessors: int, relu: bool) -> tuple[Sequence[Step], int]:
+def forward(pixels: Pixels, multiprocessors: int, relu: bool) -> tuple[Sequence[KernelLaunch], int]:
     """The normalised y, with ReLU if asked for. Buffers: y, mean, invstd, gamma or None, beta or None | out."""
     return (_Cut.of(pixels, multiprocessors).step("batch_norm_forward", (0, 1, 2, 3, 4, 5), int(relu)),), 0
 
 
-def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Step], int]:
+def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
     """A given mean and variance as what a convolution is multiplied by, and what is added then. Does not depend on the pixels.
 
     Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
@@ -158,7 +158,7 @@ def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Ste
     return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, _bits(eps, pixels)),), 0
 
 
-def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[Step], int]:
+def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[KernelLaunch], int]:
     """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself and were not given.
 
     Buffers: y, dout, mean, invstd, gamma or None, beta or None | dy, sums | workspace. `sums` are 2 K: beta's gradient and gamma's.
@@ -172,7 +172,7 @@ def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[Step], int]:
+def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelLaunch], int]:
     """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
     add = cut.step_of_channels("add_slices", -(-pixels.K // BESIDE), (2, 1), pixels.K, cut.slices, rounded=True)

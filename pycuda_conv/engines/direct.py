@@ -25,9 +25,9 @@ from pycuda_conv.engines.schedule import (
     Schedule,
     epilogue,
 )
-from pycuda_conv.engines.split_sum import reduce_step
+from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 _OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)  # as a kernel takes them
 
@@ -175,19 +175,19 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         defines |= {"C": problem.C, "K": problem.K, "MULTIPLIER": problem.K // problem.C}
         block = config.THREADS if isinstance(config, Single) else config.TILE_P // config.ROWS * config.TILE_Q
         kernel = "direct_single" if isinstance(config, Single) else "direct_tile"
-        return Schedule.plain([[Step(kernel, defines, grid, block, _OPERANDS, ())]])
+        return Schedule.plain([[KernelLaunch(kernel, defines, grid, block, _OPERANDS, ())]])
     if isinstance(config, Wgrad):
         del defines["HAS_BIAS"]
         size = math.prod(problem.result_shape)
         defines |= {"IMAGES": problem.N, "INDEX_64": int(needs_64_bits(problem) or config.SLICES * size >= 2**31)}
         if config.SLICES == 1:
-            return Schedule.plain([[Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), ())]])
-        launch = Step("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
-        add = reduce_step(problem, config.SLICES, WORKSPACE)
+            return Schedule.plain([[KernelLaunch("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), ())]])
+        launch = KernelLaunch("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
+        add = reduce_launch(problem, config.SLICES, WORKSPACE)
         return Schedule.plain([[launch], [add]], config.SLICES * size * accumulator_bytes(problem))
     assert isinstance(config, (Batched, Dgrad))
     kernel = "direct_batched" if isinstance(config, Batched) else "direct_dgrad"
-    return Schedule.plain([[Step(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]])
+    return Schedule.plain([[KernelLaunch(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]])
 
 
 def filter_key(problem: ConvProblem, config: Config) -> None:

@@ -33,9 +33,9 @@ from pycuda_conv.engines.schedule import (
     Schedule,
     epilogue,
 )
-from pycuda_conv.engines.split_sum import reduce_step, splits
+from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 _OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL)  # as the kernel takes them, before the result
 
@@ -116,14 +116,14 @@ def schedule(problem: ConvProblem, config: Gemm, device: Device, noted: bool = F
     if split == 1:
         return Schedule.plain([launches])
     nbytes = split * math.prod(problem.result_shape) * accumulator_bytes(problem)
-    return Schedule.plain([launches, [reduce_step(problem, split, WORKSPACE)]], nbytes)
+    return Schedule.plain([launches, [reduce_launch(problem, split, WORKSPACE)]], nbytes)
 
 
 def filter_key(problem: ConvProblem, config: Gemm) -> None:
     """None: the kernel reads the filter as it is."""
 
 
-def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[Step]:
+def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
     """The launches of all phases, the longest first."""
     groups = problem.groups
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
@@ -168,7 +168,7 @@ def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> l
                 f"W_{tap_axis}": phase.every[i] * tap_strides[i],
             }
         target = RESULT if split == 1 else WORKSPACE
-        launches.append(Step("direct_gemm", defines, grid, config.threads, (*_OPERANDS, target), (pixels,)))
+        launches.append(KernelLaunch("direct_gemm", defines, grid, config.threads, (*_OPERANDS, target), (pixels,)))
     return launches
 
 

@@ -13,14 +13,14 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.packing import (
     Operands,
-    Packing,
-    Walk,
+    PackedLayout,
+    PhaseAddressing,
     arithmetic,
     assemble,
     filter_sizes,
     overhead,
-    packed_form,
     packed_key,
+    packed_layout,
     packs_filter_last,
     row_blocks,
     tap_numbers,
@@ -31,7 +31,7 @@ from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Sche
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Place, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
 THREADS = 256
@@ -72,7 +72,7 @@ def why_not(problem: ConvProblem) -> str | None:
     reason = why_not_packed(problem)
     if reason:
         return reason
-    packed, _ = packed_form(problem)
+    packed, _ = packed_layout(problem)
     blocks = problem.groups * filter_sizes(problem, packed)[0]
     if _x_chunks(problem, packed) >= 2**32 or blocks * _w_chunks(problem, packed) >= 2**32:
         return "it counts eights of channels in 32 bits"
@@ -94,7 +94,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
         return reason
     if stages < staging:
         return f"its result passes through {staging:,} bytes of its stages; they have {stages:,}"
-    if any(_blocks(problem, config, walk) > GRID_LIMIT for walk in packed_form(problem)[1]):
+    if any(_blocks(problem, config, walk) > GRID_LIMIT for walk in packed_layout(problem)[1]):
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return None
 
@@ -129,12 +129,12 @@ def _warp(config: ImplicitGemm80) -> tuple[int, int]:
 # ---- launches
 
 
-def _x_chunks(problem: ConvProblem, packed: Packing) -> int:
+def _x_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     """Eights of channels in a limb of the packed images."""
     return problem.N * math.prod(packed.size) * problem.groups * packed.group // 8
 
 
-def _w_chunks(problem: ConvProblem, packed: Packing) -> int:
+def _w_chunks(problem: ConvProblem, packed: PackedLayout) -> int:
     """Eights of channels in a block of 64 rows of the packed filter."""
     return 64 * limbs(problem) * row_blocks(problem, packed) * packed.load // 8
 
@@ -143,7 +143,9 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
     """The launches of `config`, which can run `problem`; they note no moments."""
     multiprocessors = device.multiprocessors
 
-    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
+    def products(
+        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, parts: Place
+    ) -> list[KernelLaunch]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, walk, buffers) for walk in walks]
 
@@ -154,8 +156,8 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm80, packed: Packing, walk: Walk, buffers: tuple[Place, ...]
-) -> Step:
+    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...]
+) -> KernelLaunch:
     """The launch of one phase."""
     phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8
     blocks, _, channel_blocks = filter_sizes(problem, packed)
@@ -171,15 +173,15 @@ def _product(
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load,
     }
     grid = _blocks(problem, config, walk)
-    return Step("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
+    return KernelLaunch("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
 
 
-def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> tuple[int, int]:
+def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
     return ceil(problem.result_channels // problem.groups, config.ROWS), ceil(problem.N * math.prod(walk.phase.size), config.PIXELS)
 
 
-def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: Walk) -> int:
+def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> int:
     return math.prod(_tiles(problem, config, walk)) * config.SPLIT * problem.groups
 
 
@@ -205,7 +207,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
     """The configurations worth comparing for `problem`: none on Hopper, whose own engine is faster."""
     if device.capability == (9, 0) or why_not(problem):
         return
-    packed, walks = packed_form(problem)
+    packed, walks = packed_layout(problem)
     steps = ceil(packed.group * math.prod(walks[0].taps), STEP)
     for rows in (128, 64):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
@@ -219,7 +221,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
 
 def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
-    packed, walks = packed_form(problem)
+    packed, walks = packed_layout(problem)
     tile, filled = config.ROWS * config.PIXELS, stage_bytes(problem, config)
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
     multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(device.capability, OTHER_RATE))

@@ -17,14 +17,14 @@ from pycuda_conv.engines.geometry import Phase, ceil
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.packing import (
     Operands,
-    Packing,
-    Walk,
+    PackedLayout,
+    PhaseAddressing,
     arithmetic,
     assemble,
     filter_sizes,
     overhead,
-    packed_form,
     packed_key,
+    packed_layout,
     packs_filter_last,
     row_blocks,
     tap_numbers,
@@ -36,7 +36,7 @@ from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, M
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Im2col, Place, Step, TensorMap
+from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
@@ -74,9 +74,9 @@ CONFIGS = (ImplicitGemm,)
 TENSOR_CORES = True
 
 
-def _form(problem: ConvProblem) -> tuple[Packing, tuple[Walk, ...]]:
+def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
     """The packing and the walks of `problem` here: TMA's loads may overlap."""
-    return packed_form(problem, windows=True)
+    return packed_layout(problem, windows=True)
 
 
 # ---- what runs
@@ -272,7 +272,9 @@ def _schedule(
     """:func:`schedule` with the filter packed, from its channels last too, or read as it lies by `map_w`."""
     moments = _moments(problem, config) if noted else None
 
-    def products(packed: Packing, walks: Sequence[Walk], operands: Operands, target: Place, parts: Place) -> list[Step]:
+    def products(
+        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, parts: Place
+    ) -> list[KernelLaunch]:
         noted = (parts,) if moments else ()
         ours = (INPUT, operands.x_scales, operands.x_flags, operands.w_limbs) if config.RAW else (operands.w_limbs, operands.x_scales)
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
@@ -298,11 +300,11 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     return Moments(sets, span, pixels, problem.result_channels)
 
 
-def _launches(problem: ConvProblem, walks: Sequence[Walk]) -> Iterator[Sequence[Walk]]:
+def _launches(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
     """Phases that share a launch: as many pixels, loaded along as many axes; such as write into each other's gaps first."""
     walks = _columns_side_by_side(walks) if paired(problem) else walks
 
-    def alike(walk: Walk) -> tuple[Hashable, ...]:
+    def alike(walk: PhaseAddressing) -> tuple[Hashable, ...]:
         return walk.rank, walk.flat, walk.phase.size
 
     for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
@@ -311,13 +313,13 @@ def _launches(problem: ConvProblem, walks: Sequence[Walk]) -> Iterator[Sequence[
         yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
 
 
-def _columns_side_by_side(walks: Sequence[Walk]) -> Sequence[Walk]:
+def _columns_side_by_side(walks: Sequence[PhaseAddressing]) -> Sequence[PhaseAddressing]:
     """Walks that are made alike, so that those of neighbouring columns share a launch: all along as many axes."""
     rank = max(walk.rank for walk in walks)
     return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
 
 
-def _packed_strides(problem: ConvProblem, packed: Packing, axes: Sequence[int]) -> list[int]:
+def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[int]) -> list[int]:
     """Bytes of the packed images from one pixel to the next along these axes, innermost first, and from one image to the next."""
     pixel = 2 * problem.groups * packed.pixel
     strides = [pixel if packed.window is None else pixel * problem.stride[2]]  # windows overlap
@@ -327,7 +329,9 @@ def _packed_strides(problem: ConvProblem, packed: Packing, axes: Sequence[int]) 
     return strides
 
 
-def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk, place: tuple[int, int]) -> TensorMap:
+def _image_map(
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, place: tuple[int, int]
+) -> TensorMap:
     channels, copies = problem.groups * packed.group, limbs(problem)
     if walk.flat:
         pixel = 2 * problem.groups * packed.pixel  # bytes
@@ -344,7 +348,7 @@ def _image_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk
     return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
 
 
-def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: Packing, place: tuple[int, int]) -> TensorMap:
+def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, place: tuple[int, int]) -> TensorMap:
     """Packed images, loaded at once for all taps of a tile."""
     _, high, wide = packed.size
     sizes = (problem.groups * packed.group, wide, high, limbs(problem) * problem.N)
@@ -390,9 +394,9 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: Packing, walks: Sequence[Walk], x_limbs: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], x_limbs: tuple[int, int],
     buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None,
-) -> Step:
+) -> KernelLaunch:
     """The launch of some phases."""
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
         "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
@@ -416,13 +420,13 @@ def _product(
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk) for walk in walks]
-    return Step(
+    return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.RAW, buffers,
         tuple(chain.from_iterable(shapes)), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
 
-def _grid(problem: ConvProblem, walks: Sequence[Walk], tiles: int, multiprocessors: int) -> int:
+def _grid(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
     """Blocks of the launch of some phases, of so many tiles each. A block takes a tile, or that of two phases, and meets all of these."""
     turns = len(walks) // _at_once(problem)
     some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
@@ -449,7 +453,7 @@ def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
     return dict(zip(names, values, strict=True))
 
 
-def _shape(problem: ConvProblem, config: ImplicitGemm, packed: Packing, walk: Walk) -> tuple[int, ...]:
+def _shape(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing) -> tuple[int, ...]:
     """The kernel's scalars of a phase."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles = _tiles(problem, config, phase)
@@ -549,7 +553,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
         wide, high = halo(problem, config)
         step = max(step, 64 * 4 * high * (ceil(_raw_shift(problem) + wide, 4) * 4) / RAW_RATE / math.prod(walks[0].taps))
 
-    def tile_time(walk: Walk) -> float:
+    def tile_time(walk: PhaseAddressing) -> float:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         product = ceil(steps, config.SPLIT) * step
         if config.PINGPONG:  # stores beside products slow these down, but are waited for only at the end

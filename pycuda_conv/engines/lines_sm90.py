@@ -19,7 +19,7 @@ from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, epilogue
 from pycuda_conv.engines.tensor_cores import fastest, products
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Place, Step, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = ["CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
 
@@ -120,7 +120,7 @@ class _Walk:
     size, taps, stride, dilation : (int, int)
     low : (int, int)
         x of the first pixel's first tap.
-    turned : bool
+    flipped : bool
         Taps are met from the filter's last to its first.
     flat : bool
         A line is any row of any channel: there are less than 8 of these.
@@ -135,7 +135,7 @@ class _Walk:
     stride: tuple[int, int]
     low: tuple[int, int]
     dilation: tuple[int, int]
-    turned: bool
+    flipped: bool
     flat: bool
     unit: tuple[int, int]
     channels: int
@@ -145,13 +145,13 @@ class _Walk:
     @classmethod
     def of(cls, problem: ConvProblem, config: Lines) -> _Walk:
         (phase,) = phases(problem)
-        channels, flat, turned = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
+        channels, flat, flipped = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
         low = [-pad + min(0, (taps - 1) * step) for pad, taps, step in zip(phase.pad, phase.taps, phase.dilation, strict=True)]
         dilation = [abs(step) or 1 for step in phase.dilation]  # transposed, taps lie in the other order
         each = channels if flat else (16 if config.HALF else 8) * config.CHUNKS
         unit = (32 * config.FOURS // config.UNIT, config.UNIT)
         size, taps, stride = _hw(phase.size), _hw(phase.taps), _hw(phase.stride)
-        return cls(size, taps, stride, _hw(low), _hw(dilation), turned, flat, unit, each, config.CHUNKS, ceil(channels, each))
+        return cls(size, taps, stride, _hw(low), _hw(dilation), flipped, flat, unit, each, config.CHUNKS, ceil(channels, each))
 
     @property
     def shift(self) -> int:
@@ -235,9 +235,11 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     laid = kept.take(eights * bytes_each)
     halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.HALF else ()
     _, row_step, channel_step = filter_strides(problem)
-    scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.turned))
+    scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.flipped))
     # as much shared memory for all: kernels of equal text are one
-    filters = Step("lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), scalars, "lines_sm90", shared=FILTER_BYTES, arch="sm_90a")
+    filters = KernelLaunch(
+        "lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), scalars, "lines_sm90", shared=FILTER_BYTES, arch="sm_90a"
+    )
 
     across, tiles, grid = _tiles(problem, config, device.multiprocessors)
     scalars = (across, tiles, walk.steps, problem.N, *walk.units, columns, padded, rows, wide, columns * rows * wide, rows * wide,
@@ -252,7 +254,7 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     else:
         buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
-    lines = Step("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
+    lines = KernelLaunch("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
     return Schedule([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
 
 

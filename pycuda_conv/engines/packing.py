@@ -18,10 +18,10 @@ from functools import lru_cache
 from pycuda_conv.engines.geometry import Phase, Strides, ceil, filter_strides, phases, places, read_strides, written_strides
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
-from pycuda_conv.engines.split_sum import reduce_step
+from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import Place, Step
+from pycuda_conv.runtime.base import KernelLaunch, Place
 
 PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
@@ -54,26 +54,26 @@ class Window:
     Attributes
     ----------
     pixel : int
-        Packed channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
+        PackedArray channels of one pixel: those of `rows` rows of the image, filled up to a multiple of 8.
     rows : int
         As many as the stride along H, where they may be: then the filter has fewer rows and no stride there.
     shift : int
         Rows of the first such row that are above the filter's first.
     wide : int
         Pixels of a packed row, padding included.
-    beyond : bool
-        Whether some of the rows are none that the filter reaches: they are multiplied by zero, so Inf and NaN there must be found.
+    covers_unused_rows : bool
+        True if a window covers rows outside the filter. Their weights are 0, and 0 x Inf is NaN, so such inputs need the range check.
     """
 
     pixel: int
     rows: int
     shift: int
     wide: int
-    beyond: bool
+    covers_unused_rows: bool
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedLayout:
     """How a problem's operands are laid out for the tensor loads.
 
     Attributes
@@ -87,7 +87,7 @@ class Packing:
     size : (int, int, int)
         Pixels of a packed image.
     group : int
-        Packed channels of a group.
+        PackedArray channels of a group.
     load : int
         Channels a load: 64, 32 or 16.
     taps : (int, int, int)
@@ -117,7 +117,7 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class Walk:
+class PhaseAddressing:
     """How one phase walks the packed image.
 
     Pixel j and tap i of an axis meet at ``j * stride + low + i * dilation``; tap i of the phase is number
@@ -143,7 +143,7 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
     return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
-def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
+def _walk(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
     """The walk of `phase`, or None if tensor loads can't make it."""
     axes = []
     for i in range(3):
@@ -164,11 +164,11 @@ def _walk(problem: ConvProblem, phase: Phase, packed: Packing) -> Walk | None:
             reach = (max(taps[i], 1) - 1) * dilation[i]
             if not lowest <= low[i] <= highest or not lowest <= upper <= highest or reach > OFFSETS[rank] or stride[i] > MOST_STRIDE:
                 return None
-    return Walk(phase, taps, stride, low, dilation, base, step, rank, flat)
+    return PhaseAddressing(phase, taps, stride, low, dilation, base, step, rank, flat)
 
 
 @lru_cache(maxsize=1024)
-def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple[Walk, ...]] | None:
+def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
     """How to pack the problem and walk its phases; None if the loads can't be made to serve it.
 
     With `windows` these may overlap: TMA's may.
@@ -196,7 +196,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple
         align = 8 if problem.groups == 1 else load
         as_is = level == 0 and readable
         taps = size3([n // f for n, f in zip(problem.filter_size, folded, strict=True)])
-        packed = Packing(as_is, level, folded, size, ceil(count, align) * align, load, taps)
+        packed = PackedLayout(as_is, level, folded, size, ceil(count, align) * align, load, taps)
         walks = []
         for phase in phases(problem):
             if level:
@@ -222,20 +222,20 @@ def _fewest(problem: ConvProblem) -> int:
     return packed.index(min(packed)) if min(packed) < WORTH_FOLDING * packed[0] else 0
 
 
-def _windows(problem: ConvProblem) -> tuple[Packing, Phase]:
+def _windows(problem: ConvProblem) -> tuple[PackedLayout, Phase]:
     """The packing and the only phase of a forward convolution of few channels."""
     (phase,) = phases(problem)
     t, r, s = problem.filter_size
     rows = problem.stride[1] if problem.dilation[1] == 1 else 1
-    beyond = bool(problem.padding_before[1] % rows or r % rows)
-    if problem.itemsize == 2 and beyond and problem.macs < WORTH_FLAGS:
-        rows, beyond = 1, False
+    unused = bool(problem.padding_before[1] % rows or r % rows)
+    if problem.itemsize == 2 and unused and problem.macs < WORTH_FLAGS:
+        rows, unused = 1, False
     first, shift = divmod(-problem.padding_before[1], rows)
     pixel = ceil(rows * problem.C, 8) * 8
-    window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s, beyond)
+    window = Window(pixel, rows, shift, (problem.output_size[2] - 1) * problem.stride[2] + s, unused)
     taps = (t, (shift + r - 1) // rows + 1, 1)
     size = (problem.operand_size[0], ceil(problem.operand_size[1], rows), problem.output_size[2])
-    packed = Packing(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
+    packed = PackedLayout(False, 1, (1, rows, 1), size, s * pixel, _channels_a_load(s * pixel), taps, window)
     return packed, replace(
         phase, taps=taps, stride=(phase.stride[0], phase.stride[1] // rows, 1), pad=(phase.pad[0], -first, 0),
         dilation=(phase.dilation[0], phase.dilation[1], 1), first=(0, 0, 0), every=(1, 1, 1),
@@ -254,16 +254,16 @@ def _folded_phase(phase: Phase, level: int) -> Phase:
     )
 
 
-def packed_form(problem: ConvProblem, windows: bool = False) -> tuple[Packing, tuple[Walk, ...]]:
+def packed_layout(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
     """The packing and the walks of a problem that has them: see :func:`why_not`."""
     found = packing(problem, windows)
     assert found is not None
     return found
 
 
-def flagged(problem: ConvProblem, packed: Packing) -> bool:
+def flagged(problem: ConvProblem, packed: PackedLayout) -> bool:
     """Whether what the products can't compute is found while packing, and computed once more."""
-    return problem.dtype == "float32" or (packed.window is not None and packed.window.beyond)
+    return problem.dtype == "float32" or (packed.window is not None and packed.window.covers_unused_rows)
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -296,14 +296,14 @@ class Operands:
     w_limbs: tuple[int, int]
     w_scales: tuple[int, int]
     w_flags: tuple[int, int]
-    prepare: list[list[Step]]
-    images: list[list[Step]]
-    both: list[list[Step]]
+    prepare: list[list[KernelLaunch]]
+    images: list[list[KernelLaunch]]
+    both: list[list[KernelLaunch]]
     filter_bytes: int
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedArray:
     """One array to be packed as images: the kernel's defines and scalars (but for the first and the third) and what follows from them.
 
     A filter can be such an array: its rows are images then, and its taps pixels.
@@ -320,7 +320,7 @@ class Packed:
         return (filter_rows, self.images, slices, *self.scalars)
 
 
-def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bool) -> Packed:
+def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
     """The images of `problem`, or its filter as such; the magnitude of a gradient can't be guessed."""
     groups, count = problem.groups, limbs(problem)
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
@@ -357,7 +357,7 @@ def _packed(problem: ConvProblem, packed: Packing, gradient: bool, as_filter: bo
         groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
         *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
     )
-    return Packed(defines, scalars, images, rows * tiles, tiles)
+    return PackedArray(defines, scalars, images, rows * tiles, tiles)
 
 
 def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
@@ -369,7 +369,7 @@ def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
     return {"STEP_W": step, "FIRST_W": problem.padding_before[2] % step, "MET_W": sum(1 << column for column in met)}
 
 
-def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int]:
+def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int]:
     """The defines of what a block takes at a time of a packed image of so many pixels and chunks of 8 channels; how many tiles.
 
     `size` is that of the image as it lies.
@@ -390,13 +390,13 @@ def _tiles(problem: ConvProblem, packed: Packing, size: Size3, pixels: int, chun
     return {"CHUNKS": at_once, "VECTOR": vector, "ITEMS": items, "TOGETHER": together}, tiles
 
 
-def _fitting(problem: ConvProblem, packed: Packing) -> int:
+def _fitting(problem: ConvProblem, packed: PackedLayout) -> int:
     """Channels of a filter's row that shared memory takes at a time, a word more for every 8."""
     taps, step = math.prod(problem.filter_size), 1 if packed.level else 8
     return min(problem.operand_channels // problem.groups, (FILTER_ROOM - FILTER_ROOM // (8 * taps)) // taps // step * step)
 
 
-def _filter_parts(problem: ConvProblem, packed: Packing) -> int:
+def _filter_parts(problem: ConvProblem, packed: PackedLayout) -> int:
     """Blocks that pack a filter's row: where it does not fit, each takes as many channels as do."""
     fitting, (*_, channel_blocks) = _fitting(problem, packed), filter_sizes(problem, packed)
     whole = packed.level or fitting in (0, problem.operand_channels // problem.groups)
@@ -408,7 +408,7 @@ def packs_filter_last(problem: ConvProblem) -> bool:
     return problem.direction == "fprop" and problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
 
 
-def pack_operands(problem: ConvProblem, packed: Packing, scratch: Arena, multiprocessors: int, filter_last: bool) -> Operands:
+def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool) -> Operands:
     """Pack the operands, the images into `scratch`."""
     checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
     kept = Arena(PACKED)
@@ -418,14 +418,14 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Arena, multipr
     nowhere: tuple[int, int] = (INPUT, 0)
     x_limbs = x_scales = x_flags = nowhere
 
-    def at(images: Packed, room: Arena) -> tuple[tuple[int, int], tuple[int, int]]:
+    def at(images: PackedArray, room: Arena) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of the extremes and the guesses."""
         return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if checked else (nowhere, nowhere)
 
     def settle(
-        images: Packed, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
+        images: PackedArray, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
         flags: tuple[int, int],
-    ) -> list[Step]:
+    ) -> list[KernelLaunch]:
         if not checked:
             return []
         # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
@@ -433,7 +433,7 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Arena, multipr
         slices = max(1, min(images.tiles, 4 * multiprocessors // images.images)) if problem.dtype == "float32" else 1
         buffers = (array, limbs, parts, guesses, scales, flags)
         scalars = (images.tiles, *images.shape(0, slices))
-        return [Step("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
+        return [KernelLaunch("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
 
     images = _packed(problem, packed, problem.direction == "dgrad", False)
     parts = guesses = nowhere
@@ -445,34 +445,34 @@ def pack_operands(problem: ConvProblem, packed: Packing, scratch: Arena, multipr
 
     filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
 
-    def pack(filter_rows: int, blocks: int) -> list[Step]:
+    def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
         defines = images.defines | {"FILTER_LAST": int(filter_last and filter_rows > 0)}
-        return [Step("pack", defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
+        return [KernelLaunch("pack", defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
 
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
         w_parts, w_guesses = at(rows, kept)
         buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
-        pack_w, pack_x = [Step("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
+        pack_w, pack_x = [KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
         prepare, alone = [pack_w, settle_w], [pack_x, settle_x]
         both = [pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
     else:
         prepare = [pack(filter_rows, 0)]
         alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks), settle_x] for n in (0, filter_rows))
-    prepare, alone, both = ([stage for stage in stages if stage] for stages in (prepare, alone, both))
+    prepare, alone, both = ([step for step in steps if step] for steps in (prepare, alone, both))
     return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, alone, both, kept.used)
 
 
-def filter_sizes(problem: ConvProblem, packed: Packing) -> tuple[int, int, int]:
+def filter_sizes(problem: ConvProblem, packed: PackedLayout) -> tuple[int, int, int]:
     """Blocks of 64 output channels of a group; taps; blocks of channels."""
     written = problem.result_channels // problem.groups
     return ceil(written, 64), math.prod(packed.taps), ceil(packed.group, packed.load)
 
 
-def row_blocks(problem: ConvProblem, packed: Packing) -> int:
+def row_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
     """Blocks of channels of 64 rows of the packed filter: where a stage takes several, one of zeros to fill it up."""
     _, taps, channel_blocks = filter_sizes(problem, packed)
     return taps * channel_blocks + (packed.load < 64)
@@ -480,7 +480,7 @@ def row_blocks(problem: ConvProblem, packed: Packing) -> int:
 
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
-    products: Callable[[Packing, Sequence[Walk], Operands, Place, Place], list[Step]],
+    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, Place], list[KernelLaunch]],
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
 ) -> Schedule:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
@@ -490,7 +490,7 @@ def assemble(
     so many rows of the result at a time, each of which has a scale and a flag. What `products` is given last is the place of the parts
     of `moments`.
     """
-    packed, walks = packed_form(problem, windows)
+    packed, walks = packed_layout(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
@@ -504,7 +504,7 @@ def assemble(
     layout = MomentsLayout(moments, scratch, multiprocessors)
     after = [products(packed, walks, operands, target, layout.parts)]
     if split > 1:
-        after.append([reduce_step(problem, split, target)])
+        after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
     if checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
@@ -513,7 +513,7 @@ def assemble(
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 
 
-def tap_numbers(packed: Packing, walk: Walk) -> tuple[int, int, int, int]:
+def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> tuple[int, int, int, int]:
     """The number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
     _, r, s = packed.taps
     strides = (r * s, s, 1)
@@ -543,12 +543,12 @@ def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
 
 def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
     """Equal for problems whose filter is packed alike, whatever their images."""
-    packed, _ = packed_form(problem, windows)
+    packed, _ = packed_layout(problem, windows)
     asked = problem.direction, problem.dtype, problem.precision, problem.C, problem.K, problem.groups, problem.filter_size
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
-def overhead(problem: ConvProblem, packed: Packing, split: int, packs_images: bool) -> float:
+def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
     moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem)))
     if packs_images:

@@ -16,10 +16,10 @@ from pycuda_conv.engines.geometry import ceil, filter_strides
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
-from pycuda_conv.engines.split_sum import reduce_step, splits
+from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Place, Step, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = ["CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
 
@@ -168,7 +168,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         **epilogue(problem), "MOMENTS": int(layout.moments is not None),
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
-    prepare: list[list[Step]] = []
+    prepare: list[list[KernelLaunch]] = []
     if _wgrad(problem):
         operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
         if config.SWAPPED:
@@ -180,10 +180,13 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
     shared = shared_bytes(problem, config)
-    stages = [[Step("pointwise_sm90", defines, grid, THREADS, buffers, product.scalars, maps=tuple(maps), shared=shared, arch="sm_90a")]]
+    launch = KernelLaunch(
+        "pointwise_sm90", defines, grid, THREADS, buffers, product.scalars, maps=tuple(maps), shared=shared, arch="sm_90a"
+    )
+    steps = [[launch]]
     if split:
-        stages.append([reduce_step(problem, config.SPLIT, target)])
-    return Schedule(prepare, stages, prepare + stages, scratch.used, kept.used, moments=layout.moments)
+        steps.append([reduce_launch(problem, config.SPLIT, target)])
+    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments)
 
 
 def _moments(problem: ConvProblem, config: Pointwise) -> Moments | None:
@@ -211,14 +214,14 @@ def _images(problem: ConvProblem, config: Pointwise) -> TensorMap:
     return TensorMap(INPUT, 0, (plane, channels, problem.N), (4 * plane, 4 * plane * channels), (32, 32, 1), 128, "float32")
 
 
-def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[Step, TensorMap]:
+def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[str, int]) -> tuple[KernelLaunch, TensorMap]:
     """The launch that splits the filter into limbs, and how these are read."""
     rows, channels = problem.result_channels, problem.operand_channels
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
     _, row_step, channel_step = filter_strides(problem)
     scalars = (rows, channels, padded, row_step, channel_step)
-    step = Step("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
+    step = KernelLaunch("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
     sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
     return step, TensorMap(*place, sizes, strides, (32, config.COLUMNS, 1), 128, "float32")
 

@@ -14,7 +14,7 @@ from pycuda_conv.engines import direct_gemm
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Place, Step
+from pycuda_conv.runtime.base import KernelLaunch, Place
 
 
 def slack(problem: ConvProblem) -> int:
@@ -25,7 +25,7 @@ def slack(problem: ConvProblem) -> int:
 
 def guarded(
     problem: ConvProblem, found: Sequence[Place], multiprocessors: int, filter_last: bool, redone: tuple[int, int] | None, patch_rows: int
-) -> list[Step]:
+) -> list[KernelLaunch]:
     """Launches that mend what depends on flagged images and channels of `problem`: see ``direct_gemm.cu``.
 
     `found`: where the flags of images and filters lie, and their scales. `filter_last`: the filter, of a forward convolution, has
@@ -57,7 +57,7 @@ class MomentsLayout:
             self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
             self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
 
-    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[Step]:
+    def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[KernelLaunch]:
         """:func:`guarded`."""
         steps = guarded(problem, found, self._multiprocessors, filter_last, self._redone, patch_rows)
         if self.moments is not None:

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Step
+from pycuda_conv.runtime.base import KernelLaunch
 
 GRID_LIMIT = 2**31 - 1  # blocks of a launch
 STATIC_SHARED_BYTES = 48 * 1024  # what a block may declare statically on every GPU
@@ -70,17 +70,17 @@ class Schedule:
     was asked for and the kernels can.
     """
 
-    prepare: list[list[Step]]
-    steps: list[list[Step]]
-    whole: list[list[Step]]
+    prepare: list[list[KernelLaunch]]
+    steps: list[list[KernelLaunch]]
+    whole: list[list[KernelLaunch]]
     workspace_bytes: int
     filter_bytes: int
     redoes: bool = False
     moments: Moments | None = None
-    filter_last: list[list[Step]] | None = None
+    filter_last: list[list[KernelLaunch]] | None = None
 
     @classmethod
-    def plain(cls, steps: list[list[Step]], workspace_bytes: int = 0) -> Schedule:
+    def plain(cls, steps: list[list[KernelLaunch]], workspace_bytes: int = 0) -> Schedule:
         """Launches that read the filter as it is."""
         return cls([], steps, steps, workspace_bytes, 0)
 

@@ -7,7 +7,7 @@ import math
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, epilogue
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Place, Step
+from pycuda_conv.runtime.base import KernelLaunch, Place
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -17,11 +17,11 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
     return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
-def reduce_step(problem: ConvProblem, split: int, parts: Place) -> Step:
+def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
     """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
     size = math.prod(problem.result_shape)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
         "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
     } | epilogue(problem)
-    return Step("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
+    return KernelLaunch("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))

@@ -7,12 +7,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
-from pycuda_conv.runtime.base import Device, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch
 
 if TYPE_CHECKING:
     from pycuda_conv.runtime.cuda import CudaDevice
 
-__all__ = ["Device", "Step", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device"]
+__all__ = ["Device", "KernelLaunch", "cuda_device", "default_backend", "device_count", "device_of_pointer", "get_device"]
 
 BACKENDS = ("cuda", "opencl")
 

@@ -19,7 +19,7 @@ from pycuda_conv.errors import BackendError
 #: Launches one prepared kernel: (buffers, stream) -> None.
 Launcher = Callable[[Sequence[Any], Any], None]
 
-#: A buffer of a step, or a place in one: see :class:`Step`.
+#: A buffer of a step, or a place in one: see :class:`KernelLaunch`.
 Place = int | tuple[int, int]
 
 _HERE = Path(__file__).resolve().parent.parent
@@ -67,7 +67,7 @@ class TensorMap:
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelLaunch:
     """One kernel launch, but for the addresses of the arrays.
 
     Attributes
@@ -217,13 +217,13 @@ class Device(AbstractContextManager["Device"]):
     model: str = ""
 
     @abstractmethod
-    def launcher(self, step: Step) -> Launcher:
+    def launcher(self, step: KernelLaunch) -> Launcher:
         """Compile `step`'s kernel, or find it compiled, and bind all but the buffers and the stream."""
 
-    def compile_all(self, steps: Sequence[Step]) -> None:
+    def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         """Compile the kernels of `steps` before they are asked for one by one, where several at a time are faster."""
 
-    def step_launcher(self, steps: Sequence[Step]) -> Launcher:
+    def step_launcher(self, steps: Sequence[KernelLaunch]) -> Launcher:
         """One launcher for steps that don't depend on each other."""
         launchers = [self.launcher(step) for step in steps]
         if len(launchers) == 1:
@@ -235,7 +235,7 @@ class Device(AbstractContextManager["Device"]):
 
         return launch
 
-    def describe(self, step: Step) -> dict[str, float]:
+    def describe(self, step: KernelLaunch) -> dict[str, float]:
         """What the compiled kernel of `step` takes of the device; empty where that is not known."""
         return {}
 

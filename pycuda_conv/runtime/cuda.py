@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime.base import Device, Im2col, Launcher, Step, TensorMap, forked, headers
+from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked, headers
 from pycuda_conv.runtime.cache import Entry
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
@@ -412,13 +412,13 @@ class CudaDevice(Device):
 
     # ---- kernels
 
-    def compile_all(self, steps: Sequence[Step]) -> None:
+    def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
             with ThreadPoolExecutor(len(missing)) as pool:
                 list(pool.map(self._function, missing.values()))
 
-    def launcher(self, step: Step) -> Launcher:
+    def launcher(self, step: KernelLaunch) -> Launcher:
         function, count, numbers = self._function(step), len(step.buffers), step.numbers
         parameters = "P" * count + "q" * len(numbers)
         if step.maps:
@@ -448,7 +448,7 @@ class CudaDevice(Device):
             room = self._threads.room = _Room()
         return room
 
-    def step_launcher(self, steps: Sequence[Step]) -> Launcher:
+    def step_launcher(self, steps: Sequence[KernelLaunch]) -> Launcher:
         """Several steps run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
         launchers = [self.launcher(step) for step in steps]
         if len(launchers) == 1:
@@ -484,7 +484,7 @@ class CudaDevice(Device):
         """What stream `second` does from now on waits for what `first` holds now; each PyCUDA's, a handle or None."""
         self._streams().order(_handle(first), _handle(second))
 
-    def _function(self, step: Step) -> int:
+    def _function(self, step: KernelLaunch) -> int:
         """The driver's handle of the compiled kernel."""
         source = step.source()
         key = step.kernel, source
@@ -504,7 +504,7 @@ class CudaDevice(Device):
                     self._functions[key] = found
         return found
 
-    def describe(self, step: Step) -> dict[str, float]:
+    def describe(self, step: KernelLaunch) -> dict[str, float]:
         """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
         function = self._function(step)
         most = self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.MAX_THREADS_PER_MULTIPROCESSOR)

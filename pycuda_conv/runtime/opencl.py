@@ -14,7 +14,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, DeviceMemoryError
 from pycuda_conv.runtime import pocl
-from pycuda_conv.runtime.base import KERNEL_DIR, Device, Launcher, Step, forked, headers
+from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
 from pycuda_conv.runtime.cache import Entry
 
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
@@ -121,7 +121,7 @@ class OpenCLDevice(Device):
     def __exit__(self, *exc: object) -> None:
         pass
 
-    def launcher(self, step: Step) -> Launcher:
+    def launcher(self, step: KernelLaunch) -> Launcher:
         kernel, program = self._kernel(step)
         global_size, local_size = (step.grid * step.block,), (step.block,)
         # a struct is one argument
@@ -149,7 +149,7 @@ class OpenCLDevice(Device):
             warnings.simplefilter("ignore", self._cl.CompilerWarning)
             return self._cl.Program(self.context, source).build(options=options), kept
 
-    def _kernel(self, step: Step) -> tuple[Any, pocl.Program]:
+    def _kernel(self, step: KernelLaunch) -> tuple[Any, pocl.Program]:
         """The kernel, and what PoCL keeps of its program."""
         source = step.source()
         with self._lock:

@@ -14,7 +14,7 @@ import numpy as np
 from pycuda_conv import engines
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Step
+from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.cuda import CudaDevice, Graph
 from pycuda_conv.tools.oracle import SPACING, depth, relative_limit
 from pycuda_conv.tools.report import median
@@ -70,7 +70,7 @@ class Compiler:
         return configs
 
 
-def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[Step]:
+def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[KernelLaunch]:
     for config in configs:
         schedule = engines.schedule(problem, config, device)
         for steps in (schedule.prepare, schedule.steps, schedule.whole):
