@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
@@ -17,6 +17,10 @@ from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
 from pycuda_conv.tune import caches
+from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @lru_cache(maxsize=1024)
@@ -232,10 +236,11 @@ def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
 
 
 def conv2d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
+    out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
 
     ``y[n,k,p,q] = bias[k] + sum over c,r,s of x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation] * w[k,c,r,s]``
@@ -316,10 +321,11 @@ def conv2d(
 
 
 def conv1d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
+    out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """1-d convolution: :func:`conv2d` with one spatial axis.
 
     Parameters
@@ -346,10 +352,11 @@ def conv1d(
 
 
 def conv3d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, scale: Array | None = None, residual: Array | None = None, activation: Activation | None = None,
+    out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """3-d convolution: :func:`conv2d` with three spatial axes.
 
     Parameters
@@ -376,10 +383,11 @@ def conv3d(
 
 
 def conv_transpose2d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
+    groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
+    activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
+    stream: Any = None, tune: bool = False,
+) -> Array:
     """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
 
     ``y[n,c,h,w] = bias[c] + sum over k,r,s of x[n,k,p,q] * w[k,c,r,s]`` over all p, q with
@@ -416,10 +424,11 @@ def conv_transpose2d(
 
 
 def conv_transpose1d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
+    groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
+    activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
+    stream: Any = None, tune: bool = False,
+) -> Array:
     """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
 
     Parameters
@@ -446,10 +455,11 @@ def conv_transpose1d(
 
 
 def conv_transpose3d(
-    input: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1,
-    dilation: Any = 1, *, scale: Any = None, residual: Any = None, activation: str | None = None, out: Any = None, precision: str = "fp32",
-    device: Any = None, devices: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight: Array, bias: Array | None = None, stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0,
+    groups: SupportsIndex = 1, dilation: Sizes = 1, *, scale: Array | None = None, residual: Array | None = None,
+    activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
+    stream: Any = None, tune: bool = False,
+) -> Array:
     """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
 
     Parameters
@@ -476,9 +486,10 @@ def conv_transpose3d(
 
 
 def conv2d_input(
-    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv2d` by its input, as in ``torch.nn.grad``.
 
     ``dx[n,c,h,w] = sum over k,r,s and the p,q that read h,w through tap r,s of dy[n,k,p,q] * w[k,c,r,s]``
@@ -509,9 +520,10 @@ def conv2d_input(
 
 
 def conv1d_input(
-    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv1d` by its input: :func:`conv2d_input` with one spatial axis.
 
     Parameters
@@ -535,9 +547,10 @@ def conv1d_input(
 
 
 def conv3d_input(
-    input_size: Any, weight: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input_size: Sequence[SupportsIndex], weight: Array, grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv3d` by its input: :func:`conv2d_input` with three spatial axes.
 
     Parameters
@@ -561,9 +574,10 @@ def conv3d_input(
 
 
 def conv2d_weight(
-    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv2d` by its filter, as in ``torch.nn.grad``.
 
     ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
@@ -594,9 +608,10 @@ def conv2d_weight(
 
 
 def conv1d_weight(
-    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv1d` by its filter: :func:`conv2d_weight` with one spatial axis.
 
     Parameters
@@ -620,9 +635,10 @@ def conv1d_weight(
 
 
 def conv3d_weight(
-    input: Any, weight_size: Any, grad_output: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, *,
-    out: Any = None, precision: str = "fp32", device: Any = None, stream: Any = None, tune: bool = False,
-) -> Any:
+    input: Array, weight_size: Sequence[SupportsIndex], grad_output: Array, stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1,
+    groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
+    tune: bool = False,
+) -> Array:
     """The gradient of :func:`conv3d` by its filter: :func:`conv2d_weight` with three spatial axes.
 
     Parameters
@@ -645,12 +661,16 @@ def conv3d_weight(
     return _gradient("weight", 3, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
 
 
-def conv1d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+def conv1d_many(
+    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
+) -> Iterator[Array]:
     """:func:`conv1d` of a stream of inputs: see :func:`conv2d_many`."""
     return _many(conv1d, inputs, ahead, weight, bias, *args, **options)
 
 
-def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+def conv2d_many(
+    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
+) -> Iterator[Array]:
     """:func:`conv2d` of a stream of inputs, as a data loader gives them: a generator in, a generator out.
 
     While the caller uses one result the next inputs are being convolved: numpy arrays each in a thread of its own, arrays
@@ -680,11 +700,17 @@ def conv2d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any
     return _many(conv2d, inputs, ahead, weight, bias, *args, **options)
 
 
-def conv3d_many(inputs: Iterable[Any], weight: Any, bias: Any = None, *args: Any, ahead: int = 2, **options: Any) -> Iterator[Any]:
+def conv3d_many(
+    inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
+) -> Iterator[Array]:
     """:func:`conv3d` of a stream of inputs: see :func:`conv2d_many`."""
     return _many(conv3d, inputs, ahead, weight, bias, *args, **options)
 
 
+@overload
+def conv2d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
+@overload
+def conv2d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
     """The gradient of a bias: the sum of `grad_output` over all but its channels, always in the same order.
 
@@ -714,11 +740,19 @@ def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> 
     return _sum_channels(2, grad_output, device, stream)
 
 
+@overload
+def conv1d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
+@overload
+def conv1d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv1d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
     """The gradient of a bias of :func:`conv1d`, from an array of shape (N, K, Q) or (K, Q): see :func:`conv2d_bias`."""
     return _sum_channels(1, grad_output, device, stream)
 
 
+@overload
+def conv3d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stream: Any = None) -> np.ndarray[tuple[int], DType]: ...
+@overload
+def conv3d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv3d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
     """The gradient of a bias of :func:`conv3d`, from an array of shape (N, K, O, P, Q) or (K, O, P, Q): see :func:`conv2d_bias`."""
     return _sum_channels(3, grad_output, device, stream)

@@ -13,6 +13,7 @@ from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.tune import Choice, caches, lookup, tuned
+from pycuda_conv.typing import Array
 
 #: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
 CACHED_PLANS = 1024
@@ -132,12 +133,14 @@ class Plan:
             launcher((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
     def __call__(
-        self, input: Any, weight: Any, bias: Any = None, *, scale: Any = None, residual: Any = None, out: Any = None, stream: Any = None
-    ) -> Any:
+        self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,
+        out: Array | None = None, stream: Any = None,
+    ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         from pycuda_conv.arrays import call_plan
 
-        return call_plan(self, input, weight, bias, scale, residual, out, stream)
+        result: Array = call_plan(self, input, weight, bias, scale, residual, out, stream)
+        return result
 
     def bind(self, weight: Any, bias: Any = None, scale: Any = None) -> BoundPlan:
         """This plan with a filter that stays on the device, for many inputs: see :class:`BoundPlan`."""
@@ -219,7 +222,7 @@ class BoundPlan:
     def __reduce__(self) -> tuple[Any, ...]:
         return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
 
-    def __call__(self, input: Any, *, residual: Any = None, out: Any = None, stream: Any = None) -> Any:
+    def __call__(self, input: Array, *, residual: Array | None = None, out: Array | None = None, stream: Any = None) -> Array:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         from pycuda_conv.arrays import check_fit, same_kind
 

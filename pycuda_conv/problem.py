@@ -14,9 +14,10 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.typing import Activation, Crop, Padding, Precision, Sizes
 
 #: Three extents, in the order depth, height, width.
 Size3 = tuple[int, int, int]
@@ -181,9 +182,9 @@ class ConvProblem:
     @classmethod
     def forward(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
-        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
-        layout: str = "NCHW", scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None,
-        activation: Any = None,
+        stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
+        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", scale_shape: Sequence[int] | None = None,
+        residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -240,9 +241,9 @@ class ConvProblem:
     @classmethod
     def transposed(
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
-        stride: Any = 1, padding: Any = 0, output_padding: Any = 0, groups: Any = 1, dilation: Any = 1, dtype: str = "float32",
-        precision: str = "fp32", layout: str = "NCHW", scale_shape: Sequence[int] | None = None,
-        residual_shape: Sequence[int] | None = None, activation: Any = None,
+        stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0, groups: SupportsIndex = 1, dilation: Sizes = 1,
+        dtype: str = "float32", precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
+        scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -313,8 +314,8 @@ class ConvProblem:
     @classmethod
     def gradient(
         cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
-        stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: Any = 1, dtype: str = "float32", precision: str = "fp32",
-        layout: str = "NCHW",
+        stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
+        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
     ) -> ConvProblem:
         """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
 

@@ -74,7 +74,7 @@ def test_public_names_and_version():
 def test_docstring_examples(device, monkeypatch):
     import doctest
 
-    for module in (pc.ops, pc.plan, pc.problem, pc.arrays):
+    for module in (pc.ops, pc.plan, pc.problem, pc.arrays, pc.typing):
         assert doctest.testmod(module).failed == 0
 
 

@@ -34,6 +34,7 @@ from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
 from pycuda_conv.tune import caches
+from pycuda_conv.typing import Precision
 
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 
@@ -461,7 +462,7 @@ class _FusedConvBnReLU(nn.Module):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
         groups: int = 1, bias: bool = False, padding_mode: str = "zeros", eps: float = 1e-5, momentum: float | None = 0.1,
-        affine: bool = True, track_running_stats: bool = True, relu: bool = True, precision: str = "fp32", device: Any = None,
+        affine: bool = True, track_running_stats: bool = True, relu: bool = True, precision: Precision = "fp32", device: Any = None,
         dtype: Any = None,
     ) -> None:
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -479,7 +480,7 @@ class _FusedConvBnReLU(nn.Module):
         self.training = bn.training
 
     @classmethod
-    def from_modules(cls, conv: nn.Module, bn: nn.Module, *, relu: bool = True, precision: str = "fp32") -> Any:
+    def from_modules(cls, conv: nn.Module, bn: nn.Module, *, relu: bool = True, precision: Precision = "fp32") -> Any:
         """The layer that computes what `conv`, `bn` and, unless `relu` is False, a ReLU compute one after the other.
 
         Its `conv` and `bn` are these modules, not copies: parameters and buffers are shared with them, and it trains or

@@ -13,6 +13,7 @@ import torch
 import pycuda_conv as pc
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import PRECISIONS
+from pycuda_conv.typing import Precision
 
 
 def checked_precision(precision: str) -> str:
@@ -36,7 +37,7 @@ class _Conv(_Precise):
 
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-        bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: str = "fp32",
+        bias: bool = True, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *, precision: Precision = "fp32",
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
@@ -57,7 +58,7 @@ class _ConvTranspose(_Precise):
     def __init__(
         self, in_channels: int, out_channels: int, kernel_size: Any, stride: Any = 1, padding: Any = 0, output_padding: Any = 0,
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
-        precision: str = "fp32",
+        precision: Precision = "fp32",
     ) -> None:
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype

@@ -31,6 +31,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, integers
 from pycuda_conv.runtime import device_count
 from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require
+from pycuda_conv.typing import Precision
 
 #: The named filters, for pictures.
 FILTERS = {
@@ -61,7 +62,7 @@ class Settings:
     groups: int | None = None
     transposed: bool = False
     output_padding: Any = None
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     device: Any = None
     devices: Any = None
     batch: int | None = None

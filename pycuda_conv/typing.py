@@ -1,0 +1,54 @@
+"""Types of the public functions' arguments, for annotations: arrays in, the same kind out.
+
+>>> import numpy as np
+>>> from pycuda_conv import conv2d
+>>> from pycuda_conv.typing import Array, Precision
+>>> def blurred(image: Array, filter: Array, precision: Precision = "fp32") -> Array:
+...     return conv2d(image, filter, padding=1, precision=precision)
+>>> blurred(np.ones((1, 1, 4, 4)), np.ones((1, 1, 3, 3))).shape
+(1, 1, 4, 4)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeVar
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Activation", "Array", "Crop", "DType", "Padding", "Precision", "Sizes"]
+
+
+class _HasShape(Protocol):
+    """What arrays of numpy, torch, CuPy and PyCUDA have in common."""
+
+    @property
+    def shape(self) -> Any: ...
+    @property
+    def dtype(self) -> Any: ...
+
+
+class _HasInterface(Protocol):
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]: ...
+
+
+#: The arrays of a call and its result, all of one kind. (Of an object that only has a ``__cuda_array_interface__`` the result is
+#: a ``GPUArray``, which types can't say.)
+Array = TypeVar("Array", bound=_HasShape | _HasInterface)
+
+#: A dtype of numpy's.
+DType = TypeVar("DType", bound="np.dtype[Any]")
+
+#: An integer for every axis, or one each.
+Sizes = SupportsIndex | Sequence[SupportsIndex]
+
+#: As :data:`Sizes`, or a pair (before, after) for each axis.
+Crop = Sizes | Sequence[Sequence[SupportsIndex]]
+
+#: As :data:`Crop`, or ``"same"`` or ``"valid"``.
+Padding = Crop | str
+
+Precision = Literal["fp32", "tf32"]
+Activation = Literal["relu"]
