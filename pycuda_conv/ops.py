@@ -241,70 +241,74 @@ def conv2d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """2-d convolution: a cross-correlation, as in torch, so the filter is not flipped.
+    """Convolve with two spatial axes. It is a cross-correlation, as in torch: the filter is not flipped.
 
     ``y[n,k,p,q] = bias[k] + sum over c,r,s of x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation] * w[k,c,r,s]``
 
-    With all that may follow: ``y = activation(sum * scale[k] + bias[k] + residual)``, computed in the type of the sums, rounded once.
+    With `scale`, `residual` and `activation` it is ``y = activation(sum * scale[k] + bias[k] + residual)``. All of it is computed
+    in the type of the sums and rounded once.
 
     Parameters
     ----------
     input : array of shape (N, C, H, W) or (C, H, W)
-        numpy, torch, CuPy, PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``; float16, bfloat16 (in
-        numpy that of ml_dtypes), float32 or float64. Any strides. A torch tensor that is channels last
+        A numpy, torch or CuPy array, a PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``. Its dtype is float16,
+        bfloat16 (in numpy that of ml_dtypes), float32 or float64. Its strides may be any. A torch tensor that is channels last
         (NHWC in memory) gives a result that is.
     weight : array of shape (K, C/groups, R, S)
+        The filters.
     bias : array of shape (K,), optional
+        What is added to each output channel.
     stride : int or (int, int)
-        Below 2^29, and so are `padding` and ``dilation * (R - 1)``.
+        The step from one output pixel to the next. The stride, the padding and ``dilation * (R - 1)`` are below 2^29.
     padding : int, (int, int), ((top, bottom), (left, right)), "same" or "valid"
-        Zeros added around the input. No padded copy is made. ``"same"`` needs stride 1; where it is uneven the extra
-        zero goes to the bottom and right, as in torch.
+        Zeros around the input. No padded copy is made. ``"same"`` needs stride 1; where it is uneven, the extra zero is at the
+        bottom and right, as in torch.
     dilation : int or (int, int)
-        Distance between neighbouring filter taps.
+        The distance between neighbouring filter taps.
     groups : int
-        Divides C and K; channels are convolved group by group. ``groups=C`` is a depthwise convolution.
+        Channels are convolved group by group; the number divides C and K. ``groups=C`` is a depthwise convolution.
     scale : array of shape (K,), optional
-        Factors of the output channels. With the bias it is what batch normalization does when a network is not trained.
+        Factors of the output channels. A batch norm that is not trained is a scale and a bias.
     residual : array, optional
-        What is added to the result, of its shape and dtype; copied if it does not lie in memory as the result does. It may be
-        `out` itself, which is added to then; for float32 on tensor cores that takes a copy.
+        What is added to the result, of the result's shape and dtype. It is copied if it does not lie in memory as the result does. It
+        may be `out` itself, which is then added to; for float32 on tensor cores that takes a copy.
     activation : {None, "relu"}
-        ``"relu"`` turns what is negative into 0; NaN stays NaN.
+        ``"relu"`` turns negative numbers into 0; NaN stays NaN.
     out : array, optional
-        Where to write the result: of its shape and dtype, C-contiguous or, like the input, channels last; not overlapping the
-        other arrays, unless it is the residual. For tensors torch's rules of ``out=`` hold: one that requires a
-        gradient is refused, except inside ``torch.no_grad()``, and a backward pass that needs what was there raises.
+        Where to write the result. It has the result's shape and dtype, is C-contiguous or, like the input, channels last, and
+        overlaps no other array but the residual. torch's rules of ``out=`` hold for tensors: a tensor that requires a gradient is
+        refused, except inside ``torch.no_grad()``, and a backward pass that needs the numbers that were there raises.
     precision : {"fp32", "tf32"}
-        Arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, whatever the numbers; Hopper's tensor cores
-        reach that with three fp16 products. ``"tf32"`` permits products of 10-bit mantissas, TF32's: one fp16 product
-        there, fp32 elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32.
+        The arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, for all numbers; on tensor cores it takes three
+        products. ``"tf32"`` permits products of 10-bit mantissas, as TF32 does: one product on tensor cores, and fp32
+        elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32.
     device : None, int or str
-        Where host arrays are convolved: a GPU (0, ``"cuda:1"``), ``"opencl"`` (or ``"cpu"``), by default the first GPU
-        and without one OpenCL. Device arrays are convolved where they lie.
+        Where host arrays are convolved: a GPU (0, ``"cuda:1"``) or ``"opencl"`` (also ``"cpu"``). The default is the first GPU, and
+        OpenCL where there is none. Arrays on a GPU are convolved where they lie.
     devices : "all" or list of int, optional
-        GPUs that share the work on host arrays, instead of `device`; the numbers are those of one GPU, bit for bit.
+        GPUs that share the work on host arrays, instead of `device`. The numbers are those of one GPU, bit for bit.
     stream : optional
-        A stream of PyCUDA, torch or CuPy, or its handle as an int; by default the array library's current stream.
+        A stream of PyCUDA, torch or CuPy, or its handle as an int. The default is the array library's current stream.
     tune : bool
-        Measure which kernel and tile are the fastest for a problem that has not been measured on such a GPU, which takes
-        seconds, and keep what is found for all later calls, of other processes too. Not while a stream is being captured.
-        On OpenCL nothing is measured; host arrays so large that they go through a GPU in chunks don't gain.
+        Measure which kernel and tile are the fastest, if the problem has not been measured on such a GPU. This takes seconds. The
+        choice is kept for all later calls, of other processes too. It is refused while a stream is being captured. On OpenCL nothing is
+        measured. Host arrays that go through a GPU in chunks do not gain.
 
     Returns
     -------
     array of shape (N, K, P, Q) or (K, P, Q)
-        Of the input's kind and dtype, C-contiguous, or channels last where the input is a tensor that is; `out` if it was given.
+        The result, of the input's kind and dtype, or `out` if it was given. It is channels last where the input is a tensor that is,
+        else C-contiguous.
         ``P = (H + top + bottom - dilation*(R - 1) - 1) // stride + 1``, Q likewise.
 
     Raises
     ------
     ConvArgumentError
-        Shapes, dtypes, devices or values that do not fit; it is a ``ValueError`` and a ``RuntimeError``. Nothing was launched.
+        Shapes, dtypes, devices or values do not fit. It is a ``ValueError`` and a ``RuntimeError``. Nothing was launched.
     TypeError
-        Something that is not an array, arrays of different kinds, or values that are not integers.
+        An argument is no array, or no integer, or the arrays are of different kinds.
     DeviceMemoryError
-        Too little device memory, with the bytes asked for and free.
+        The device has too little memory. The message says how many bytes were asked for and how many are free.
 
     Examples
     --------
@@ -326,7 +330,7 @@ def conv1d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """1-d convolution: :func:`conv2d` with one spatial axis.
+    """Convolve with one spatial axis: see :func:`conv2d`.
 
     Parameters
     ----------
@@ -357,7 +361,7 @@ def conv3d(
     out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """3-d convolution: :func:`conv2d` with three spatial axes.
+    """Convolve with three spatial axes: see :func:`conv2d`.
 
     Parameters
     ----------
@@ -388,7 +392,7 @@ def conv_transpose2d(
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False,
 ) -> Array:
-    """2-d transposed convolution: the adjoint of :func:`conv2d`, also its gradient with respect to the input.
+    """The transposed convolution with two spatial axes. It is the gradient of :func:`conv2d` by its input.
 
     ``y[n,c,h,w] = bias[c] + sum over k,r,s of x[n,k,p,q] * w[k,c,r,s]`` over all p, q with
     ``h = p*stride - padding + r*dilation`` and ``w = q*stride - padding + s*dilation``.
@@ -401,9 +405,9 @@ def conv_transpose2d(
     weight : array of shape (K, C/groups, R, S)
     bias, scale : array of shape (C,), optional
     padding : int, (int, int) or ((top, bottom), (left, right))
-        Rows and columns taken off the result.
+        Rows and columns that are taken off the result.
     output_padding : int or (int, int)
-        Rows and columns added at the result's bottom and right, less than the stride or the dilation.
+        Rows and columns that are added at the result's bottom and right. They are fewer than the stride or the dilation.
     stride, dilation, groups, residual, activation, out, precision, device, devices, stream, tune
         As for :func:`conv2d`.
 
@@ -429,7 +433,7 @@ def conv_transpose1d(
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False,
 ) -> Array:
-    """1-d transposed convolution: :func:`conv_transpose2d` with one spatial axis.
+    """The transposed convolution with one spatial axis: see :func:`conv_transpose2d`.
 
     Parameters
     ----------
@@ -460,7 +464,7 @@ def conv_transpose3d(
     activation: Activation | None = None, out: Array | None = None, precision: Precision = "fp32", device: Any = None, devices: Any = None,
     stream: Any = None, tune: bool = False,
 ) -> Array:
-    """3-d transposed convolution: :func:`conv_transpose2d` with three spatial axes.
+    """The transposed convolution with three spatial axes: see :func:`conv_transpose2d`.
 
     Parameters
     ----------
@@ -500,7 +504,7 @@ def conv2d_input(
         The input's shape.
     weight : array of shape (K, C/groups, R, S)
     grad_output : array of shape (N, K, P, Q) or (K, P, Q)
-        The gradient by the convolution's result; its layout is the gradient's.
+        The gradient by the convolution's result. The gradient that is computed has the same layout.
     stride, padding, dilation, groups
         Those of the convolution.
     out, precision, device, stream, tune
@@ -509,7 +513,7 @@ def conv2d_input(
     Returns
     -------
     array of shape (N, C, H, W) or (C, H, W)
-        Of the kind and dtype of `grad_output`. The same bits on every run.
+        The gradient, of the kind and dtype of `grad_output`. It has the same bits on every run.
 
     Raises
     ------
@@ -524,7 +528,7 @@ def conv1d_input(
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """The gradient of :func:`conv1d` by its input: :func:`conv2d_input` with one spatial axis.
+    """The gradient of :func:`conv1d` by its input: see :func:`conv2d_input`.
 
     Parameters
     ----------
@@ -551,7 +555,7 @@ def conv3d_input(
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """The gradient of :func:`conv3d` by its input: :func:`conv2d_input` with three spatial axes.
+    """The gradient of :func:`conv3d` by its input: see :func:`conv2d_input`.
 
     Parameters
     ----------
@@ -592,12 +596,13 @@ def conv2d_weight(
     stride, padding, dilation, groups
         Those of the convolution.
     out, precision, device, stream, tune
-        As for :func:`conv2d`; `out` is C-contiguous. Host arrays must fit the device's memory, both of them at once.
+        As for :func:`conv2d`. `out` is C-contiguous. Both host arrays must fit the device's memory at the same time.
 
     Returns
     -------
     array of shape (K, C/groups, R, S)
-        Of the kind and dtype of `input`, C-contiguous. The same bits on every run: sums that are cut in parts are added in order.
+        The gradient, of the kind and dtype of `input`, C-contiguous. It has the same bits on every run, because the parts of a sum are
+        added in order.
 
     Raises
     ------
@@ -612,7 +617,7 @@ def conv1d_weight(
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """The gradient of :func:`conv1d` by its filter: :func:`conv2d_weight` with one spatial axis.
+    """The gradient of :func:`conv1d` by its filter: see :func:`conv2d_weight`.
 
     Parameters
     ----------
@@ -639,7 +644,7 @@ def conv3d_weight(
     groups: SupportsIndex = 1, *, out: Array | None = None, precision: Precision = "fp32", device: Any = None, stream: Any = None,
     tune: bool = False,
 ) -> Array:
-    """The gradient of :func:`conv3d` by its filter: :func:`conv2d_weight` with three spatial axes.
+    """The gradient of :func:`conv3d` by its filter: see :func:`conv2d_weight`.
 
     Parameters
     ----------
@@ -664,17 +669,17 @@ def conv3d_weight(
 def conv1d_many(
     inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
 ) -> Iterator[Array]:
-    """:func:`conv1d` of a stream of inputs: see :func:`conv2d_many`."""
+    """Convolve a stream of inputs by :func:`conv1d`: see :func:`conv2d_many`."""
     return _many(conv1d, inputs, ahead, weight, bias, *args, **options)
 
 
 def conv2d_many(
     inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
 ) -> Iterator[Array]:
-    """:func:`conv2d` of a stream of inputs, as a data loader gives them: a generator in, a generator out.
+    """Convolve a stream of inputs, as a data loader gives them: see :func:`conv2d`. A generator goes in, a generator comes out.
 
-    While the caller uses one result the next inputs are being convolved: numpy arrays each in a thread of its own, arrays
-    on a GPU by launches that don't wait. At most `ahead` + 1 inputs are taken before their results are.
+    While the caller uses one result, the next inputs are being convolved. Each numpy array has a thread of its own; arrays on a GPU
+    are convolved by launches that do not wait. At most `ahead` + 1 inputs are taken before the first of their results is.
 
     Parameters
     ----------
@@ -688,7 +693,7 @@ def conv2d_many(
     Yields
     ------
     array
-        The results, in the order of the inputs. An exception of the iterable or of a call ends the stream.
+        The results, in the order of the inputs. An exception in the iterable or in a call ends the stream.
 
     Examples
     --------
@@ -703,7 +708,7 @@ def conv2d_many(
 def conv3d_many(
     inputs: Iterable[Array], weight: Array, bias: Array | None = None, *args: Any, ahead: int = 2, **options: Any,
 ) -> Iterator[Array]:
-    """:func:`conv3d` of a stream of inputs: see :func:`conv2d_many`."""
+    """Convolve a stream of inputs by :func:`conv3d`: see :func:`conv2d_many`."""
     return _many(conv3d, inputs, ahead, weight, bias, *args, **options)
 
 
@@ -712,7 +717,7 @@ def conv2d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stre
 @overload
 def conv2d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
-    """The gradient of a bias: the sum of `grad_output` over all but its channels, always in the same order.
+    """The gradient of a bias: the sums of `grad_output` over all axes but the channels, always in the same order.
 
     Parameters
     ----------
@@ -724,7 +729,7 @@ def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> 
     Returns
     -------
     array of shape (K,)
-        Of the kind and dtype of `grad_output`; sums of float16 and bfloat16 are kept in float32 and rounded once.
+        The sums, of the kind and dtype of `grad_output`. Sums of float16 and bfloat16 are kept in float32 and rounded once.
 
     Raises
     ------
