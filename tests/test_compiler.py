@@ -2,9 +2,11 @@
 
 import os
 import stat
+import subprocess
+import time
 
 import pytest
-from reference import fprop
+from reference import fprop, python
 
 from pycuda_conv.engines import direct
 from pycuda_conv.errors import BackendError
@@ -22,16 +24,18 @@ def one(request):
     return make(path)
 
 
+def forget():
+    for find in (compiler.compiler, compiler.nvcc, compiler.nvrtc):
+        find.cache_clear()
+
+
 @pytest.fixture
 def fresh(monkeypatch):
     """What was found before is forgotten, during the test and after it."""
-    finders = (compiler.compiler, compiler.nvcc, compiler.nvrtc)
-    for find in finders:
-        find.cache_clear()
+    forget()
     yield monkeypatch
     monkeypatch.undo()
-    for find in finders:
-        find.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -49,8 +53,8 @@ def test_what_a_compiler_says_is_passed_on(one):
 def test_a_compiler_that_is_gone_says_so(tmp_path):
     with pytest.raises(CompileError, match="nvcc could not be run"):
         Nvcc(str(tmp_path / "nvcc")).compile("", "sm_90")
-    with pytest.raises(CompileError, match="NVRTC could not be loaded"):
-        Nvrtc(str(tmp_path / "libnvrtc.so.13"))
+    with pytest.raises(CompileError, match=r"nvrtc failed(.|\n)*libnvrtc.so.13: cannot open shared object file"):
+        Nvrtc(str(tmp_path / "libnvrtc.so.13")).compile("", "sm_90")
 
 
 def _script(path, text):
@@ -78,11 +82,21 @@ def test_a_newer_compiler_behind_the_same_script_is_another(tmp_path, fresh):
 def test_which_compiler_is_taken(tmp_path, fresh):
     _script(tmp_path / "nvcc", "#!/bin/sh\n")
     fresh.setenv("PATH", str(tmp_path))
+    fresh.setattr(compiler, "_nvrtc_folders", lambda: [tmp_path])
     fresh.delenv("PYCUDA_CONV_COMPILER", raising=False)
     assert compiler.compiler().path == str(tmp_path / "nvcc")
-    compiler.compiler.cache_clear()
+    for version in (12, 13, 14):
+        (tmp_path / f"libnvrtc.so.{version}").touch()
+    forget()
+    assert compiler.compiler().path == str(tmp_path / "libnvrtc.so.14")
+    assert compiler.compiler(13).path == str(tmp_path / "libnvrtc.so.13")  # a driver of CUDA 13 loads nothing of CUDA 14
+    assert compiler.compiler(11).path == str(tmp_path / "nvcc")
+    forget()
+    fresh.setenv("PYCUDA_CONV_COMPILER", "nvcc")
+    assert compiler.compiler(13).path == str(tmp_path / "nvcc")
+    forget()
     fresh.setenv("PYCUDA_CONV_COMPILER", "gcc")
-    with pytest.raises(BackendError, match=r"must be one of \('nvcc', 'nvrtc'\), got 'gcc'"):
+    with pytest.raises(BackendError, match="must be 'nvrtc' or 'nvcc', got 'gcc'"):
         compiler.compiler()
 
 
@@ -109,3 +123,26 @@ def test_nvrtc_of_a_package_comes_before_a_toolkit_s(tmp_path, fresh):
 
     fresh.setattr(compiler.importlib.util, "find_spec", lambda name: Spec() if name == "nvidia.cu13" else None)
     assert compiler.nvrtc() == os.fspath(tmp_path / "package/lib/libnvrtc.so.13")
+
+
+SLOW = "#!/bin/sh\necho $$ > pid\nexec sleep 100\n"
+
+
+def test_a_process_that_ends_takes_its_compilers_along(tmp_path, python_env):
+    """And does not wait for them."""
+    _script(tmp_path / "nvcc", SLOW)
+    code = f"""
+import os, threading, time
+os.chdir({str(tmp_path)!r})
+from pycuda_conv.runtime.compiler import Nvcc
+threading.Thread(target=Nvcc("./nvcc").compile, args=("", "sm_90"), daemon=True).start()
+while not os.path.exists("pid") or not os.stat("pid").st_size:
+    time.sleep(0.01)
+"""
+    begin = time.monotonic()
+    python(code, python_env, TMPDIR=str(tmp_path), PYTHONWARNINGS="ignore")
+    assert time.monotonic() - begin < 20
+    pid = int((tmp_path / "pid").read_text())
+    while any("sleep" in line for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()):
+        assert time.monotonic() - begin < 30
+        time.sleep(0.01)

@@ -80,6 +80,11 @@ def has_gpu() -> bool:
     return library.nvmlInit_v2() == 0 and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
 
 
+def _newest(drv: Any) -> int:
+    """The version of CUDA that the driver supports."""
+    return int(drv.get_driver_version()) // 1000
+
+
 def why_not() -> str | None:
     """Why CUDA can't be used here, or None if it can."""
     try:
@@ -89,7 +94,7 @@ def why_not() -> str | None:
     if drv.Device.count() == 0:
         return "the CUDA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)"
     try:
-        compiler()
+        compiler(_newest(drv))
     except CompileError as error:
         return str(error)
     return None
@@ -535,7 +540,7 @@ class CudaDevice(Device):
         With `fresh`, a cubin that was kept is not used but replaced.
         """
         arch = arch or "sm_{}{}".format(*self.capability)
-        with_what = compiler()
+        with_what = compiler(_newest(self._drv))
 
         def build() -> bytes:
             log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))

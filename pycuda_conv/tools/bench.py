@@ -25,8 +25,9 @@ from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.tools.floors import floor
-from pycuda_conv.tools.info import attributes, nvcc_version, nvidia_smi, versions
+from pycuda_conv.tools.info import attributes, nvidia_smi, versions
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import (
@@ -412,6 +413,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
         gpu: Any = device
         driver = importlib.import_module("pycuda.driver")
         handle = driver.Device(gpu.ordinal)
+        made_by = compiler(driver.get_driver_version() // 1000)
         clock = float(attributes(handle, driver.device_attribute).get("CLOCK_RATE", 0)) * 1e3
         smi = nvidia_smi("driver_version", "clocks.current.sm", "power.limit", pci_bus_id=handle.pci_bus_id())
         properties = torch.cuda.get_device_properties(device.name)
@@ -420,7 +422,7 @@ def describe(torch: Any, device: Device, mode: str, words: str, seed: int) -> di
             "memory": f"{properties.total_memory / 2**30:.0f} GiB, L2 {properties.L2_cache_size / 2**20:.0f} MiB",
             "clocks": f"as found, not locked: SM {clock / 1e6:.0f} MHz at most, {smi.get('clocks.current.sm', '?')} at the start, "
             f"power limit {smi.get('power.limit', '?')}",
-            "driver": f"{smi.get('driver_version', '?')}, CUDA {known['CUDA driver supports']}, nvcc {nvcc_version()}",
+            "driver": f"{smi.get('driver_version', '?')}, CUDA {known['CUDA driver supports']}, {made_by.name} {made_by.version}",
             "peak_flops": fp32_peak(gpu.capability, gpu.multiprocessors, clock),
             "copy_bytes_per_second": copy_bandwidth(torch, device.name),
         }

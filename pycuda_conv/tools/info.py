@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime import cuda, default_backend, get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import cache_dir
-from pycuda_conv.runtime.compiler import CompileError, Nvrtc, nvcc, nvrtc
+from pycuda_conv.runtime.compiler import CompileError, Compiler, Nvcc, Nvrtc, nvcc, nvrtc
 from pycuda_conv.tools.terminal import console, json_text, table
 
 #: import name -> the name people know
@@ -47,19 +46,10 @@ def nvidia_smi(*fields: str, pci_bus_id: str | None = None) -> dict[str, str]:
     return dict(zip(fields, (value.strip() for value in text.splitlines()[0].split(",")), strict=False))
 
 
-def nvcc_version() -> str | None:
-    """Release of the CUDA compiler that the package would use."""
-    compiler = nvcc()
-    text = _output(compiler, "--version") if compiler else None
-    found = re.search(r"\bV(\d+\.\d+\.\d+)", text or "")
-    return found.group(1) if found else None
-
-
-def nvrtc_version() -> str | None:
-    """Version of NVRTC, if it is there."""
-    path = nvrtc()
+def compiler_version(make: type[Compiler], path: str | None) -> str | None:
+    """Version of a CUDA compiler, if it is there."""
     with suppress(CompileError):
-        return Nvrtc(path).version if path else None
+        return make(path).version if path else None
     return None
 
 
@@ -84,7 +74,7 @@ def versions() -> dict[str, str | None]:
     number = drv.get_driver_version() if drv else None
     found["CUDA driver supports"] = f"{number // 1000}.{number % 1000 // 10}" if number else None
     found["NVIDIA driver"] = nvidia_smi("driver_version").get("driver_version")
-    found["nvcc"], found["NVRTC"] = nvcc_version(), nvrtc_version()
+    found["nvcc"], found["NVRTC"] = compiler_version(Nvcc, nvcc()), compiler_version(Nvrtc, nvrtc())
     found["system"] = platform.platform()
     return found
 
