@@ -20,6 +20,8 @@
 // Method   the variance, of y less the channel's first value so that a large mean costs no digits: each UNROLL items in two
 //          passes over registers, then combined pair by pair: Chan, Golub, LeVeque, 'Updating formulae and a pairwise algorithm
 //          for computing sample variances' (1979). Batch normalisation: Ioffe and Szegedy (2015).
+//
+// By hand: nvcc -cubin cu/batch_norm.cu
 #include "portable.cuh"
 
 #ifndef THREADS

@@ -4,6 +4,8 @@
 //
 // Mapping  thread -> one element of dst; GID_0 -> THREADS neighbours, so writes are coalesced, reads as the strides allow.
 // Memory   registers only. Sizes and strides (in elements, 0 for a repeated axis) come at run time: one build serves all.
+//
+// By hand: nvcc -cubin cu/copy_strided.cu
 #include "portable.cuh"
 
 #ifndef THREADS

@@ -15,6 +15,8 @@
 //          thread -> one pixel times BLOCK_K channels: each x value it loads is used BLOCK_K times.
 // Memory   shared: the weights of BLOCK_C channels, [BLOCK_C*T*R*S][BLOCK_K], so that a thread reads its BLOCK_K
 //          weights of a tap as neighbours and a warp reads them as a broadcast. Registers: BLOCK_K sums.
+//
+// By hand: nvcc -cubin cu/direct_batched.cu
 #include "portable.cuh"
 
 #ifndef THREADS

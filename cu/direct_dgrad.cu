@@ -11,6 +11,8 @@
 // Mapping  block -> THREADS consecutive pixels of the batch, n*D*H*W + d*H*W + h*W + w, times BLOCK_C channels of one
 //          group; GID_0 = (pixel tile * GROUPS + g) * C_TILES + c tile. thread -> one pixel times BLOCK_C channels.
 // Memory   shared: the weights of BLOCK_K filters, [BLOCK_K*T*R*S][BLOCK_C]. Registers: BLOCK_C sums.
+//
+// By hand: nvcc -cubin cu/direct_dgrad.cu
 #include "portable.cuh"
 
 #ifndef THREADS

@@ -34,6 +34,8 @@
 //          are in earnest. FOLLOWED: the next launch mends another phase, and mostly has as little to do as this one.
 // Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
 //          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
+//
+// By hand: nvcc -cubin cu/direct_gemm.cu
 #include "portable.cuh"
 
 #ifndef BLOCK_M

@@ -3,6 +3,8 @@
 //   y[i] = bias[channel of i] + sum over split of parts[split][i], always in the same order; and the rest of epilogue.cuh
 //
 // Mapping  thread -> one element of y; GID_0 -> THREADS neighbours. Memory: registers only.
+//
+// By hand: nvcc -cubin cu/direct_reduce.cu
 #include "portable.cuh"
 
 #ifndef THREADS

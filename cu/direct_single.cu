@@ -11,6 +11,8 @@
 //          thread -> one pixel; the threads of a warp write neighbours and, at stride 1, read neighbours.
 // Memory   shared: the R*S filter weights, read R*S times by every thread of the block; x comes from global memory
 //          and is reread up to R*S times through the caches: step 2 mends that.
+//
+// By hand: nvcc -cubin cu/direct_single.cu
 #include "portable.cuh"
 
 #ifndef THREADS

@@ -9,6 +9,8 @@
 //          tile that several of these pixels need is loaded from shared memory once.
 // Memory   shared: the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
+//
+// By hand: nvcc -cubin cu/direct_tile.cu
 #include "portable.cuh"
 
 #ifndef TILE_P

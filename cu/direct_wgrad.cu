@@ -12,6 +12,8 @@
 //          thread -> every THREADS-th pixel of y: one value of y meets TAPS of x, neighbours of what the threads beside it read.
 // Memory   registers: TAPS sums. Shared: [TAPS][THREADS] of them at the end, added in two steps, always in the same order.
 //          With SLICES > 1 each slice writes its part to a workspace [SLICES][size of w] and direct_reduce.cu adds them.
+//
+// By hand: nvcc -cubin cu/direct_wgrad.cu
 #include "portable.cuh"
 
 #ifndef THREADS

@@ -22,6 +22,8 @@
 // Phases   the gradient of the input is one launch a stride phase, each a stride-1 convolution with some of the taps
 //          (tap_base, tap_*) that writes every out_h-th row and out_w-th column.
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
+//
+// By hand: nvcc -cubin -arch=sm_80 cu/implicit_gemm_sm80.cu
 #include "packed.cuh"
 
 #ifndef ROWS

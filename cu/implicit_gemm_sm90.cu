@@ -52,6 +52,8 @@
 //          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile. With a stride of 2
 //          along w a block takes the same tile of two phases, of even and odd columns, one after the other (PAIRED): a thread has the
 //          neighbours in y at the same place of its sums. Those of the first phase are kept in shared memory, those of both turned to rows of y.
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/implicit_gemm_sm90.cu
 #ifndef ROWS
 #define ROWS 128
 #define PIXELS 128

@@ -23,6 +23,8 @@
 //          each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]: what the taps of a unit meet,
 //          from a multiple of 16 bytes on, SHIFT columns before the first; swizzled where rows have SPAN bytes.
 //          full: the bytes have arrived; empty: the consumer's 4 warps, or for w all warps, have read them.
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/lines_sm90.cu
 #ifndef COLUMNS
 #define COLUMNS 64
 #define FOURS 1

@@ -34,6 +34,8 @@
 // Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
 //          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
+//
+// By hand: nvcc -cubin -arch=sm_80 cu/pack.cu
 #ifndef IN
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
 #define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are

@@ -25,6 +25,8 @@
 // Split    WGRAD cuts k, many pixels for few sums: each part goes to a workspace [splits][size of dw]; direct_reduce.cu adds them in order.
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a warp's pixels, the mean of y and the sum of squares of what
 //          y is off by: moments[slice][2][channel].
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/pointwise_sm90.cu
 #ifndef COLUMNS
 #define COLUMNS 64
 #define BLOCKS 2     // of 16 rows, of a warp; 2 for NCHW

@@ -242,6 +242,19 @@ def test_kernels_include_nothing_but_files_of_ours():
         assert not [name for name in included if not (base.KERNEL_DIR / name.strip('"')).is_file()], path.name
 
 
+@pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
+def test_the_command_in_a_kernel_file_compiles_it(file, tmp_path):
+    if base.KERNEL_DIR != ROOT / "cu":
+        pytest.skip("the commands are for a checkout")
+    (command,) = re.findall(r"^// By hand: (nvcc -cubin .*)$", file.read_text(), re.M)
+    assert command.endswith(f" cu/{file.name}")
+    if NVCC is None:
+        pytest.skip("nvcc is not installed")
+    words = [NVCC, *command.split()[1:], "-o", str(tmp_path / "made.cubin")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "") and (tmp_path / "made.cubin").stat().st_size
+
+
 @needs_nvcc
 @pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
 def test_a_kernel_file_compiles_by_hand_and_does_not_spill(file):
