@@ -27,14 +27,15 @@ from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
-from pycuda_conv.tools import bench, report, suite, terminal, timing, training, verify
+from pycuda_conv.tools import bench, hostbench, report, suite, terminal, timing, training, verify
 from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
 from pycuda_conv.tools.oracle import bound, compare, reference, torch_for
-from pycuda_conv.tools.report import BEGIN, END, Row, geometric_mean, quantile
+from pycuda_conv.tools.report import Row, geometric_mean, quantile
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
 from pycuda_conv.tools.timing import Effort
 
 ROOT = Path(pc.__file__).resolve().parent.parent
+BEGIN, END = report.marks("results")
 SMALLEST = ("conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0", "conv2d 2x4x5x5 -> 8x5x5 k3x3 s1 p1")
 ONLY_SMALLEST = "x5x5 -> "
 
@@ -456,12 +457,41 @@ def test_an_interrupted_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == [f"{BEGIN}\nold\n{END}\n"]
 
 
-@pytest.mark.parametrize("page", [report.FRONT_PAGE, report.RESULTS_PAGE])
-def test_the_pages_can_take_the_results(page):
+PLACES = [(report.FRONT_PAGE, "results"), *((report.RESULTS_PAGE, part) for part in ("results", "training", "host"))]
+
+
+@pytest.mark.parametrize("page, part", PLACES)
+def test_the_pages_can_take_the_results(page, part):
     if not (ROOT / page).exists():
         pytest.skip(f"no {page} beside the package")
-    _, after = report.around_results(ROOT / page)
-    assert after.startswith(END)
+    before, after = report.around_results(ROOT / page, part)
+    assert before.endswith(f"<!-- {part}:begin -->\n") and after.startswith(f"<!-- {part}:end -->\n")
+
+
+def test_what_training_measured_as_markdown():
+    known = {"torch_us": 30.0, "error": 1e-7, "torch_error": 2e-7}
+    rows = [training.Row("gradient by input", "p", mode, ours_us=us, **known) for mode, us in (("fp32", 10.0), ("tf32", 20.0))]
+    rows += [training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("trained", "r", "fp32", 1.0, 2.0, 3.0, config="note")]
+    text = training.markdown(MACHINE, rows)
+    for line in (
+        "| p | 10.00 | 30.00 | 3.00 | 1.50 |", "| q | **WRONG** | - | - | - |", "| trained | r | 1.00 | 2.00 | 3.00 | note |",
+        "Geometric means of the ratios: fp32, gradients: 3.00; fp32, gradients by input: 3.00; tf32, gradients: 1.50; tf32, gradients by input: 1.50. "
+        "Errors in fp32: ours 1.0e-07 to 1.0e-07, torch's 2.0e-07 to 2.0e-07.",
+    ):
+        assert line in text.splitlines()
+    assert text.startswith("Measured by `make bench`") and "nan" not in text
+
+
+def test_what_the_host_s_path_measured_as_markdown():
+    rows = [hostbench.HostRow("p", 8, 8, 0.0, 4.0, 2.0, 1.0, 0.25, 0.5), hostbench.HostRow("q", 8, 8, 1.0, verdict="WRONG")]
+    scaling = [hostbench.ScalingRow(2, 0.0, 8 * 10**9, 100.0, 80.0, 1.5, 1.75), hostbench.ScalingRow(4, 1.0, 8, verdict="WRONG")]
+    text = hostbench.markdown(MACHINE | {"bus": "50 GB/s"}, rows, scaling, hostbench.CASES[0])
+    for line in (
+        "The bus carries 50 GB/s.", "| p | 4.000 | 2.000 | 2.00 | 25% | 1.000 | 50% | 0.0e+00 |", "| q | **WRONG** | - | - | - | - | - | 1.0e+00 |",
+        "| 2 | 100.0 | 80.0 | 1.50 | 80.0 | 100.0 | 1.75 |", "| 4 | **WRONG** | - | - | - | - | - |",
+    ):
+        assert line in text.splitlines()
+    assert "several GPUs" in text and "several GPUs" not in hostbench.markdown(MACHINE | {"bus": ""}, rows, [], hostbench.CASES[0])
 
 
 # ---- the command

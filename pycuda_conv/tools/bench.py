@@ -543,15 +543,14 @@ def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
     """Raise for what only the suite takes; `flag` asks for another benchmark, which measures in these modes."""
     given = {
         "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
-        "--pages": settings.pages,
     }
     for name, value in given.items():
         if value:
-            raise ToolError(f"{name} is not for {flag}, which measures {modes} and writes --json only")
+            raise ToolError(f"{name} is not for {flag}, which measures {modes} and writes --json and --pages only")
 
 
-def check_paths(settings: Settings) -> None:
-    """Refuse what can't be written before anything is measured for it."""
+def check_paths(settings: Settings, part: str = "results") -> None:
+    """Refuse what can't be written before anything is measured for it; `part` of the page of results is this benchmark's."""
     for path in (settings.json, settings.csv):
         if path is not None and not path.resolve().parent.is_dir():
             raise ToolError(f"{path} can't be written: {path.resolve().parent} is no folder")
@@ -560,8 +559,9 @@ def check_paths(settings: Settings) -> None:
     if settings.plots is not None and settings.plots.exists() and not settings.plots.is_dir():
         raise ToolError(f"{settings.plots} must be a folder: the plots are written there")
     if settings.pages is not None:
-        for page in (RESULTS_PAGE, FRONT_PAGE):
-            around_results(settings.pages / page)
+        around_results(settings.pages / RESULTS_PAGE, part)
+        if part == "results":
+            around_results(settings.pages / FRONT_PAGE)
 
 
 def _write(settings: Settings, report: dict[str, Any], rows: Sequence[Row]) -> None:

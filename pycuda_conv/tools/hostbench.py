@@ -21,7 +21,16 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda, device_count, get_device
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import options, torch_precision
-from pycuda_conv.tools.report import header_lines, median, number, write_json
+from pycuda_conv.tools.report import (
+    RESULTS_PAGE,
+    header_lines,
+    markdown_table,
+    measured_by,
+    median,
+    number,
+    write_between,
+    write_json,
+)
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 from pycuda_conv.tools.timing import Effort, wall_times
 
@@ -288,7 +297,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
     gpus = list(range(device_count())) if devices == "all" else devices
     for one in gpus or ():
         named_device(one)
-    bench.check_paths(settings)
+    bench.check_paths(settings, "host")
     torch = require("torch")
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     effort = Effort(rounds=7, seconds=0.3) if settings.quick else Effort(rounds=9, seconds=2)
@@ -333,6 +342,8 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
             write_json(settings.json, report)
         except OSError as error:
             raise ToolError(f"can't write the report: {error}") from error
+    if settings.pages is not None:
+        write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows, scaling, chosen[0]), "host")
     out.print(f"{time.perf_counter() - began:.0f} s in all")
     return FAILED if "WRONG" in [row.verdict for row in rows] + [row.verdict for row in scaling] else OK
 
@@ -341,6 +352,19 @@ def _command(settings: bench.Settings, devices: Any) -> str:
     words = settings.command.removeprefix("make bench").removeprefix("pycuda-conv bench")
     shared = "" if devices is None else f" --devices {devices if devices == 'all' else ','.join(map(str, devices))}"
     return f"pycuda-conv bench --host{shared}{words}"
+
+
+def markdown(machine: dict[str, Any], rows: Sequence[HostRow], scaling: Sequence[ScalingRow], shared: HostCase) -> str:
+    """The results for the page: `machine` is the header of the report, `shared` what several GPUs shared."""
+
+    def lines(found: Sequence[HostRow] | Sequence[ScalingRow]) -> list[tuple[str, ...]]:
+        return [row.cells()[:-1] if row.verdict == "ok" else (row.cells()[0], f"**{row.verdict}**", *row.cells()[2:-1]) for row in found]
+
+    parts = [measured_by(machine), f"The bus carries {machine['bus']}.", markdown_table(COLUMNS[:-1], 1, lines(rows))]
+    if scaling:
+        parts.append(f"{shared} on several GPUs; GB/s counts what goes in and what comes out:")
+        parts.append(markdown_table(SCALING_COLUMNS[:-1], 0, lines(scaling)))
+    return "\n\n".join(parts)
 
 
 def _print(out: Any, rows: Sequence[HostRow], scaling: Sequence[ScalingRow], shared: HostCase) -> None:

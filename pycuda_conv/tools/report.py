@@ -15,9 +15,7 @@ from typing import Any
 from pycuda_conv.tools.suite import mode_words
 from pycuda_conv.tools.terminal import ToolError, json_text, table
 
-#: The lines between which results stand in a page.
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-#: The pages of a checkout that have them: one with everything, one with a few rows.
+#: The pages of a checkout that have results: one with everything, one with a few rows.
 RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 
 #: Columns of a record that follow from the others.
@@ -277,7 +275,7 @@ def header_lines(machine: dict[str, Any]) -> list[str]:
 # ---- Markdown
 
 
-def _markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[str]]) -> str:
     """A table whose first `left` columns are words and whose others are numbers."""
     sides = ["---"] * left + ["---:"] * (len(columns) - left)
     return "\n".join(f"| {' | '.join(line)} |" for line in (columns, sides, *rows))
@@ -286,6 +284,16 @@ def _markdown_table(columns: Sequence[str], left: int, rows: Sequence[Sequence[s
 def _time(text: str, verdict: str) -> str:
     """A time, or in its place why there is none."""
     return text if verdict == "ok" else f"**{verdict}**"
+
+
+def marks(part: str) -> tuple[str, str]:
+    """The lines of a page between which one benchmark's results stand: those of the suite, of "host" or of "training"."""
+    return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
+
+
+def measured_by(machine: dict[str, Any]) -> str:
+    """The command, the day, the machine and the method."""
+    return f"Measured by `{machine['command']}` on {machine['date'][:10]}: {_where(machine)}. The method: {machine['method']}."
 
 
 def _where(machine: dict[str, Any]) -> str:
@@ -298,9 +306,7 @@ def markdown(
     machine: dict[str, Any], rows: Sequence[Row], means: dict[str, Any], loops: Sequence[dict[str, Any]], calls: Sequence[dict[str, Any]]
 ) -> str:
     """The page of results. `machine` is the header of the report; what was not measured is left out."""
-    parts = [
-        f"Measured by `{machine['command']}` on {machine['date'][:10]}: {_where(machine)}. The method: {machine['method']}."
-    ]
+    parts = [measured_by(machine)]
     if rows:
         parts.append(_markdown_summary(means))
         parts.append("Times in microseconds. " + " ".join(f"{note[0].upper()}{note[1:]}." for note in NOTES))
@@ -311,7 +317,7 @@ def markdown(
     if loops:
         parts.append("A Python loop over images and channels, with one single-channel convolution each, against one call:")
         columns = ["problem", "calls", "loop us", "one call us", "ratio"]
-        parts.append(_markdown_table(columns, 1, [
+        parts.append(markdown_table(columns, 1, [
             (
                 r["problem"], str(r["calls"]), microseconds(r["loop_us"]), _time(microseconds(r["single_us"]), r["verdict"]),
                 number(r["ratio"], ".0f"),
@@ -320,7 +326,7 @@ def markdown(
         ]))
     if calls:
         parts.append(f"What one call costs on the host, for {calls[0]['problem']} in torch tensors:")
-        parts.append(_markdown_table(("call", "us"), 1, [(f"`{c['call']}`", f"{c['us']:.1f}") for c in calls]))
+        parts.append(markdown_table(("call", "us"), 1, [(f"`{c['call']}`", f"{c['us']:.1f}") for c in calls]))
     return "\n\n".join(parts)
 
 
@@ -347,7 +353,7 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
         ))
     where = _where(machine).split(", cudnn.benchmark")[0]
     return "\n\n".join((
-        _markdown_table(columns, 1, lines),
+        markdown_table(columns, 1, lines),
         "The ratio is torch's time divided by ours. " + "; ".join(f"{mode}: {mode_words(mode)}" for mode in (first, *others))
         + f". Measured by `{machine['command']}` on {machine['date'][:10]}: {where}.",
     ))
@@ -369,7 +375,7 @@ def _markdown_summary(means: dict[str, Any]) -> str:
                     number(ours["of_floor"], ".0%"), number(kept["of_floor"], ".0%"),
                 ))
     timed = (f"{mode}: {told['all']['rows']} of {told['rows']} layers timed, {told['wrong_rows']} wrong." for mode, told in means.items())
-    return "\n\n".join(([_markdown_table(columns, 2, lines)] if lines else []) + ["Ratios are geometric means. " + " ".join(timed)])
+    return "\n\n".join(([markdown_table(columns, 2, lines)] if lines else []) + ["Ratios are geometric means. " + " ".join(timed)])
 
 
 def _markdown_rows(rows: Sequence[Row]) -> str:
@@ -381,11 +387,11 @@ def _markdown_rows(rows: Sequence[Row]) -> str:
     for row in rows:
         problem, kernel, ours, kept, torch, ratio, kept_ratio, speed, _, part, error, torch_error, *_ = cells(row)
         lines.append((problem, kernel, _time(ours, row.verdict), kept, torch, ratio, kept_ratio, speed, part, error, torch_error))
-    return _markdown_table(columns, 2, lines)
+    return markdown_table(columns, 2, lines)
 
 
-def around_results(path: Path) -> tuple[str, str]:
-    """What stands before and after the results in a file, the lines that mark them included.
+def around_results(path: Path, part: str = "results") -> tuple[str, str]:
+    """What stands before and after a part of the results in a file, the lines that mark it included.
 
     Raises
     ------
@@ -396,15 +402,15 @@ def around_results(path: Path) -> tuple[str, str]:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     except (OSError, UnicodeDecodeError) as error:
         raise ToolError(f"{path} can't be read: {error}") from error
-    bare = [line.rstrip() for line in lines]
-    if bare.count(BEGIN) != 1 or bare.count(END) != 1 or bare.index(BEGIN) > bare.index(END):
-        raise ToolError(f"{path} needs the line {BEGIN} once and after it the line {END} once; the results go between them")
-    return "".join(lines[: bare.index(BEGIN) + 1]), "".join(lines[bare.index(END) :])
+    bare, (begin, end) = [line.rstrip() for line in lines], marks(part)
+    if bare.count(begin) != 1 or bare.count(end) != 1 or bare.index(begin) > bare.index(end):
+        raise ToolError(f"{path} needs the line {begin} once and after it the line {end} once; the results go between them")
+    return "".join(lines[: bare.index(begin) + 1]), "".join(lines[bare.index(end) :])
 
 
-def write_between(path: Path, text: str) -> None:
-    """Replace what stands between the lines ``BEGIN`` and ``END``; a reader sees the old file or the new one, whole."""
-    before, after = around_results(path)
+def write_between(path: Path, text: str, part: str = "results") -> None:
+    """Replace what stands between the lines that mark a part; a reader sees the old file or the new one, whole."""
+    before, after = around_results(path, part)
     real = path.resolve()  # behind a link, the file is replaced and not the link
     handle, temporary = tempfile.mkstemp(dir=real.parent, prefix=".results-")
     try:

@@ -19,7 +19,17 @@ from pycuda_conv.runtime import Device, cuda
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import Errors, compare, torch_precision
 from pycuda_conv.tools.plans import plans
-from pycuda_conv.tools.report import header_lines, median, microseconds, number, write_json
+from pycuda_conv.tools.report import (
+    RESULTS_PAGE,
+    header_lines,
+    markdown_table,
+    measured_by,
+    median,
+    microseconds,
+    number,
+    write_between,
+    write_json,
+)
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 from pycuda_conv.tools.timing import Effort, gpu_times, wall_times
 
@@ -305,7 +315,7 @@ def run(settings: bench.Settings) -> int:
     """Measure, print, write the JSON that was asked for."""
     began = time.perf_counter()
     device = _device(settings)
-    bench.check_paths(settings)
+    bench.check_paths(settings, "training")
     torch = require("torch")
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
     torch.cuda.set_device(device.name)
@@ -342,6 +352,8 @@ def run(settings: bench.Settings) -> int:
             write_json(settings.json, report)
         except OSError as error:
             raise ToolError(f"can't write the report: {error}") from error
+    if settings.pages is not None:
+        write_between(settings.pages / RESULTS_PAGE, markdown(machine, rows), "training")
     out.print(f"{time.perf_counter() - began:.0f} s in all")
     return FAILED if any(row.verdict == "WRONG" for row in rows) else OK
 
@@ -363,6 +375,45 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
             if own:
                 found[f"{mode}, gradients{what}"] = math.exp(sum(map(math.log, own)) / len(own))
     return found
+
+
+def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
+    """The results for the page: gradients with both modes in a row, then layers and the network. `machine`: the header of the report."""
+    parts = [measured_by(machine)]
+    mine = [row for row in rows if row.what.startswith("gradient")]
+    others = [row for row in rows if row not in mine]
+    if mine:
+        tf32 = {(row.what, row.problem): row for row in mine if row.mode == "tf32"}
+        lines = []
+        for row in mine:
+            if row.mode == "fp32":
+                other = tf32.get((row.what, row.problem))
+                lines.append((row.problem, *_times(row), _ratio(row), "-" if other is None else _ratio(other)))
+        exact = [row for row in mine if row.mode == "fp32" and row.verdict == "ok" and not math.isnan(row.error)]
+        words = [f"{name}: {mean:.2f}" for name, mean in means(rows).items()]
+        columns = ("problem", "fp32: ours, us", "torch, us", "ratio", "tf32: ratio")
+        parts += [markdown_table(columns, 1, lines), f"Geometric means of the ratios: {'; '.join(words)}."]
+        if exact:
+            ours, torch = ([getattr(row, name) for row in exact] for name in ("error", "torch_error"))
+            parts[-1] += f" Errors in fp32: ours {min(ours):.1e} to {max(ours):.1e}, torch's {min(torch):.1e} to {max(torch):.1e}."
+    if others:
+        lines = [
+            (row.what, row.problem, *_times(row), "-" if math.isnan(row.compiled_us) else microseconds(row.compiled_us), row.config)
+            for row in others
+        ]
+        parts.append(markdown_table(("what", "problem", "ours, us", "torch, us", "torch.compile, us", "notes"), 2, lines))
+    return "\n\n".join(parts)
+
+
+def _ratio(row: Row) -> str:
+    return "-" if row.verdict != "ok" else number(row.ratio, ".2f")
+
+
+def _times(row: Row) -> tuple[str, str]:
+    """Ours, or what is wrong with it, and torch's."""
+    if row.verdict != "ok":
+        return f"**{row.verdict}**", "-"
+    return microseconds(row.ours_us), microseconds(row.torch_us)
 
 
 def _print(out: Any, rows: Sequence[Row]) -> None:
