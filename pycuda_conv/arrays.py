@@ -720,7 +720,7 @@ class TorchKind(DeviceKind, HostKind):
         if self.differentiated(first, second, bias, scale, residual) or self.traced(first, second, bias, scale, residual):
             if not free:
                 raise ConvArgumentError(
-                    "out, stream and devices don't go with gradients, torch.compile and the like: leave them away, call inside "
+                    "out, stream and devices don't go with gradients, torch.compile and the like: leave them out, call inside "
                     "torch.no_grad(), or pass input.detach() and weight.detach()"
                 )
             if not first.is_meta:
@@ -734,7 +734,8 @@ class TorchKind(DeviceKind, HostKind):
     def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
         if self.differentiated(first, second, bias, scale, residual):
             raise NotImplementedError(
-                "a plan has no gradients: call it inside torch.no_grad(), pass detached tensors, or call a function as pycuda_conv.conv2d"
+                "a plan computes no gradients: call it inside torch.no_grad(), pass detached tensors, or call a function such as "
+                "pycuda_conv.conv2d"
             )
 
     def will_write(self, out: Any) -> None:

@@ -30,13 +30,13 @@ def _device(text: str) -> Any:
 
 def _seed(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"a seed is an integer from 0 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 0, got {text!r}")
     return int(text)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be an integer from 1 on, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
     return int(text)
 
 
@@ -73,17 +73,17 @@ def _devices(text: str) -> Any:
 
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    top = _Parser(prog="pycuda-conv", description="Convolutions in Python, on CUDA or on OpenCL: what is here, is it right, is it fast.")
+    top = _Parser(prog="pycuda-conv", description="Check this machine (info, verify), measure speed (bench, tune), convolve files (run).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,run}")
 
-    info = commands.add_parser("info", help="versions, GPUs with all their attributes, what the package would use and what is missing")
+    info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
 
     verify = commands.add_parser("verify", help="compute every kind of convolution on every kind of array; compare with float64")
-    verify.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one, which is printed")
+    verify.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one, which is printed")
     verify.add_argument("--cases", metavar="A,B,...", help="only these cases")
-    verify.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the package's own choice")
+    verify.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     verify.add_argument("--list", action="store_true", help="print the cases and stop")
     verify.add_argument("--json", action="store_true", help="print JSON")
 
@@ -95,23 +95,23 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
-    bench.add_argument("--host", action="store_true", help="measure numpy in, numpy out against torch's way, and the bus")
+    bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--training", action="store_true", help="measure gradients, fused layers and a training loop against torch")
-    bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: how it scales over these GPUs")
+    bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
-    bench.add_argument("--seed", type=_seed, help="of the random data; by default a fresh one")
+    bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
     bench.add_argument("--list", action="store_true", help="print the problems and stop")
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     bench.add_argument("--csv", type=Path, metavar="FILE", help="write the rows of the suite as CSV")
     bench.add_argument("--plots", type=Path, metavar="DIR", help="write ratios.svg and roofline.svg, one of each for every mode")
     bench.add_argument("--pages", type=Path, metavar="DIR", help="write the results into docs/results.md and README.md of this checkout")
 
-    tune = commands.add_parser("tune", help="measure which kernel and tile are the fastest for the suite of problems; calls use them then")
-    tune.add_argument("--precision", choices=("fp32", "tf32", "both"), default="fp32", help="arithmetic of float32")
-    tune.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64", "all"), default="float32", help="of the arrays")
-    tune.add_argument("--layout", choices=("NCHW", "NHWC", "both"), default="NCHW", help="of the arrays; NHWC is channels last")
+    tune = commands.add_parser("tune", help="measure which kernel and tile are the fastest for each problem; later calls use them")
+    tune.add_argument("--precision", choices=("fp32", "tf32", "both"), default="fp32", help="arithmetic for float32 arrays")
+    tune.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64", "all"), default="float32", help="type of the arrays")
+    tune.add_argument("--layout", choices=("NCHW", "NHWC", "both"), default="NCHW", help="layout of the arrays; NHWC is channels last")
     tune.add_argument("--match", metavar="TEXT", default="", help="only problems whose text contains this; --list shows the texts")
-    tune.add_argument("--limit", type=_seconds, metavar="SECONDS", help="begin no further problem after that time")
+    tune.add_argument("--limit", type=_seconds, metavar="SECONDS", help="begin no further problem after so many seconds")
     tune.add_argument("--output", type=Path, metavar="FILE", help="add to this table instead of the user's")
     tune.add_argument("--all", action="store_true", help="measure again what was measured before")
     tune.add_argument("--device", type=_device, help="a GPU; by default the first")
@@ -123,23 +123,23 @@ def parser() -> argparse.ArgumentParser:
         "float32 for 8 and 16 bits, float64 for more. A picture keeps its size and its transparency; its border is repeated outwards.",
     )
     run.add_argument("input", type=Path, help="a .npy file of shape (N, C, ...) or (C, ...), or a picture")
-    run.add_argument("output", type=Path, help="what to write, of the same kind")
+    run.add_argument("output", type=Path, help="the file to write, of the same kind")
     run.add_argument(
         "--filter", required=True, metavar="FILE|NAME",
         help="a .npy file of shape (K, C/groups, ...), for pictures (R, S) too; or, for pictures, sharpen, blur, edge, emboss, identity",
     )
     run.add_argument("--bias", type=Path, metavar="FILE", help="a .npy file of shape (K,)")
-    run.add_argument("--stride", type=_sizes, metavar="N|N,N", help="by default 1")
+    run.add_argument("--stride", type=_sizes, metavar="N|N,N", help="steps of the filter, for all axes or one for each; by default 1")
     run.add_argument("--padding", type=_padding, metavar="N|same|valid|T,B,L,R", help="zeros around the input, by default none")
-    run.add_argument("--dilation", type=_sizes, metavar="N|N,N", help="by default 1")
-    run.add_argument("--groups", type=_count, metavar="N", help="by default 1")
-    run.add_argument("--transposed", action="store_true", help="the transposed convolution")
-    run.add_argument("--output-padding", type=_sizes, metavar="N|N,N", help="with --transposed")
-    run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic of float32")
+    run.add_argument("--dilation", type=_sizes, metavar="N|N,N", help="distance between the taps of the filter; by default 1")
+    run.add_argument("--groups", type=_count, metavar="N", help="groups of channels, each convolved by itself; by default 1")
+    run.add_argument("--transposed", action="store_true", help="compute the transposed convolution")
+    run.add_argument("--output-padding", type=_sizes, metavar="N|N,N", help="with --transposed: rows and columns added at the end")
+    run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic for float32 arrays")
     where = run.add_mutually_exclusive_group()
-    where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the package's own choice")
+    where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     where.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="share the work among these GPUs")
-    run.add_argument("--batch", type=_count, metavar="N", help="images that go through at a time; by default what makes 256 MiB")
+    run.add_argument("--batch", type=_count, metavar="N", help="images to convolve at a time; by default as many as fill 256 MiB")
     run.add_argument("--force", action="store_true", help="replace the output if it exists")
     return top
 
@@ -175,7 +175,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.host:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)
     if arguments.devices is not None:
-        raise ToolError("--devices is for --host")
+        raise ToolError("--devices goes with --host only")
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)

@@ -189,10 +189,10 @@ REFUSED = {
     "no input": (("--filter", "w.npy", "none.npy", "y.npy"), "none.npy can't be read: No such file"),
     "no filter": (("--filter", "none.npy", "x.npy", "y.npy"), "none.npy can't be read"),
     "no bias": ((*ARRAYS, "--bias", "none.npy"), "none.npy can't be read"),
-    "truncated": (("--filter", "w.npy", "cut.npy", "y.npy"), "cut.npy is no whole .npy file"),
-    "truncated filter": (("--filter", "cut.npy", "x.npy", "y.npy"), "cut.npy is no whole .npy file"),
-    "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is no whole .npy file"),
-    "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is no whole .npy file"),
+    "truncated": (("--filter", "w.npy", "cut.npy", "y.npy"), "cut.npy is not a whole .npy file"),
+    "truncated filter": (("--filter", "cut.npy", "x.npy", "y.npy"), "cut.npy is not a whole .npy file"),
+    "empty": (("--filter", "w.npy", "nil.npy", "y.npy"), "nil.npy is not a whole .npy file"),
+    "objects": (("--filter", "w.npy", "objects.npy", "y.npy"), "objects.npy is not a whole .npy file"),
     "complex": (("--filter", "complex.npy", "x.npy", "y.npy"), "complex.npy holds complex64; integers, float16, float32, float64 can be convolved"),
     "large integers": (("--filter", "large.npy", "x.npy", "y.npy"), "large.npy holds integers that float32 can't hold exactly; save it as float32"),
     "bfloat16": (("--filter", "w.npy", "two_bytes.npy", "y.npy"), "two_bytes.npy holds void16; integers, float16, float32, float64 can be convolved"),
@@ -205,8 +205,8 @@ REFUSED = {
     "onto a link to the input": (("--filter", "w.npy", "x.npy", "link.npy", "--force"), "it is the file x.npy"),
     "onto the filter": (("--filter", "w.npy", "x.npy", "w.npy", "--force"), "it is the file w.npy"),
     "onto the bias": (("--filter", "w.npy", "x.npy", "b.npy", "--bias", "b.npy", "--force"), "it is the file b.npy"),
-    "no folder": (("--filter", "w.npy", "x.npy", "none/y.npy"), "is no folder"),
-    "a folder": (("--filter", "w.npy", "x.npy", "folder.npy", "--force"), "no ordinary file"),
+    "no folder": (("--filter", "w.npy", "x.npy", "none/y.npy"), "is not a folder"),
+    "a folder": (("--filter", "w.npy", "x.npy", "folder.npy", "--force"), "not an ordinary file"),
     "not writeable": (("--filter", "w.npy", "x.npy", "/proc/y.npy"), "/proc/y.npy can't be written"),
     "exists": (("--filter", "w.npy", "x.npy", "old.npy"), "old.npy exists already; --force"),
     "array to picture": (("--filter", "w.npy", "x.npy", "y.png"), "y.png must end in .npy"),
@@ -228,7 +228,7 @@ REFUSED = {
     "picture onto itself": (("--filter", "blur", "a.png", "a.png", "--force"), "it is the file a.png"),
     "picture exists": (("--filter", "blur", "a.png", "cut.png"), "exists already"),
     "picture to array": (("--filter", "blur", "a.png", "b.npy"), "b.npy must be a picture"),
-    "picture without folder": (("--filter", "blur", "a.png", "none/b.png"), "is no folder"),
+    "picture without folder": (("--filter", "blur", "a.png", "none/b.png"), "is not a folder"),
     "picture not writeable": (("--filter", "blur", "a.png", "/proc/b.png"), "/proc/b.png can't be written"),
     "alpha as jpeg": (("--filter", "blur", "alpha.png", "b.jpg"), "b.jpg can't be written"),
     "animation": (("--filter", "blur", "two.gif", "b.png"), "two.gif has 2 pictures"),
@@ -542,12 +542,12 @@ def test_host_needs_a_gpu(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command("bench", "--host")
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "no GPU to measure" in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "bench --host needs a GPU, but " in err
 
 
 @pytest.mark.parametrize("arguments, words", [
     (("--host", "--mode", "tf32"), "--mode"), (("--host", "--only", "("), "regular expression"),
-    (("--host", "--only", "conv9d"), "matches no problem"), (("--devices", "0"), "--devices is for --host"), (("--host", "--devices", "x"), "--devices"),
+    (("--host", "--only", "conv9d"), "matches no problem"), (("--devices", "0"), "--devices goes with --host"), (("--host", "--devices", "x"), "--devices"),
 ])
 def test_host_refuses_what_it_does_not_do(command, arguments, words):
     status, out, err = command("bench", *arguments)

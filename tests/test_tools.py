@@ -549,7 +549,7 @@ def test_info_tells_its_sections_as_text(command, rich):
     assert (status, err) == (OK, "")
     for words in ("Versions", "numpy", "What the package uses", "default device", "cache folder", str(ROOT)):
         assert words in out
-    assert ("No GPU is seen." in out) or ("compute capability" in out)
+    assert ("No GPU was found." in out) or ("compute capability" in out)
 
 
 def test_info_tells_its_sections_as_json(command):
@@ -760,7 +760,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command("bench")
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "no GPU to measure" in err and "--device opencl" in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "bench needs a GPU, but " in err and "--device opencl" in err
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -769,7 +769,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     (("verify", "--device", "cuda:99", "--cases", "k1s1p0"), ""), (("verify", "--seed", "-1"), "--seed"), (("verify", "--seed", "x"), "'x'"),
     (("bench", "--device", "opencl", "--only", "("), "regular expression"), (("bench", "--device", "opencl", "--only", "conv9d"), "matches no problem"),
     (("bench", "--device", "opencl", "--host-calls"), "--host-calls"), (("bench", "--list", "--only", "("), "regular expression"), (("bench", "--mode", "fp32", "int4"), "int4"), (("bench", "--mode"), "--mode"),
-    (("bench", "--device", "opencl", "--json", "/no/such/folder/b.json"), "no folder"), (("bench", "--device", "opencl", "--csv", "/"), "can't be written"),
+    (("bench", "--device", "opencl", "--json", "/no/such/folder/b.json"), "not a folder"), (("bench", "--device", "opencl", "--csv", "/"), "can't be written"),
     (("bench", "--device", "opencl", "--plots", __file__), "must be a folder"), (("bench", "--device", "opencl", "--pages", "/no"), "can't be read"),
 ], ids=lambda value: " ".join(map(str, value))[-50:] if isinstance(value, tuple) else "")
 def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, arguments, words):

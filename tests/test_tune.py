@@ -554,7 +554,7 @@ def test_what_cannot_be_done_is_told_in_one_line(command, arguments, words):
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and err.startswith("pycuda-conv tune: ")
 
 
-@pytest.mark.parametrize("output, words", [("/", "can't be written"), ("/no/such/folder/t.json", "can't be written"), (__file__, "is no table to add to")])
+@pytest.mark.parametrize("output, words", [("/", "can't be written"), ("/no/such/folder/t.json", "can't be written"), (__file__, "is not a table of tuned choices")])
 def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured(command, imaginary, output, words):
     status, out, err = command("--output", output)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and output in err and not imaginary
@@ -567,7 +567,7 @@ def test_without_a_gpu_it_says_so(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command()
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "no GPU to tune for" in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "tune needs a GPU, but " in err
 
 
 def test_the_list_tells_every_problem_in_every_form(command):
@@ -587,7 +587,7 @@ def test_the_table_shows_what_was_gained_and_nothing_is_measured_twice(command, 
         assert tune.user_table().get(GPU, tune.key(problem)) == Choice(ODD, 10.0)
     assert len(imaginary) == 2 and err.count("\n") == 2 and err.startswith("[1/2] conv2d 1x1x5x5")
     status, out, err = command(*arguments)
-    assert (status, err, len(imaginary)) == (OK, "", 2) and "2 were measured before; --all measures them again" in out
+    assert (status, err, len(imaginary)) == (OK, "", 2) and "2 problems were measured before; --all measures them again" in out
     assert command(*arguments, "--all")[0] == OK and len(imaginary) == 4
 
 
@@ -615,7 +615,7 @@ def test_the_limit_leaves_what_would_begin_too_late(command, measured, monkeypat
     now = iter(range(0, 10_000, 10))
     monkeypatch.setattr(tool, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     status, out, _ = command("--limit", 35)  # begun at 0, asked at 10, 20, 30, 40
-    assert status == OK and len(measured) == 3 and f"{len(BENCHED) - 3} were left when the time was over" in out
+    assert status == OK and len(measured) == 3 and f"{len(BENCHED) - 3} problems were left when the time limit was reached" in out
 
 
 # ---- on a GPU

@@ -449,7 +449,7 @@ def _device(settings: Settings) -> Device:
     if settings.device is None:
         missing = cuda.why_not()
         if missing:
-            raise ToolError(f"no GPU to measure: {missing}. --device opencl measures a few small problems on PoCL against torch on the CPU")
+            raise ToolError(f"bench needs a GPU, but {missing}. --device opencl measures a few small problems on the CPU")
     device = named_device("cuda" if settings.device is None else settings.device)
     torch = require("torch")
     if device.backend == "cuda" and not torch.cuda.is_available():
@@ -553,7 +553,7 @@ def check_paths(settings: Settings, part: str = "results") -> None:
     """Refuse what can't be written before anything is measured for it; `part` of the page of results is this benchmark's."""
     for path in (settings.json, settings.csv):
         if path is not None and not path.resolve().parent.is_dir():
-            raise ToolError(f"{path} can't be written: {path.resolve().parent} is no folder")
+            raise ToolError(f"{path} can't be written: {path.resolve().parent} is not a folder")
         if path is not None and path.is_dir():
             raise ToolError(f"{path} can't be written: it is a folder")
     if settings.plots is not None and settings.plots.exists() and not settings.plots.is_dir():

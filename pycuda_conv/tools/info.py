@@ -140,7 +140,7 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
     wanted = os.environ.get("PYCUDA_CONV_BACKEND")
     try:
         backend: str | None = default_backend()
-        found = "a GPU and a compiler were found" if backend == "cuda" else f"no CUDA: {cuda_missing}"
+        found = "a GPU and a compiler were found" if backend == "cuda" else cuda_missing
         why = "PYCUDA_CONV_BACKEND says so" if wanted else found
     except BackendError as error:
         backend, why = None, str(error)
@@ -185,5 +185,5 @@ def run(as_json: bool = False) -> int:
         title += f"{_bytes(gpu['memory_total'])} of memory, {_bytes(gpu['memory_free'])} free"
         out.print(table(title, ("attribute", "value"), [(k, str(v)) for k, v in gpu["attributes"].items()], left=("attribute",)))
     if not facts["gpus"]:
-        out.print("No GPU is seen.")
+        out.print("No GPU was found.")
     return 0

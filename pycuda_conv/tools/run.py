@@ -116,7 +116,7 @@ def _read_array(path: Path) -> np.ndarray:
     except OSError as error:
         raise ToolError(f"{path} can't be read: {error.strerror or error}") from error
     except ValueError as error:
-        raise ToolError(f"{path} is no whole .npy file of numbers: {error}") from error
+        raise ToolError(f"{path} is not a whole .npy file of numbers: {error}") from error
 
 
 def _check_output(settings: Settings) -> Path:
@@ -125,10 +125,10 @@ def _check_output(settings: Settings) -> Path:
     try:
         real = output.resolve()
         if not real.parent.is_dir():
-            raise ToolError(f"{output} can't be written: {real.parent} is no folder")
+            raise ToolError(f"{output} can't be written: {real.parent} is not a folder")
         if real.exists():
             if not real.is_file():
-                raise ToolError(f"{output} can't be written: it is no ordinary file")
+                raise ToolError(f"{output} can't be written: it is not an ordinary file")
             for source in (settings.input, settings.bias, Path(settings.filter)):
                 if source is not None and source.exists() and real.samefile(source):
                     raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
@@ -171,7 +171,7 @@ def _run_array(settings: Settings) -> str:
     if settings.output.suffix.lower() != ".npy":
         raise ToolError(f"{settings.output} must end in .npy, as {settings.input} does")
     if settings.output_padding is not None and not settings.transposed:
-        raise ToolError("--output-padding is for --transposed")
+        raise ToolError("--output-padding goes with --transposed only")
     if settings.filter in FILTERS:
         raise ToolError(f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)")
     x = _read_array(settings.input)
@@ -218,7 +218,7 @@ def _common_dtype(settings: Settings, x: np.ndarray, weight: np.ndarray, bias: n
     floats = [(path, dtype.name) for path, dtype in given if dtype.kind == "f"]
     for path, name in floats:
         if name != floats[0][1]:
-            raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must hold the same")
+            raise ToolError(f"{path} holds {name}, but {floats[0][0]} {floats[0][1]}; all files of floats must have the same type")
     return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
 
 

@@ -103,10 +103,10 @@ def run(settings: Settings) -> int:
 
 def _device(settings: Settings) -> cuda.CudaDevice:
     if settings.device is None and cuda.why_not():
-        raise ToolError(f"no GPU to tune for: {cuda.why_not()}")
+        raise ToolError(f"tune needs a GPU, but {cuda.why_not()}")
     device: Any = named_device("cuda" if settings.device is None else settings.device)
     if device.backend != "cuda":
-        raise ToolError(f"{device.name} can't be tuned: only GPUs are")
+        raise ToolError(f"{device.name} can't be tuned, only GPUs can")
     return device
 
 
@@ -115,12 +115,12 @@ def _target(output: Path | None) -> tune.Table:
     if output is None:
         return tune.user_table()
     if output.is_dir() or not output.resolve().parent.is_dir():
-        raise ToolError(f"{output} can't be written: it is a folder, or in none")
+        raise ToolError(f"{output} can't be written: it is a folder, or its folder does not exist")
     target = tune.Table(output, shared=False)
     try:
         target.read()
     except (OSError, ValueError) as error:
-        raise ToolError(f"{output} is no table to add to: {error}") from error
+        raise ToolError(f"{output} is not a table of tuned choices: {error}") from error
     return target
 
 
@@ -173,7 +173,7 @@ def _print(rows: Sequence[Row], device: cuda.CudaDevice, target: tune.Table, ask
         mean = geometric_mean(row.gain for row in rows if row.gain)
         out.print(f"geometric mean of the gain: {number(mean, '.3f')}", markup=False, style="bold")
     if asked > todo:
-        out.print(f"{asked - todo} were measured before; --all measures them again", markup=False)
+        out.print(f"{asked - todo} problems were measured before; --all measures them again", markup=False)
     if len(rows) < todo:
-        out.print(f"{todo - len(rows)} were left when the time was over", markup=False)
+        out.print(f"{todo - len(rows)} problems were left when the time limit was reached", markup=False)
     out.print(f"{target.path}: {seconds:.0f} s in all", markup=False)

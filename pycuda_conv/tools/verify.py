@@ -361,6 +361,10 @@ def run(cases: str | None = None, device: Any = None, seed: int | None = None, a
     ]
     styles = ["" if r.passed else "bold red" for r in results]
     out.print(table(f"Errors against float64 on {where.name}, seed {seed}", columns, rows, left=columns[:3], styles=styles))
+    out.print(
+        "of bound: the largest error, divided by what rounding explains; more than 1 fails" + "; torch's: its relative error" * beside,
+        markup=False,
+    )
     for r in failed:
         out.print(f"{r.case} on {r.array}: {r.problem}, kernel {r.kernel}: {r.detail}", markup=False, style="red")
     missing = [case.name for case in chosen if case.name not in {r.case for r in results}]
