@@ -384,7 +384,7 @@ def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
     others = [row for row in rows if row not in mine]
     if mine:
         tf32 = {(row.what, row.problem): row for row in mine if row.mode == "tf32"}
-        lines = []
+        lines: list[tuple[str, ...]] = []
         for row in mine:
             if row.mode == "fp32":
                 other = tf32.get((row.what, row.problem))
