@@ -2,38 +2,41 @@
 //
 //   y[m, pixel] = bias[m] + sum over k of A[m, k] * B[k, pixel]
 //   gemm m: output channel of the group | gemm n: pixel (n,o,p,q) of the batch | gemm k: (c,t,r,s), tap fastest
-//   A[m, (c,t,r,s)]     = w[W_BASE + g*W_G + m*W_M + c*W_C + t*W_T + r*W_R + s*W_S]
-//   B[(c,t,r,s), pixel] = x[n, g, c, o*STRIDE_D - PAD_D + t*DIL_D, p*STRIDE_H - PAD_H + r*DIL_H, q*STRIDE_W - PAD_W + s*DIL_W]
+//   A[m, (c,t,r,s)]     = w[w_base + g*w_g + m*w_m + c*w_c + t*w_t + r*w_r + s*w_s]
+//   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w]
 //
 // B is never stored: its elements are found in x as the tiles are loaded. Each thread multiplies THREAD_M values of A
 // by THREAD_N of B for every k, so one value from shared memory serves 4 to 8 multiplications instead of one.
 //
-// The gradient of the input uses the same kernel: the pixels h = a (mod STRIDE_H) form a phase, which is a stride-1
-// convolution of y with every STRIDE_H-th filter row, backwards (W_R, DIL_H < 0 then say so), and OUT_H > 1 spreads
+// The gradient of the input uses the same kernel: the pixels h = a (mod stride) form a phase, which is a stride-1
+// convolution of y with every stride-th filter row, backwards (w_r, dil_h < 0 then say so), and y_h spreads
 // the results. One launch a phase.
 //
-// Mapping  block -> BLOCK_M channels x BLOCK_N pixels; GID_0 = ((pixel tile * GROUPS + g) * SPLIT_K + split) * M_TILES + m tile:
+// Sizes    They are arguments: the text depends on the tile, the type and the width of loads alone. All threads of a block need the
+//          same k, so the block keeps a table of taps in shared memory: how far from a pixel's first element in x, and from the start
+//          of a row of w, that k lies. BLOCK_K threads write the taps of the step after next while the tile of this step is multiplied.
+// Mapping  block -> BLOCK_M channels x BLOCK_N pixels; GID_0 = ((pixel tile * groups + g) * split + part) * m_tiles + m tile:
 //          blocks that share pixels are neighbours. warp -> 4 x 8 threads. thread -> THREAD_M x THREAD_N sums, in
 //          groups of four neighbours, 4 * threads-along-the-axis apart, so that its reads of shared memory are 16 bytes
 //          wide and free of bank conflicts.
-// Memory   shared: two buffers of A, BLOCK_K x (BLOCK_M + 4), and of B, BLOCK_K x BLOCK_N; the + 4 spreads the
+// Memory   shared: two buffers of A, BLOCK_K x (BLOCK_M + 4), of B, BLOCK_K x BLOCK_N, and of BLOCK_K taps; the + 4 spreads the
 //          transposing stores of A over the banks. While one buffer is multiplied the next tile waits in registers.
 //          Global loads of A are 16 bytes wide (A_VEC = 4) when k runs contiguously in w, those of B (B_VEC = 4) when
-//          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding.
-// Layout   X_* and Y_* are the elements from one image, group, channel of a group and pixel to the next: NCHW, channels last, or
-//          with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
+//          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding, which need no table.
+// Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next: NCHW, channels
+//          last, or with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
 //          images, its images the channels, dy the filter, and y is dw (ConvProblem.launched).
 // Guarded  GUARDED = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
-//          at once in the usual case that pack.cu flagged no image (PATCH_ROWS: the product no patch of one) or channel. A tile is
+//          at once in the usual case that pack.cu flagged no image (patch_rows: the product no patch of one) or channel. A tile is
 //          computed again if one that belongs to it is flagged with 2, or with 1 and a result is so small that what its operands'
 //          limbs lost can be seen in it. Limbs are off by
-//          at most 2^-36 where the largest is below 2^15, so that a sum of GEMM_K products, scaled back by scale_n * scale_k, is off by
-//          GEMM_K * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(GEMM_K) of a result of 2 sqrt(GEMM_K) * scale_n * scale_k.
-//          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 GEMM_K or more,
+//          at most 2^-36 where the largest is below 2^15, so that a sum of gemm_k products, scaled back by scale_n * scale_k, is off by
+//          gemm_k * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(gemm_k) of a result of 2 sqrt(gemm_k) * scale_n * scale_k.
+//          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 gemm_k or more,
 //          what was lost is 2^-22 of that, as much as any sum in fp32 loses. A few suspects of a tile are looked at so; of many, most
-//          are in earnest. FOLLOWED: the next launch mends another phase, and mostly has as little to do as this one.
-// Split    SPLIT_K > 1 cuts the sum over k for problems of few tiles: every split writes its part to a workspace
-//          [SPLIT_K][size of y] of acc_t and direct_reduce.cu adds the parts in order.
+//          are in earnest.
+// Split    split > 1 cuts the sum over k for problems of few tiles: every part is written to a workspace
+//          [split][size of y] of acc_t, without the epilogue, and direct_reduce.cu adds the parts in order.
 //
 // By hand: nvcc -cubin cu/direct_gemm.cu
 #include "portable.cuh"
@@ -47,71 +50,13 @@
 #define MIN_BLOCKS 1
 #define A_VEC 4
 #define B_VEC 1
-#define OUT_VEC 4
-#define SPLIT_K 1
-#define GROUPS 1
-#define M 64
-#define CRED 64
-#define D 1
-#define H 56
-#define W 56
-#define T 1
-#define R 3
-#define S 3
-#define EMPTY 0
-#define O 1
-#define P 56
-#define Q 56
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#define PAD_D 0
-#define PAD_H 1
-#define PAD_W 1
-#define DIL_D 1
-#define DIL_H 1
-#define DIL_W 1
-#define CHECK_D 0
-#define CHECK_H 1
-#define CHECK_W 1
-#define W_BASE 0
-#define W_G 0
-#define W_M 576
-#define W_C 9
-#define W_T 9
-#define W_R 3
-#define W_S 1
-#define OUT_SIZE 3136
-#define OUT_BASE 0
-#define OUT_D 3136
-#define OUT_H 56
-#define OUT_W 1
-#define X_IMAGE 200704
-#define X_GROUP 200704
-#define X_CHANNEL 3136
-#define X_PIXEL 1
-#define Y_IMAGE 200704
-#define Y_GROUP 200704
-#define Y_CHANNEL 3136
-#define Y_PIXEL 1
-#define HAS_BIAS 0
-#define HAS_SCALE 0
 #define HAS_RESIDUAL 0
-#define RELU 0
 #define GUARDED 0
-#define NOTED 0
-#define PATCH_ROWS 0
-#define FOLLOWED 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
 #define THREADS_N (BLOCK_N / THREAD_N)
 #define THREADS (THREADS_M * THREADS_N)
-#define M_TILES ((M + BLOCK_M - 1) / BLOCK_M)
-#define TAPS (T * R * S)
-#define GEMM_K (EMPTY ? 0 : CRED * TAPS)  // EMPTY: a phase without taps, whose sums are zero
-#define K_STEPS ((GEMM_K + BLOCK_K - 1) / BLOCK_K)
-#define SPLIT_STEPS ((K_STEPS + SPLIT_K - 1) / SPLIT_K)
 #define A_PITCH (BLOCK_M + 4)
 #define A_LOADS (BLOCK_M * BLOCK_K / A_VEC / THREADS)
 #define A_COLUMNS (BLOCK_K / A_VEC)         // threads along k in a load of A
@@ -119,63 +64,141 @@
 #define B_COLUMNS (BLOCK_N / B_VEC)         // threads along the pixels in a load of B
 #define B_ROWS (THREADS / B_COLUMNS)
 
-// What has a scale and a flag, of pixel number `out` of image n and of group g: the image, or a patch of 8 columns and PATCH_ROWS rows.
-#if PATCH_ROWS
-#define UNITS_IMAGE (P / PATCH_ROWS * (Q / 8))
-#define UNITS (GROUPS * (n_pixels / (O * P * Q)) * UNITS_IMAGE)
-#define UNIT(n, g, out) (((g) * (n_pixels / (O * P * Q)) + (n)) * UNITS_IMAGE + (out) / Q / PATCH_ROWS * (Q / 8) + (out) % Q / 8)
-#else
-#define UNITS (n_pixels / (O * P * Q))
-#define UNIT(n, g, out) (n)
-#endif
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct GemmArguments {
+  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // gemm n: pixels of the batch, of an image (o * p * q) and its rows
+  long_t m, m_tiles, by_m_tiles;                        // gemm m: channels of a group that are written
+  long_t gemm_k, taps, by_taps, by_rs, r, s, by_s;      // gemm k: none in a phase without taps, whose sums are 0
+  long_t groups, by_groups;
+  long_t split, by_split, split_steps, part_size;  // parts of the sum over k, steps of BLOCK_K of each, elements of each
+  long_t d, h, w;                                  // size of an image of x
+  long_t stride_d, stride_h, stride_w;
+  long_t pad_d, pad_h, pad_w;
+  long_t dil_d, dil_h, dil_w;
+  long_t x_image, x_group, x_channel, x_d, x_h, x_w;
+  long_t w_base, w_g, w_m, w_c, w_t, w_r, w_s;
+  long_t y_base, y_image, y_group, y_channel, y_d, y_h, y_w;
+  long_t out_vec;                                  // whether four neighbouring pixels may be written at once
+  long_t has_scale, has_bias, relu;                // the epilogue
+  // where GUARDED:
+  long_t n_blocks;                                 // tiles to look at
+  long_t units, unit_group, unit_image;            // units there are; from one group and image to the next
+  long_t patch_rows, by_patch_rows, row_units;     // 0 where units are images; patches beside one another
+  long_t followed;                                 // the next launch mends another phase, and mostly has as little to do as this one
+  long_t noted;                                    // redone[blocks] takes whether the block computed a tile
+} GemmArguments;
 
+// Where element (t, r, s) of a channel's filter, and this channel, lie from the first element that a pixel meets.
+typedef struct ALIGNED Tap {
+  int d, h, w;
+  index_t x;
+} Tap;
+
+// The image that a pixel of the batch belongs to, and the pixel's number there; coordinates of that number.
+#define IMAGE_OF(pixel) DIVIDED(pixel, arg.plane, arg.by_plane)
+#define NUMBER_IN(n, pixel) ((int)((pixel) - (n) * (index_t)arg.plane))
+#define COORDINATES(number, o, p_, q_)                                                    \
+  const int o = divided(number, arg.by_pq), row_ = divided(number, arg.by_q);             \
+  const int p_ = row_ - o * (int)arg.p, q_ = (number) - row_ * (int)arg.q;
+#define Y_AT(n, g, o, p_, q_)                                                                                \
+  ((index_t)arg.y_base + (n) * (index_t)arg.y_image + (g) * (index_t)arg.y_group + (o) * (index_t)arg.y_d +   \
+   (p_) * (index_t)arg.y_h + (q_) * (index_t)arg.y_w)
+// What a block computes: its first channel and pixel, its group, its part of the sum.
+#define TILE_OF(block, m0, part, g, pixel0)                                                                     \
+  const int n_block_ = divided(block, arg.by_m_tiles), g_block_ = divided(n_block_, arg.by_split);              \
+  const int tile_ = divided(g_block_, arg.by_groups);                                                           \
+  const int m0 = ((block) - n_block_ * (int)arg.m_tiles) * BLOCK_M, part = n_block_ - g_block_ * (int)arg.split; \
+  const int g = g_block_ - tile_ * (int)arg.groups;                                                             \
+  const index_t pixel0 = (index_t)tile_ * BLOCK_N;
+// A thread's first row and column of the tile.
+#define PLACE_OF(thread, ty, tx)                                                         \
+  const int warp_ = (thread) / 32, lane_ = (thread) % 32;                                \
+  const int ty = (warp_ / (THREADS_N / 8) * 4 + lane_ / 8) * 4, tx = (warp_ % (THREADS_N / 8) * 8 + lane_ % 8) * 4;
+// Channel and tap number k.
+#define TAP_OF(k, c, t, r_, s_)                                                                                  \
+  const int c = (int)DIVIDED(k, arg.taps, arg.by_taps), tap_ = (int)((k) - c * (index_t)arg.taps);               \
+  const int t = divided(tap_, arg.by_rs), tap_row_ = divided(tap_, arg.by_s);                                    \
+  const int r_ = tap_row_ - t * (int)arg.r, s_ = tap_ - tap_row_ * (int)arg.s;
+
+#if GUARDED
+// What has a scale and a flag is a unit: an image, or a patch of 8 columns and patch_rows rows.
+#define UNIT(n, g, number) ((int)((n) * arg.unit_image + (g) * arg.unit_group) + (arg.patch_rows ? PATCH(number) : 0))
+#define PATCH(number) (divided(divided(number, arg.by_q), arg.by_patch_rows) * (int)arg.row_units + \
+                       ((number) - divided(number, arg.by_q) * (int)arg.q) / 8)
 #define LOOKS (THREADS / BLOCK_N)
 #define SUSPECTS 64
-#define KNOWN (!HAS_SCALE && !HAS_RESIDUAL && !RELU)  // the sums can be told from the results
-
-#if SPLIT_K > 1 && OUT_VEC == 4 && DTYPE < 32
-#error "parts of a split sum are floats: OUT_VEC must be 1 for 16-bit arrays"
 #endif
-#if SPLIT_K > 1
-typedef acc_t out_t;
-#define OUT_STORE(p, i, v) ((p)[i] = (v))
+
+#if DTYPE < 32
+#define STORE_SUM(at, v)                                     \
+  {                                                          \
+    if (arg.split > 1) ((GLOBAL_MEM acc_t*)y)[at] = (v);     \
+    else STORE(y, at, v);                                    \
+  }
 #else
-typedef data_t out_t;
-#define OUT_STORE STORE
+#define STORE_SUM(at, v) STORE(y, at, v);
+#endif
+
+// The taps of a step, into one of two buffers.
+#define WRITE_TAPS(step, buffer)                                                                           \
+  if (LID_0 < BLOCK_K) {                                                                                   \
+    const index_t k = (index_t)(step)*BLOCK_K + LID_0;                                                     \
+    TAP_OF(k, c, t, r, s)                                                                                  \
+    Tap tap;                                                                                               \
+    tap.d = t * (int)arg.dil_d;                                                                            \
+    tap.h = r * (int)arg.dil_h;                                                                            \
+    tap.w = s * (int)arg.dil_w;                                                                            \
+    tap.x = c * (index_t)arg.x_channel + tap.d * (index_t)arg.x_d + tap.h * (index_t)arg.x_h + tap.w * (index_t)arg.x_w; \
+    taps[buffer][LID_0] = tap;                                                                             \
+    WRITE_W_TAP(buffer, c * (index_t)arg.w_c + t * (index_t)arg.w_t + r * (index_t)arg.w_r + s * (index_t)arg.w_s)        \
+  }
+#if A_VEC == 4
+#define WRITE_W_TAP(buffer, at)
+#else
+#define WRITE_W_TAP(buffer, at) w_taps[buffer][LID_0] = (at);
 #endif
 
 // 16 bytes, or 4 elements, of A or B on their way from global to shared memory
-#define LOAD_A(step)                                                                                             \
-  _Pragma("unroll") for (int i = 0; i < A_LOADS; ++i) {                                                          \
-    const int m = a_m + i * (THREADS / A_COLUMNS), k = (step)*BLOCK_K + a_k;                                     \
-    for (int v = 0; v < A_VEC; ++v) a_next[i * A_VEC + v] = 0;                                                   \
-    if (m0 + m < M && k < GEMM_K) {                                                                              \
-      LOAD_A_AT(w_group + (index_t)(m0 + m) * W_M, k)                                                            \
+#define LOAD_A(step, buffer)                                                                                     \
+  {                                                                                                              \
+    const index_t k = (index_t)(step)*BLOCK_K + a_k;                                                             \
+    const index_t w_tap = W_TAP(k, buffer);                                                                      \
+    _Pragma("unroll") for (int i = 0; i < A_LOADS; ++i) {                                                        \
+      const int m = m0 + a_m + i * (THREADS / A_COLUMNS);                                                        \
+      for (int v = 0; v < A_VEC; ++v) a_next[i * A_VEC + v] = 0;                                                 \
+      if (m < m_end && k < gemm_k) {                                                                             \
+        LOAD_A_AT(w_group + m * (index_t)arg.w_m + w_tap)                                                        \
+      }                                                                                                          \
     }                                                                                                            \
   }
 #if A_VEC == 4
-#define LOAD_A_AT(row, k) LOAD_VEC(a_next + i * 4, w, (row) + (k))
+#define W_TAP(k, buffer) (k)
+#define LOAD_A_AT(at) LOAD_VEC(a_next + i * 4, w, at)
 #else
-#define LOAD_A_AT(row, k) a_next[i] = LOAD(w, (row) + (index_t)((k) / TAPS) * W_C + (k) / (R * S) % T * W_T + (k) / S % R * W_R + (k) % S * W_S);
+#if B_VEC == 4
+#define W_TAP(k, buffer) ((k) * (index_t)arg.w_c)
+#else
+#define W_TAP(k, buffer) w_taps[buffer][a_k]
+#endif
+#define LOAD_A_AT(at) a_next[i] = LOAD(w, at);
 #endif
 
-#define LOAD_B(step)                                                                                             \
-  _Pragma("unroll") for (int i = 0; i < B_LOADS; ++i) {                                                          \
-    const int k = (step)*BLOCK_K + b_k + i * B_ROWS;                                                             \
-    const int c = k / TAPS, t = k / (R * S) % T, r = k / S % R, s = k % S;                                       \
-    bool ok = pixel_ok && k < GEMM_K;                                                                            \
-    if (CHECK_D) ok = ok && (unsigned)(d0 + t * DIL_D) < D;                                                      \
-    if (CHECK_H) ok = ok && (unsigned)(h0 + r * DIL_H) < H;                                                      \
-    if (CHECK_W) ok = ok && (unsigned)(w0 + s * DIL_W) < W;                                                      \
-    for (int v = 0; v < B_VEC; ++v) b_next[i * B_VEC + v] = 0;                                                   \
-    if (ok) {                                                                                                    \
-      LOAD_B_AT(x_pixel + (index_t)c * X_CHANNEL + (index_t)(((t * DIL_D) * H + r * DIL_H) * W + s * DIL_W) * X_PIXEL) \
-    }                                                                                                            \
-  }
 #if B_VEC == 4
-#define LOAD_B_AT(at) LOAD_VEC(b_next + i * 4, x, at)
+#define LOAD_B(step, buffer)                                                                        \
+  _Pragma("unroll") for (int i = 0; i < B_LOADS; ++i) {                                             \
+    const index_t k = (index_t)(step)*BLOCK_K + b_k + i * B_ROWS;                                   \
+    for (int v = 0; v < 4; ++v) b_next[i * 4 + v] = 0;                                              \
+    if (pixel_ok && k < gemm_k) LOAD_VEC(b_next + i * 4, x, x_pixel + k * (index_t)arg.x_channel)   \
+  }
 #else
-#define LOAD_B_AT(at) b_next[i] = LOAD(x, at);
+#define LOAD_B(step, buffer)                                                                        \
+  _Pragma("unroll") for (int i = 0; i < B_LOADS; ++i) {                                             \
+    const Tap tap = taps[buffer][b_k + i * B_ROWS];                                                 \
+    b_next[i] = 0;                                                                                  \
+    if (pixel_ok && (index_t)(step)*BLOCK_K + b_k + i * B_ROWS < gemm_k && (unsigned)(d0 + tap.d) < (unsigned)arg.d && \
+        (unsigned)(h0 + tap.h) < (unsigned)arg.h && (unsigned)(w0 + tap.w) < (unsigned)arg.w)       \
+      b_next[i] = LOAD(x, x_pixel + tap.x);                                                         \
+  }
 #endif
 
 #define TO_SHARED(buffer)                                                                                        \
@@ -188,83 +211,88 @@ typedef data_t out_t;
 
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
-    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM out_t* RESTRICT y,
+    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
 #if GUARDED
-    const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales,
-#if NOTED
-    int* redone,  // [blocks]: whether the block computed a tile
-#endif
-    const long_t n_pixels, const long_t n_blocks) {
-#if FOLLOWED
-  NEXT_LAUNCH_MAY_COME
-#endif
+    const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales, int* redone,
+    const GemmArguments arg) {
+  if (arg.followed) {
+    NEXT_LAUNCH_MAY_COME
+  }
   AFTER_LAST_LAUNCH
   // the usual case first: nothing is flagged
   int any = 0, of_filters = 0;
-  for (long_t n = LID_0; n < UNITS; n += THREADS) any |= unit_flags[n];
-  for (int m = LID_0; m < GROUPS * M; m += THREADS) of_filters |= filter_flags[m];
+  for (int n = LID_0; n < (int)arg.units; n += THREADS) any |= unit_flags[n];
+  for (int m = LID_0; m < (int)(arg.groups * arg.m); m += THREADS) of_filters |= filter_flags[m];
   of_filters = __syncthreads_or(of_filters);
   any = __syncthreads_or(any | of_filters);
-#if NOTED
-  if (LID_0 == 0) redone[GID_0] = 0;
-#endif
+  if (arg.noted && LID_0 == 0) redone[GID_0] = 0;
   if (!any) return;
 #else
-    const long_t n_pixels) {
+    const GemmArguments arg) {
   AFTER_LAST_LAUNCH
 #endif
   LOCAL_MEM acc_t ALIGNED a_tile[2][BLOCK_K * A_PITCH];
   LOCAL_MEM acc_t ALIGNED b_tile[2][BLOCK_K * BLOCK_N];
+#if B_VEC == 1
+  LOCAL_MEM Tap taps[2][BLOCK_K];
+#if A_VEC == 1
+  LOCAL_MEM index_t w_taps[2][BLOCK_K];
+#endif
+#endif
+  const int m_end = (int)arg.m;
+  const index_t n_pixels = (index_t)arg.n_pixels, gemm_k = (index_t)arg.gemm_k;
 #if GUARDED
   __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
   __shared__ int row_flags[BLOCK_M];
-  __shared__ float row_least[BLOCK_M];  // of a result where x's scale is 1
-  for (long_t block = GID_0; block < n_blocks; block += gridDim.x) {
+  __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // of a result where x's scale is 1
+  const bool known = !(arg.has_scale || HAS_RESIDUAL || arg.relu);  // the sums can be told from the results
+  for (long_t block_ = GID_0; block_ < arg.n_blocks; block_ += gridDim.x) {
+  const int block = (int)block_;
 #else
-  const long_t block = GID_0;
+  const int block = (int)GID_0;
 #endif
-  const int m0 = (int)(block % M_TILES) * BLOCK_M, split = (int)(block / M_TILES % SPLIT_K);
-  const int g = (int)(block / (M_TILES * SPLIT_K) % GROUPS);
-  const long_t pixel0 = block / (M_TILES * SPLIT_K * GROUPS) * BLOCK_N;
+  TILE_OF(block, m0, part, g, pixel0)
 #if GUARDED
   if (!of_filters) {  // mostly none of the tile's images is flagged
-    const long_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
+    const index_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
     int flags = 0;
-#if PATCH_ROWS
-    const long_t pixel = pixel0 + LID_0 % BLOCK_N;
-    flags = __syncthreads_or(pixel < end ? unit_flags[UNIT(pixel / (O * P * Q), g, (int)(pixel % (O * P * Q)))] : 0);
-#else
-    for (long_t n = pixel0 / (O * P * Q); n * (O * P * Q) < end; ++n) flags |= unit_flags[n];
-#endif
+    if (arg.patch_rows) {
+      const index_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < end ? IMAGE_OF(pixel) : 0;
+      flags = __syncthreads_or(pixel < end ? unit_flags[UNIT(n, g, NUMBER_IN(n, pixel))] : 0);
+    } else {
+      for (index_t n = IMAGE_OF(pixel0); n * (index_t)arg.plane < end; ++n) flags |= unit_flags[n];
+    }
     if (!flags) continue;
   }
   any = 0;
   if (LID_0 == 0) suspects = 0;
-  for (int m = LID_0; m < BLOCK_M && m0 + m < M; m += THREADS) {
-    row_flags[m] = filter_flags[g * M + m0 + m];
-    row_least[m] = 2 * sqrtf((float)GEMM_K) * filter_scales[g * M + m0 + m];
+  for (int m = LID_0; m < BLOCK_M && m0 + m < m_end; m += THREADS) {
+    row_flags[m] = filter_flags[g * m_end + m0 + m];
+    row_least[m] = 2 * sqrtf((float)gemm_k) * filter_scales[g * m_end + m0 + m];
+    row_bias[m] = arg.has_bias ? LOAD(bias, g * m_end + m0 + m) : 0;
   }
   __syncthreads();
   {
     // a thread looks at one pixel and every LOOKS-th channel, 32 results on their way at once
-    const long_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? pixel / (O * P * Q) : 0;
-    const int out = (int)(pixel % (O * P * Q)), unit_flag = unit_flags[UNIT(n, g, out)];
-    const int last = pixel < n_pixels && (unit_flag || of_filters) ? min(M - m0, BLOCK_M) : 0;
-    const float unit_scale = unit_scales[UNIT(n, g, out)];
-    const GLOBAL_MEM out_t* const column = y + n * Y_IMAGE + (long_t)g * Y_GROUP + (long_t)m0 * Y_CHANNEL +
-        ((long_t)OUT_BASE + (long_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
+    const index_t pixel = pixel0 + LID_0 % BLOCK_N, n = pixel < n_pixels ? IMAGE_OF(pixel) : 0;
+    const int number = pixel < n_pixels ? NUMBER_IN(n, pixel) : 0, unit = UNIT(n, g, number), unit_flag = unit_flags[unit];
+    COORDINATES(number, o, p, q)
+    const int last = pixel < n_pixels && (unit_flag || of_filters) ? min(m_end - m0, BLOCK_M) : 0;
+    const float unit_scale = unit_scales[unit];
+    const GLOBAL_MEM data_t* const column = y + Y_AT(n, g, o, p, q) + m0 * (index_t)arg.y_channel;
     constexpr int BATCH = 32;
     for (int first = LID_0 / BLOCK_N; first < last; first += BATCH * LOOKS) {
       float found[BATCH];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) found[i] = KNOWN ? LOAD(column, (long_t)min(first + i * LOOKS, last - 1) * Y_CHANNEL) : 0;
+      for (int i = 0; i < BATCH; ++i)
+        found[i] = known ? LOAD(column, (long_t)min(first + i * LOOKS, last - 1) * (index_t)arg.y_channel) : 0;
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         const int m = first + i * LOOKS, flag = m < last ? unit_flag | row_flags[m] : 0;
-        any |= flag > 1 || (flag && !KNOWN);
-        if (KNOWN && flag == 1 && !(fabsf(HAS_BIAS ? found[i] - LOAD(bias, g * M + m0 + m) : found[i]) >= unit_scale * row_least[m])) {
-          const int number = atomicAdd(&suspects, 1);
-          if (number < SUSPECTS) suspect[number] = m * BLOCK_N + LID_0 % BLOCK_N;
+        any |= flag > 1 || (flag && !known);
+        if (known && flag == 1 && !(fabsf(found[i] - row_bias[m]) >= unit_scale * row_least[m])) {
+          const int place = atomicAdd(&suspects, 1);
+          if (place < SUSPECTS) suspect[place] = m * BLOCK_N + LID_0 % BLOCK_N;
         }
       }
     }
@@ -273,66 +301,80 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     // a warp looks at one suspect: at the size of its summands, as the limbs hold them
     for (int i = LID_0 / 32; i < suspects; i += THREADS / 32) {
       const int m = m0 + suspect[i] / BLOCK_N;
-      const long_t pixel = pixel0 + suspect[i] % BLOCK_N, n = pixel / (O * P * Q);
-      const int out = (int)(pixel % (O * P * Q));
-      const int at_d = out / (P * Q) * STRIDE_D - (PAD_D), at_h = out / Q % P * STRIDE_H - (PAD_H), at_w = out % Q * STRIDE_W - (PAD_W);
-      const float to_x = 1 / unit_scales[UNIT(n, g, out)], to_w = 1 / filter_scales[g * M + m];
+      const index_t pixel = pixel0 + suspect[i] % BLOCK_N, n = IMAGE_OF(pixel);
+      const int number = NUMBER_IN(n, pixel), unit = UNIT(n, g, number);
+      COORDINATES(number, o, p, q)
+      const int at_d = o * (int)arg.stride_d - (int)arg.pad_d, at_h = p * (int)arg.stride_h - (int)arg.pad_h;
+      const int at_w = q * (int)arg.stride_w - (int)arg.pad_w;
+      const float to_x = 1 / unit_scales[unit], to_w = 1 / filter_scales[g * m_end + m];
       float size = 0;
       int some = 0;
 #pragma unroll 4
-      for (int k = LID_0 % 32; k < GEMM_K; k += 32) {
-        const int c = k / TAPS, t = k / (R * S) % T, r = k / S % R, s = k % S;
-        const int d = at_d + t * DIL_D, h = at_h + r * DIL_H, v = at_w + s * DIL_W;
-        if ((unsigned)d < D && (unsigned)h < H && (unsigned)v < W) {
-          const float a = LOAD(w, W_BASE + (index_t)g * W_G + (index_t)m * W_M + (index_t)c * W_C + t * W_T + r * W_R + s * W_S);
-          const float b = LOAD(x, (index_t)n * X_IMAGE + (index_t)g * X_GROUP + (index_t)c * X_CHANNEL + (((index_t)d * H + h) * W + v) * X_PIXEL);
+      for (index_t k = LID_0 % 32; k < gemm_k; k += 32) {
+        TAP_OF(k, c, t, r, s)
+        const int d = at_d + t * (int)arg.dil_d, h = at_h + r * (int)arg.dil_h, v = at_w + s * (int)arg.dil_w;
+        if ((unsigned)d < (unsigned)arg.d && (unsigned)h < (unsigned)arg.h && (unsigned)v < (unsigned)arg.w) {
+          const float a = LOAD(w, (index_t)arg.w_base + g * (index_t)arg.w_g + m * (index_t)arg.w_m + c * (index_t)arg.w_c +
+                                      t * (index_t)arg.w_t + r * (index_t)arg.w_r + s * (index_t)arg.w_s);
+          const float b = LOAD(x, n * (index_t)arg.x_image + g * (index_t)arg.x_group + c * (index_t)arg.x_channel +
+                                      d * (index_t)arg.x_d + h * (index_t)arg.x_h + v * (index_t)arg.x_w);
           size += fabsf(a * to_w * (b * to_x));
           some |= a != 0 && b != 0;
         }
       }
       for (int half = 16; half > 0; half /= 2) size += __shfl_xor_sync(~0u, size, half);
-      any |= some && !(size >= 4.f * GEMM_K);
+      any |= some && !(size >= 4.f * gemm_k);
     }
     if (!__syncthreads_or(any)) continue;
   }
-#if NOTED
-  if (LID_0 == 0) redone[GID_0] = 1;
-#endif
+  if (arg.noted && LID_0 == 0) redone[GID_0] = 1;
 #endif
 
   // loading: this thread's place in the tiles of A and of B; its pixel never changes
   const int a_k = LID_0 % A_COLUMNS * A_VEC, a_m = LID_0 / A_COLUMNS;
   const int b_n = LID_0 % B_COLUMNS * B_VEC, b_k = LID_0 / B_COLUMNS;
-  const index_t w_group = W_BASE + (index_t)g * W_G;
+  const index_t w_group = (index_t)arg.w_base + g * (index_t)arg.w_g;
   const bool pixel_ok = pixel0 + b_n < n_pixels;
-  const index_t image = (index_t)((pixel0 + b_n) / ((long_t)O * P * Q));
-  const int opq = (int)((pixel0 + b_n) % ((long_t)O * P * Q));
-  const int d0 = opq / (P * Q) * STRIDE_D - (PAD_D), h0 = opq / Q % P * STRIDE_H - (PAD_H), w0 = opq % Q * STRIDE_W - (PAD_W);
-  const index_t x_pixel = image * X_IMAGE + (index_t)g * X_GROUP + (((index_t)d0 * H + h0) * W + w0) * X_PIXEL;
+  const index_t image = IMAGE_OF(pixel0 + b_n);
+  COORDINATES(NUMBER_IN(image, pixel0 + b_n), o, p, q)
+  const int d0 = o * (int)arg.stride_d - (int)arg.pad_d, h0 = p * (int)arg.stride_h - (int)arg.pad_h;
+  const int w0 = q * (int)arg.stride_w - (int)arg.pad_w;
+  const index_t x_pixel = image * (index_t)arg.x_image + g * (index_t)arg.x_group + d0 * (index_t)arg.x_d + h0 * (index_t)arg.x_h +
+                          w0 * (index_t)arg.x_w;
   acc_t a_next[A_LOADS * A_VEC], b_next[B_LOADS * B_VEC];
 
   // multiplying: this thread's rows and columns of the tile
-  const int warp = LID_0 / 32, lane = LID_0 % 32;
-  const int ty = (warp / (THREADS_N / 8) * 4 + lane / 8) * 4, tx = (warp % (THREADS_N / 8) * 8 + lane % 8) * 4;
+  PLACE_OF(LID_0, ty, tx)
   acc_t sum[THREAD_M][THREAD_N];
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i)
 #pragma unroll
     for (int j = 0; j < THREAD_N; ++j) sum[i][j] = 0;
 
-  const int first = split * SPLIT_STEPS, last = first + SPLIT_STEPS < K_STEPS ? first + SPLIT_STEPS : K_STEPS;
+  const int first = part * (int)arg.split_steps;
+  const int steps = (int)((gemm_k + (BLOCK_K - 1)) / BLOCK_K), last = first + (int)arg.split_steps < steps ? first + (int)arg.split_steps : steps;
+#if B_VEC == 1
   if (first < last) {
-    LOAD_A(first)
-    LOAD_B(first)
+    WRITE_TAPS(first, 0)
+    WRITE_TAPS(first + 1, 1)
+  }
+  local_barrier();
+#endif
+  if (first < last) {
+    LOAD_A(first, 0)
+    LOAD_B(first, 0)
     TO_SHARED(0)
   }
   local_barrier();
   for (int step = first; step < last; ++step) {
     const int buffer = (step - first) % 2;
     if (step + 1 < last) {
-      LOAD_A(step + 1)
-      LOAD_B(step + 1)
+      LOAD_B(step + 1, 1 - buffer)
+      LOAD_A(step + 1, 1 - buffer)
     }
+#if B_VEC == 1
+    WRITE_TAPS(step + 2, buffer)
+#endif
 #pragma unroll
     for (int k = 0; k < BLOCK_K; ++k) {
       acc_t a[THREAD_M], b[THREAD_N];
@@ -351,44 +393,58 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     local_barrier();
   }
 
-  // store: columns are pixels, rows are channels
-#if SPLIT_K > 1
-  y += (index_t)split * (index_t)(n_pixels / (O * P * Q) * (GROUPS * M)) * OUT_SIZE;
-#endif
+  // store: columns are pixels, rows are channels. The loop needs all registers, so the tile's place is computed again.
+  {
+  int same_block = block, thread = LID_0;
+  HIDE(same_block)
+  HIDE(thread)
+  TILE_OF(same_block, m0, part, g, pixel0)
+  PLACE_OF(thread, ty, tx)
+  const int four = (int)arg.out_vec;
+  EPILOGUE_FLAGS
+  acc_t times[THREAD_M], plus[THREAD_M];
 #pragma unroll
-  for (int j = 0; j < THREAD_N; j += OUT_VEC) {
-    const long_t pixel = pixel0 + j / 4 * 4 * THREADS_N + tx + j % 4;
-    if (pixel < n_pixels) {
-      const index_t n = (index_t)(pixel / ((long_t)O * P * Q));
-      const int out = (int)(pixel % ((long_t)O * P * Q));
-      const index_t at = n * Y_IMAGE + (index_t)g * Y_GROUP +
-                         (OUT_BASE + (index_t)(out / (P * Q)) * OUT_D + out / Q % P * OUT_H + out % Q * OUT_W) * Y_PIXEL;
+  for (int i = 0; i < THREAD_M; ++i) {
+    const int m = m0 + i / 4 * 4 * THREADS_M + ty + i % 4;
+    times[i] = m < m_end ? SCALE_OF(g * m_end + m) : 1;
+    plus[i] = m < m_end ? BIAS_OF(g * m_end + m) : NOTHING;
+  }
+#pragma unroll
+  for (int j = 0; j < THREAD_N; ++j) {
+    const index_t pixel = pixel0 + j / 4 * 4 * THREADS_N + tx + j % 4;
+    if (pixel < n_pixels && (j % 4 == 0 || !four)) {
+      const index_t n = IMAGE_OF(pixel);
+      const int number = NUMBER_IN(n, pixel);
+      COORDINATES(number, o, p, q)
+#if GUARDED
+      const int unit_flag = unit_flags[UNIT(n, g, number)];
+#endif
+      const index_t at = part * (index_t)arg.part_size + Y_AT(n, g, o, p, q) + (m0 + ty) * (index_t)arg.y_channel;
 #pragma unroll
       for (int i = 0; i < THREAD_M; ++i) {
-        const int m = m0 + i / 4 * 4 * THREADS_M + ty + i % 4;
+        const int ahead = i / 4 * 4 * THREADS_M + i % 4, m = m0 + ty + ahead;
+        const index_t to = at + ahead * (index_t)arg.y_channel;
 #if GUARDED
-        if (m < M && (unit_flags[UNIT(n, g, out)] || filter_flags[g * M + m])) {
+        const bool mine = m < m_end && (unit_flag || filter_flags[g * m_end + m]);
 #else
-        if (m < M) {
+        const bool mine = m < m_end;
 #endif
-          const index_t to = at + (index_t)m * Y_CHANNEL;
-          const acc_t s = HAS_SCALE ? LOAD(scale, g * M + m) : 1, b = HAS_BIAS ? LOAD(bias, g * M + m) : 0;
-          acc_t r[OUT_VEC];
-#if HAS_RESIDUAL && OUT_VEC == 4
-          LOAD_VEC(r, residual, to)
-#elif HAS_RESIDUAL
-          r[0] = LOAD(residual, to);
+        if (j % 4 == 0 && four) {
+          acc_t r[4];
+#if HAS_RESIDUAL
+          if (mine) LOAD_VEC(r, residual, to)
 #endif
 #pragma unroll
-          for (int v = 0; v < OUT_VEC; ++v) EPILOGUE(sum[i][j + v], s, b, r[v])
-#if OUT_VEC == 4
-          STORE_VEC(y, to, sum[i] + j);
-#else
-          OUT_STORE(y, to, sum[i][j]);
-#endif
+          for (int v = 0; v < 4; ++v) FINISH(sum[i][j + v], times[i], plus[i], r[v])
+          if (mine) STORE_VEC(y, to, sum[i] + j)
+        } else {
+          const acc_t r = HAS_RESIDUAL && mine ? LOAD(residual, to) : 0;
+          FINISH(sum[i][j], times[i], plus[i], r)
+          if (mine) STORE_SUM(to, sum[i][j])
         }
       }
     }
+  }
   }
 #if GUARDED
   }

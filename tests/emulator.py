@@ -951,65 +951,69 @@ def lines_product(step, memory: Memory, finite: bool) -> None:
 # ---- the direct engine's kernels beside it
 
 
+def asked_of(step) -> dict[str, int]:
+    """The epilogue of a kernel of plain cores, in the words of :func:`finished`."""
+    a = step.arguments
+    return {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": step.defines["HAS_RESIDUAL"], "RELU": a.relu}
+
+
 def direct_reduce(step, memory: Memory) -> None:
-    define, (size,) = step.defines, step.scalars
+    a = step.arguments
     parts, bias, scale, residual, y = step.buffers
-    kind = ELEMENT[define["DTYPE"]]
-    assert step.grid == ceil(size, define["THREADS"])
-    i = np.arange(size)
-    total = sum(inside(memory.view(parts, "float32"), split * size + i).astype(float) for split in range(define["SPLIT_K"]))
-    total = finished(define, memory, kind, total, scale, bias, residual, i // define["OUT_SIZE"] % define["CHANNELS"], i)
+    kind = ELEMENT[step.defines["DTYPE"]]
+    assert step.grid == ceil(a.size, step.block)
+    i = np.arange(a.size)
+    total = sum(inside(memory.view(parts, "float32"), split * a.size + i).astype(float) for split in range(a.split))
+    total = finished(asked_of(step), memory, kind, total, scale, bias, residual, i // a.plane % a.channels, i)
     store(memory.view(y, kind), i, total.astype(kind))
 
 
 def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
-    d, (n_pixels, n_blocks) = SimpleNamespace(**step.defines), step.scalars
-    assert d.GUARDED and d.SPLIT_K == 1 and n_blocks == ceil(n_pixels, d.BLOCK_N) * d.GROUPS * ceil(d.M, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *redone = step.buffers
+    d, a = SimpleNamespace(**step.defines), step.arguments
+    assert d.GUARDED and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
+    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, redone = step.buffers
     before = memory.mended
-    for place in redone:
-        store(memory.view(place, "int32"), np.arange(step.grid), 0)
+    if a.noted:
+        store(memory.view(redone, "int32"), np.arange(step.grid), 0)
     kind = ELEMENT[d.DTYPE]
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
-    pixel = np.arange(n_pixels)
-    image, inner = np.divmod(pixel, d.O * d.P * d.Q)
-    o, p, q = inner // (d.P * d.Q), inner // d.Q % d.P, inner % d.Q
-    count = n_pixels // (d.O * d.P * d.Q)
-    each = d.P // d.PATCH_ROWS * (d.Q // 8) if d.PATCH_ROWS else 1  # units of an image
-    units = inside(memory.view(unit_flags, "int32"), np.arange(count * each * (d.GROUPS if d.PATCH_ROWS else 1)))
-    channels = inside(memory.view(filter_flags, "int32"), np.arange(d.GROUPS * d.M))
+    image, inner = np.divmod(np.arange(a.n_pixels), a.plane)
+    o, p, q = inner // (a.p * a.q), inner // a.q % a.p, inner % a.q
+    count = a.n_pixels // a.plane
+    assert a.units == (count * a.unit_image * a.groups if a.patch_rows else count)
+    units = inside(memory.view(unit_flags, "int32"), np.arange(a.units))
+    channels = inside(memory.view(filter_flags, "int32"), np.arange(a.groups * a.m))
     assert np.isin(units, (0, 1, 2)).all() and np.isin(channels, (0, 1, 2)).all(), "flags that nobody has written"
     if not units.any() and not channels.any():
         return
-    c, m = np.arange(d.CRED), np.arange(d.M)
+    c, m = np.arange(a.gemm_k // max(a.taps, 1)), np.arange(a.m)
     with np.errstate(over="ignore", invalid="ignore"):
-        for g in range(d.GROUPS):
-            total, sizes = np.zeros((2, d.M, n_pixels))
-            for t, r, s in np.ndindex(*((0, 0, 0) if d.EMPTY else (d.T, d.R, d.S))):
-                at_d, at_h, at_w = o * d.STRIDE_D - d.PAD_D + t * d.DIL_D, p * d.STRIDE_H - d.PAD_H + r * d.DIL_H, q * d.STRIDE_W - d.PAD_W + s * d.DIL_W
-                ok = (at_d >= 0) & (at_d < d.D) & (at_h >= 0) & (at_h < d.H) & (at_w >= 0) & (at_w < d.W)
-                place = image * d.X_IMAGE + ((at_d * d.H + at_h) * d.W + at_w) * d.X_PIXEL
-                values = np.where(ok, inside(x, np.where(ok, place, 0) + g * d.X_GROUP + c[:, None] * d.X_CHANNEL), x.dtype.type(0))
-                taps = inside(w, d.W_BASE + g * d.W_G + m[:, None] * d.W_M + c * d.W_C + t * d.W_T + r * d.W_R + s * d.W_S)
+        for g in range(a.groups):
+            total, sizes = np.zeros((2, a.m, a.n_pixels))
+            for t, r, s in np.ndindex(a.taps // (a.r * a.s) if a.taps else 0, a.r, a.s):
+                at_d, at_h, at_w = o * a.stride_d - a.pad_d + t * a.dil_d, p * a.stride_h - a.pad_h + r * a.dil_h, q * a.stride_w - a.pad_w + s * a.dil_w
+                ok = (at_d >= 0) & (at_d < a.d) & (at_h >= 0) & (at_h < a.h) & (at_w >= 0) & (at_w < a.w)
+                place = image * a.x_image + at_d * a.x_d + at_h * a.x_h + at_w * a.x_w
+                values = np.where(ok, inside(x, np.where(ok, place, 0) + g * a.x_group + c[:, None] * a.x_channel), x.dtype.type(0))
+                taps = inside(w, a.w_base + g * a.w_g + m[:, None] * a.w_m + c * a.w_c + t * a.w_t + r * a.w_r + s * a.w_s)
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
                 sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
-            at = image * d.Y_IMAGE + g * d.Y_GROUP + m[:, None] * d.Y_CHANNEL + (d.OUT_BASE + o * d.OUT_D + p * d.OUT_H + q * d.OUT_W) * d.Y_PIXEL
-            total = finished(step.defines, memory, kind, total, scale, bias, residual, g * d.M + m[:, None], at)
-            unit = (g * count + image) * each + p // d.PATCH_ROWS * (d.Q // 8) + q // 8 if d.PATCH_ROWS else image
-            flags, written = units[unit] | channels[g * d.M + m][:, None], inside(out, at).astype(float)
-            if d.HAS_BIAS:
-                written = written - inside(memory.view(bias, kind), g * d.M + m)[:, None].astype(float)
-            scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * d.M + m)[:, None]
-            gemm_k = 0 if d.EMPTY else d.CRED * d.T * d.R * d.S
-            seen = (np.abs(written) >= 2 * math.sqrt(gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * gemm_k * scales)
-            if d.HAS_SCALE or d.HAS_RESIDUAL or d.RELU:
+            at = a.y_base + image * a.y_image + g * a.y_group + m[:, None] * a.y_channel + o * a.y_d + p * a.y_h + q * a.y_w
+            total = finished(asked_of(step), memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
+            unit = image * a.unit_image + g * a.unit_group + (p // a.patch_rows * a.row_units + q // 8 if a.patch_rows else 0)
+            flags, written = units[unit] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
+            if a.has_bias:
+                written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
+            scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
+            seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
+            if a.has_scale or d.HAS_RESIDUAL or a.relu:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())
             store(out, at[wanted], total[wanted].astype(kind))
-    for place in redone:
-        store(memory.view(place, "int32"), 0, int(memory.mended > before))
+    if a.noted:
+        store(memory.view(redone, "int32"), 0, int(memory.mended > before))
 
 
 # ---- a whole call

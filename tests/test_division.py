@@ -30,9 +30,9 @@ def numbers(d: int) -> np.ndarray:
     return np.resize(found[(found >= 0) & (found < 2**31)], 256)
 
 
-@pytest.mark.parametrize("d", [0, -1, 2**31 + 1])
+@pytest.mark.parametrize("d", [-1, 2**31 + 1])
 def test_a_divisor_out_of_range_is_refused(d):
-    with pytest.raises(ValueError, match=f"d must be from 1 to 2\\^31, got {d}"):
+    with pytest.raises(ValueError, match=f"d must be from 0 to 2\\^31, got {d}"):
         divider(d)
 
 

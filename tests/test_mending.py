@@ -21,19 +21,20 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not inst
 MAIN = r"""
 int main(int, char** files) {
   FILE* file = fopen(files[1], "rb");
-  std::vector<std::vector<char>> buffers(10);
-  long long size, scalars[3];
+  std::vector<std::vector<char>> buffers(11);
+  long long size, blocks;
+  GemmArguments arguments;
   for (auto& buffer : buffers) {
     if (fread(&size, 8, 1, file) != 1) return 1;
     buffer.resize(size + 16);
     if (fread(buffer.data(), 1, size, file) != (size_t)size) return 1;
   }
-  if (fread(scalars, 8, 3, file) != 3) return 1;
+  if (fread(&arguments, sizeof arguments, 1, file) != 1 || fread(&blocks, 8, 1, file) != 1) return 1;
   fclose(file);
   auto floats = [&](int i) { return (float*)buffers[i].data(); };
-  auto flags = [&](int i) { return (const int*)buffers[i].data(); };
-  launch(scalars[2], THREADS, [&] {
-    direct_gemm(floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), flags(6), flags(7), floats(8), floats(9), scalars[0], scalars[1]);
+  auto flags = [&](int i) { return (int*)buffers[i].data(); };
+  launch(blocks, THREADS, [&] {
+    direct_gemm(floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), flags(6), flags(7), floats(8), floats(9), flags(10), arguments);
   });
   file = fopen(files[2], "wb");
   fwrite(buffers[5].data(), 1, buffers[5].size() - 16, file);
@@ -69,7 +70,7 @@ def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
             launch(before, memory, False)
             want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
         given = [memory.view(place, "uint8").tobytes() for place in step.buffers]
-        numbers = np.array((*step.scalars, step.grid), np.int64).tobytes()
+        numbers = np.array((*step.numbers, step.grid), np.int64).tobytes()
         (tmp_path / "in").write_bytes(b"".join(np.int64(len(a)).tobytes() + a for a in given) + numbers)
         subprocess.run(["./run", "in", "out"], cwd=tmp_path, check=True, timeout=120)
         old, y = (np.frombuffer(a, np.float32).reshape(want.shape) for a in (given[5], (tmp_path / "out").read_bytes()))

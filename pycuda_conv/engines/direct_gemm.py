@@ -6,18 +6,23 @@ It also computes once more, in plain fp32, what 16-bit limbs can't hold: see :mo
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.geometry import (
+    Phase,
     accumulator_bytes,
+    by_axis,
     ceil,
+    divider,
     filter_strides,
     needs_64_bits,
     phases,
     places,
     read_strides,
+    row_major,
     written_strides,
 )
 from pycuda_conv.engines.schedule import (
@@ -37,7 +42,7 @@ from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-_OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL)  # as the kernel takes them, before the result
+TAP_BYTES = 32 + 8  # of one k in the table of taps: its places in x and in w
 
 
 @dataclass(frozen=True)
@@ -75,7 +80,7 @@ def refusal(problem: ConvProblem, config: Gemm) -> str | None:
     reason = _no_tile(config)
     if reason:
         return reason
-    shared = 2 * config.BLOCK_K * (config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem)
+    shared = 2 * config.BLOCK_K * ((config.BLOCK_M + 4 + config.BLOCK_N) * accumulator_bytes(problem) + TAP_BYTES)
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
     if any(grid > GRID_LIMIT for grid in _grids(problem, config)):
@@ -125,51 +130,74 @@ def filter_key(problem: ConvProblem, config: Gemm) -> None:
 
 def products(problem: ConvProblem, config: Gemm, filter_last: bool = False) -> list[KernelLaunch]:
     """The launches of all phases, the longest first."""
-    groups = problem.groups
+    return [
+        _product(problem, config, phase, grid, filter_last)
+        for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps))
+    ]
+
+
+#: The struct of ``direct_gemm.cu``, which says what its members are.
+GemmArguments = namedtuple(
+    "GemmArguments",
+    "n_pixels plane by_plane by_pq p q by_q "
+    "m m_tiles by_m_tiles "
+    "gemm_k taps by_taps by_rs r s by_s "
+    "groups by_groups "
+    "split by_split split_steps part_size "
+    "d h w stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
+    "x_image x_group x_channel x_d x_h x_w "
+    "w_base w_g w_m w_c w_t w_r w_s "
+    "y_base y_image y_group y_channel y_d y_h y_w "
+    "out_vec has_scale has_bias relu "
+    "n_blocks units unit_group unit_image patch_rows by_patch_rows row_units followed noted",
+    defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # of what only the guarded kernel reads
+)
+
+
+def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter_last: bool) -> KernelLaunch:
+    groups, split, size = problem.groups, config.SPLIT_K, math.prod(problem.result_shape)
     m, reduction = problem.result_channels // groups, problem.operand_channels // groups
-    taps = math.prod(problem.filter_size)
-    _, r, s = problem.filter_size
-    tap_strides = (r * s, s, 1)
+    taps, plane = math.prod(phase.taps), math.prod(phase.size)
+    gemm_k = reduction * taps
+    x, y = read_strides(problem), written_strides(problem)
     w_g, w_m, w_c = filter_strides(problem)
+    tap_strides = row_major(problem.filter_size)
     if filter_last:
-        w_c, tap_strides = 1, (r * s * reduction, s * reduction, reduction)
-    size = math.prod(problem.result_shape)
-    split = config.SPLIT_K
-    nhwc = problem.layout == "NHWC"
-    launches = []
-    for phase, grid in sorted(zip(phases(problem), _grids(problem, config), strict=True), key=lambda pair: -math.prod(pair[0].taps)):
-        empty = 0 in phase.taps or reduction == 0
-        pixels = problem.N * math.prod(phase.size)
-        plane = math.prod(phase.size)
-        contiguous_taps = problem.direction == "fprop" and w_c == taps and reduction * taps % 4 == 0
-        contiguous_taps = contiguous_taps and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
-        pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
-        pointwise = pointwise and not nhwc and plane % 4 == 0 and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
-        dense_result = not nhwc and phase.step == (1, 1, 1) and plane % 4 == 0
-        defines = asdict(config) | {
-            "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or split * size >= 2**31),
-            "GROUPS": groups, "M": m, "CRED": max(reduction, 1),
-            "EMPTY": int(empty), **epilogue(problem, split > 1), "GUARDED": 0, "NOTED": 0,
-            "A_VEC": 4 if contiguous_taps and not empty else 1, "B_VEC": 4 if pointwise else 1,
-            "OUT_VEC": 4 if dense_result and not (split > 1 and problem.itemsize == 2) else 1,
-            "W_BASE": sum(f * t for f, t in zip(phase.first, tap_strides, strict=True)),
-            "W_G": w_g, "W_M": w_m, "W_C": w_c,
-            **{f"X_{axis.upper()}": n for axis, n in asdict(read_strides(problem)).items()},
-            **{f"Y_{axis.upper()}": n for axis, n in asdict(written_strides(problem)).items()},
-            **dict(zip(("OUT_SIZE", "OUT_BASE", "OUT_D", "OUT_H", "OUT_W"), places(problem, phase), strict=True)),
-        }
-        for i, (axis, tap_axis, pixel_axis) in enumerate(zip("DHW", "TRS", "OPQ", strict=True)):
-            count = max(phase.taps[i], 1)
-            ends = [j * phase.stride[i] - phase.pad[i] + t * phase.dilation[i] for j in (0, phase.size[i] - 1) for t in (0, count - 1)]
-            defines |= {
-                axis: problem.operand_size[i], tap_axis: count, pixel_axis: phase.size[i], f"STRIDE_{axis}": phase.stride[i],
-                f"PAD_{axis}": phase.pad[i], f"DIL_{axis}": phase.dilation[i],
-                f"CHECK_{axis}": int(min(ends) < 0 or max(ends) >= problem.operand_size[i]),
-                f"W_{tap_axis}": phase.every[i] * tap_strides[i],
-            }
-        target = RESULT if split == 1 else WORKSPACE
-        launches.append(KernelLaunch("direct_gemm", defines, grid, config.threads, (*_OPERANDS, target), (pixels,)))
-    return launches
+        w_c, tap_strides = 1, tuple(n * reduction for n in tap_strides)
+    contiguous_taps = problem.direction == "fprop" and w_c == math.prod(problem.filter_size) and gemm_k % 4 == 0 and gemm_k > 0
+    pointwise = phase.taps == (1, 1, 1) and phase.stride == (1, 1, 1) and phase.pad == (0, 0, 0) and phase.size == problem.operand_size
+    fours = problem.layout != "NHWC" and plane % 4 == 0  # four pixels are neighbours in one plane
+    a_vec = contiguous_taps and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
+    b_vec = pointwise and fours and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
+    finish = epilogue(problem, split > 1)
+    defines = {
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or split * size >= 2**31),
+        **{name: value for name, value in asdict(config).items() if name != "SPLIT_K"},
+        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "HAS_RESIDUAL": finish["HAS_RESIDUAL"], "GUARDED": 0,
+    }
+    _, p, q = phase.size
+    _, r, s = phase.taps
+    _, origin, *steps = places(problem, phase)
+    m_tiles = ceil(m, config.BLOCK_M)
+    arguments = GemmArguments(
+        n_pixels=problem.N * plane, plane=plane, by_plane=divider(plane), by_pq=divider(p * q), p=p, q=q, by_q=divider(q),
+        m=m, m_tiles=m_tiles, by_m_tiles=divider(m_tiles),
+        gemm_k=gemm_k, taps=taps, by_taps=divider(taps), by_rs=divider(r * s), r=r, s=s, by_s=divider(s),
+        groups=groups, by_groups=divider(groups),
+        split=split, by_split=divider(split), split_steps=ceil(ceil(gemm_k, config.BLOCK_K), split), part_size=size,
+        **by_axis("", problem.operand_size), **by_axis("stride_", phase.stride), **by_axis("pad_", phase.pad),
+        **by_axis("dil_", phase.dilation),
+        x_image=x.image, x_group=x.group, x_channel=x.channel,
+        **by_axis("x_", [n * x.pixel for n in row_major(problem.operand_size)]),
+        w_base=sum(f * n for f, n in zip(phase.first, tap_strides, strict=True)), w_g=w_g, w_m=w_m, w_c=w_c,
+        **by_axis("w_", [every * n for every, n in zip(phase.every, tap_strides, strict=True)], "trs"),
+        y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
+        # parts of a split sum of 16-bit arrays are floats
+        out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
+        has_scale=finish["HAS_SCALE"], has_bias=finish["HAS_BIAS"], relu=finish["RELU"],
+    )  # fmt: skip
+    buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
+    return KernelLaunch("direct_gemm", defines, grid, config.threads, buffers, (), arguments=arguments)
 
 
 # ---- the choice

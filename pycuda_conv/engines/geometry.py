@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -21,17 +21,29 @@ def divider(d: int) -> int:
     Parameters
     ----------
     d : int
-        From 1 to 2^31.
+        From 0 to 2^31. For 0, the size of an empty axis, no block is launched that divides: it counts as 1.
 
     Returns
     -------
     int
         A multiplier in the lower 32 bits, a shift in the upper ones.
     """
-    if not 1 <= d <= 2**31:
-        raise ValueError(f"d must be from 1 to 2^31, got {d}")
+    if not 0 <= d <= 2**31:
+        raise ValueError(f"d must be from 0 to 2^31, got {d}")
+    d = max(d, 1)
     shift = (d - 1).bit_length()
     return shift << 32 | (2**32 * (2**shift - d) // d + 1)
+
+
+def by_axis(prefix: str, values: Sequence[int], axes: str = "dhw") -> dict[str, int]:
+    """`values`, one of each of three axes, as arguments of a kernel."""
+    return {prefix + axis: value for axis, value in zip(axes, values, strict=True)}
+
+
+def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
+    """Elements of an array of that size, in C order, from one index to the next of each axis."""
+    _, h, w = size
+    return h * w, w, 1
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:
@@ -145,6 +157,6 @@ def phases(problem: ConvProblem) -> Iterator[Phase]:
 def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
     """Elements of a plane of the result, of a phase's first pixel in it, and from one pixel to the next along d, h and w."""
     d, h, w = problem.result_size
-    strides = (h * w, w, 1)
+    strides = row_major(problem.result_size)
     step_d, step_h, step_w = (a * b for a, b in zip(phase.step, strides, strict=True))
     return d * h * w, sum(a * b for a, b in zip(phase.origin, strides, strict=True)), step_d, step_h, step_w

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from pycuda_conv.engines import direct_gemm
+from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
@@ -32,14 +34,23 @@ def guarded(
     its channels last. `redone`: where each block says whether it did anything. `patch_rows`: scales and flags are not of images but
     of patches of 8 columns and so many rows of the result.
     """
-    noted = () if redone is None else (redone,)
     launches = direct_gemm.products(problem, direct_gemm.Gemm(128, 128, 16, 8, 8, 1), filter_last)
     *_, last = launches
+    units = {"units": problem.N, "unit_image": 1}
+    if patch_rows:
+        _, p, q = problem.result_size
+        across, images = q // 8, problem.N
+        each = p // patch_rows * across
+        units = {"units": problem.groups * images * each, "unit_group": images * each, "unit_image": each, "row_units": across}
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1, "NOTED": len(noted), "PATCH_ROWS": patch_rows, "FOLLOWED": int(step is not last)},
+            step, defines={**step.defines, "GUARDED": 1},
+            arguments=cast(direct_gemm.GemmArguments, step.arguments)._replace(
+                n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
+                noted=int(redone is not None),
+            ),
             grid=min(step.grid, multiprocessors),  # its registers leave room for no second block
-            buffers=(*step.buffers, *found, *noted), scalars=(*step.scalars, step.grid),
+            buffers=(*step.buffers, *found, redone or found[0]),  # if nothing is noted, the last is not written
         )
         for step in launches
     ]

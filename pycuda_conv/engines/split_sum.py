@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
-from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, epilogue
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place
@@ -17,11 +18,28 @@ def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
     return tuple(n for n in (SPLITS + MORE_SPLITS if problem.layout == "CNHW" else SPLITS) if n <= max(most, 1))
 
 
+class ReduceArguments(NamedTuple):
+    """The struct of ``direct_reduce.cu``, which says what its members are."""
+
+    size: int
+    split: int
+    plane: int
+    by_plane: int
+    channels: int
+    by_channels: int
+    has_scale: int
+    has_bias: int
+    relu: int
+
+
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
     """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
-    size = math.prod(problem.result_shape)
+    size, finish = math.prod(problem.result_shape), epilogue(problem)
+    plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
     defines = {
-        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "SPLIT_K": split,
-        "CHANNELS": problem.result_channels, "OUT_SIZE": 1 if problem.layout == "NHWC" else math.prod(problem.result_size),
-    } | epilogue(problem)
-    return KernelLaunch("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (size,))
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "HAS_RESIDUAL": finish["HAS_RESIDUAL"],
+    }
+    arguments = ReduceArguments(
+        size, split, plane, divider(plane), channels, divider(channels), finish["HAS_SCALE"], finish["HAS_BIAS"], finish["RELU"]
+    )
+    return KernelLaunch("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=arguments)
