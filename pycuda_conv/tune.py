@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,17 +75,13 @@ def _parsed(text: str) -> Choices:
 def _choice(problem: str, entry: Any) -> Choice:
     try:
         ((name, values),) = entry["config"].items()
-        cls, us = engines.config_classes()[name], entry["us"]
-        defaults: dict[str, Any] = {field.name: field.default for field in fields(cls)}
-        right = values.keys() == defaults.keys() and all(
-            type(v) is type(defaults[name]) and (isinstance(v, bool) or v > 0) for name, v in values.items()
-        )
-        right = right and type(us) in (int, float) and 0 < us < math.inf
+        config, us = engines.config_classes()[name].from_table(values), entry["us"]
+        right = type(us) in (int, float) and 0 < us < math.inf
     except (KeyError, TypeError, ValueError, AttributeError):
         right = False
     if not right:
         raise ValueError(f"its entry for {problem!r} is no choice: {entry!r:.200}")
-    return Choice(cls(**values), us)
+    return Choice(config, us)
 
 
 def _text(choices: Mapping[tuple[str, str], Choice]) -> str:

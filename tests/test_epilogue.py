@@ -405,7 +405,7 @@ def test_a_choice_serves_the_problem_with_and_without_an_epilogue(monkeypatch, t
         tune.store(problem, H200, tune.Choice(config, 1.0))
         assert tune.lookup(finishing(problem, "scale and relu"), H200).config == config
         found = tune.lookup(finishing(problem, "all"), H200)  # None if it can't run that
-        assert (found and found.config) == (config if config.PIXELS == 128 else None)
+        assert (found and found.config) == (config if config.BLOCK_N == 128 else None)
     assert tune.key(finishing(problem, "all")) == tune.key(problem)
     for parts in PARTS:
         full = finishing(problem, parts)
@@ -427,7 +427,7 @@ EMULATED = [
         ("fp32", Pointwise()), ("tf32", Pointwise(128)), ("fp16", lying(64, 128)), ("fp32 last", Pointwise(128, 1)), ("tf32 last", Pointwise(32, 2)))),
     *((WHOLE, mode, config) for mode in ("fp32", "tf32") for config in (patches(64, 4), raw(4))),
     (BASE, "tf32", Lines(64, 1, 8, 2, 2, 2, 1, True)), (BASE, "tf32", Lines(32, 2, 8, 2, 2, 3)), (fprop((2, 3, 9, 8), (40, 3, 3, 3), padding=1), "tf32", Lines(32, 1, 8, 2, 2, 1, 2)),
-    (BASE, "tf32", ImplicitGemm(128, 24, 3, PINGPONG=True)), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, PINGPONG=True)),
+    (BASE, "tf32", ImplicitGemm(128, 24, 3, schedule="pingpong")), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, schedule="pingpong")),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
 
@@ -480,7 +480,7 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, "fp32 last", config) for case in (implicit.WIDER, fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1)) for config in (
         ImplicitGemm(128, 128, 3), ImplicitGemm(64, 64, 3), ImplicitGemm(128, 40, 4), ImplicitGemm(64, 128, 3, 2))),
     *((implicit.WIDER, mode, config) for mode in ("tf32", "tf32 last", "fp16", "fp16 last", "bf16", "bf16 last") for config in (
-        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, PINGPONG=True))),
+        implicit.widest(mode, 128, 3), ImplicitGemm(64, 128, 3), ImplicitGemm(128, 112, 4, 3), ImplicitGemm(128, 128, 4, schedule="pingpong"))),
     *((case, mode, config) for mode, config in (("fp32", ImplicitGemm(64, 128, 3)), ("fp16 last", ImplicitGemm(128, 128, 4)), ("fp32 last", ImplicitGemm(128, 128, 3))) for case in (
         dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 9, 8), (48, 40, 3, 3), padding=1, groups=2),
         fprop((2, 160, 9, 8), (96, 80, 3, 3), groups=2), fprop((2, 64, 5, 6, 7), (48, 64, 3, 3, 3), padding=1), fprop((4, 96, 50), (80, 96, 5), padding=2, stride=2),

@@ -142,7 +142,7 @@ def emulated(case: Case, mode: str, arrays, config: ImplicitGemm | None = None, 
     if config is None:
         config = TILES[mode]
         if problem.N * math.prod(problem.result_size) > 1000:
-            config = replace(config, PIXELS=128)
+            config = replace(config, BLOCK_N=128)
     assert engines.refusal(problem, config, H200) is None
     return emulator.emulate(problem, config, *arrays, **options)
 
@@ -191,7 +191,7 @@ def test_what_the_planner_chooses_computes_the_convolution(case, mode):
 
 def lying(rows: int, pixels: int, stages: int = 2) -> ImplicitGemm:
     """A tile that takes images as they lie."""
-    return ImplicitGemm(rows, pixels, stages, POINTWISE=True)
+    return ImplicitGemm(rows, pixels, stages, loader="planes")
 
 
 POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
@@ -201,7 +201,7 @@ POINTWISE = [  # (case, mode, config): 1x1 filters on images that are not packed
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), POINTWISE, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in POINTWISE])
+@pytest.mark.parametrize(("case", "mode", "config"), POINTWISE, ids=[f"{mode}-{config.BLOCK_M}-{case}" for case, mode, config in POINTWISE])
 def test_images_that_are_not_packed(case, mode, config):
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
@@ -209,7 +209,7 @@ def test_images_that_are_not_packed(case, mode, config):
 
 def patches(rows: int, high: int, stages: int = 3) -> ImplicitGemm:
     """A tile of 8 columns and so many rows a consumer, of whose pixels all taps meet what was loaded once."""
-    return ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), stages, HALO=True)
+    return ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), stages, loader="halo")
 
 
 WHOLE = fprop((2, 64, 18, 16), (70, 64, 3, 3), padding=(0, 1))
@@ -234,7 +234,7 @@ HALOS += [  # windows
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), HALOS, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in HALOS])
+@pytest.mark.parametrize(("case", "mode", "config"), HALOS, ids=[f"{mode}-{config.BLOCK_M}-{case}" for case, mode, config in HALOS])
 def test_what_all_taps_meet_is_loaded_once(case, mode, config):
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
@@ -242,7 +242,7 @@ def test_what_all_taps_meet_is_loaded_once(case, mode, config):
 
 def raw(high: int, stages: int = 3) -> ImplicitGemm:
     """Such tiles, of images that the product splits itself."""
-    return replace(patches(64, high, stages), RAW=True)
+    return replace(patches(64, high, stages), loader="halo_split")
 
 
 RAWS = [  # (case, mode, config)
@@ -259,24 +259,24 @@ RAWS = [  # (case, mode, config)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), RAWS, ids=[f"{mode}-{config.PIXELS}-{case}" for case, mode, config in RAWS])
+@pytest.mark.parametrize(("case", "mode", "config"), RAWS, ids=[f"{mode}-{config.BLOCK_N}-{case}" for case, mode, config in RAWS])
 def test_images_are_split_where_they_are_loaded(case, mode, config):
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
 
 
 PINGPONG = [  # (case, mode, config): consumers that take tiles by turns
-    (case, mode, ImplicitGemm(128, pixels, stages, split, PINGPONG=True))
+    (case, mode, ImplicitGemm(128, pixels, stages, split, schedule="pingpong"))
     for case, pixels, stages, split in (
         (BASE, 48, 3, 1), (BASE, 16, 4, 2), (fprop((3, 64, 12, 11), (136, 64, 3, 3), padding=1), 160, 3, 1), (fprop((2, 16, 7, 6), (9, 16, 3, 2)), 8, 5, 1),
         (fprop((2, 128, 7, 6), (80, 64, 3, 3), padding=1, groups=2), 32, 4, 3), (fprop((4, 40, 30), (70, 40, 5), padding=2, stride=3), 24, 2, 1),
         (dgrad((2, 64, 7, 7), (64, 72, 3, 3), stride=3, padding=1, output_padding=1), 32, 3, 1), (fprop((2, 16, 4, 5, 6), (9, 16, 3, 2, 3), padding=1), 56, 3, 1),
     ) for mode in ("tf32", "tf32 last", "fp16", "bf16 last") if mode in MODES
 ]  # fmt: skip
-PINGPONG += [(case, mode, replace(config, ROWS=128, PINGPONG=True)) for case, mode, config in POINTWISE]
+PINGPONG += [(case, mode, replace(config, BLOCK_M=128, schedule="pingpong")) for case, mode, config in POINTWISE]
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), PINGPONG, ids=[f"{mode}-{config.PIXELS}-{config.SPLIT}-{case}" for case, mode, config in PINGPONG])
+@pytest.mark.parametrize(("case", "mode", "config"), PINGPONG, ids=[f"{mode}-{config.BLOCK_N}-{config.SPLIT}-{case}" for case, mode, config in PINGPONG])
 def test_consumers_take_tiles_by_turns(case, mode, config):
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
@@ -293,7 +293,7 @@ NOTED += [(case, mode, config) for case, mode, config in PINGPONG if config.SPLI
 NOTED += [(WHOLE, mode, config) for mode, config in (("fp32", patches(64, 4)), ("tf32", patches(128, 8)), ("fp32", raw(4)), ("tf32", raw(4)))]
 
 
-@pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=[f"{mode}-{config.ROWS}-{case}" for case, mode, config in NOTED])
+@pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=[f"{mode}-{config.BLOCK_M}-{case}" for case, mode, config in NOTED])
 def test_moments_are_noted(case, mode, config):
     for arrays in (case.integers(dtype_of(mode)), case.normals(dtype_of(mode), seed=1)):
         check_moments(asked(case, mode), config, arrays)
@@ -347,7 +347,7 @@ def requests(draw) -> tuple[Case, str, int, int]:
 def test_any_plan_computes_the_convolution(request):
     case, mode, rows, split = request
     arrays = case.integers(dtype_of(mode))
-    config = replace(TILES[mode], ROWS=rows, SPLIT=split, PIXELS=64)
+    config = replace(TILES[mode], BLOCK_M=rows, SPLIT=split, BLOCK_N=64)
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), f"{asked(case, mode)} {config}")
 
 
@@ -534,14 +534,14 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
         *((case, mode, patches(64, 4), "all taps are loaded for at once if they are 3 or more") for case, mode in (
             (BASE, "fp32"), (WHOLE, "fp32 last"), (WHOLE, "fp16"), (POINT, "fp32"), (fprop((2, 128, 9, 9), (8, 128, 1, 2), padding=1), "fp32"), (fprop((2, 64, 9, 9), (8, 64, 3, 3), stride=2), "tf32"),
             (fprop((2, 64, 40), (8, 64, 3)), "fp32"), (fprop((2, 64, 4, 4, 4), (8, 64, 3, 3, 3), padding=1), "fp32"), (dgrad((2, 64, 9, 9), (64, 8, 2, 2), stride=2), "fp32"))),
-        *((case, "tf32", replace(config, RAW=True), "split where they are loaded for all taps") for case, config in ((WHOLE, patches(128, 8)), (BASE, ImplicitGemm(64, 64)))),
+        (WHOLE, "tf32", replace(patches(128, 8), loader="halo_split"), "split where they are loaded for all taps"),
         (fprop((2, 128, 8, 8), (8, 128, 3, 3), padding=1), "tf32", raw(4), "all channels of a group are one load"), (WHOLE, "fp32", raw(15), "up to 112"),
         (fprop((2, 64, 18, 15), (70, 64, 3, 3), padding=((0, 0), (1, 2))), "fp32", raw(4), "multiples of 16 bytes"),
         (fprop((2, 64, 28, 16), (70, 64, 3, 3), padding=1), "fp32", raw(14, 4), "no room for what is split"),
         (fprop((2, 64, 8, 8), (8, 64, 1, 3), padding=(0, 13), dilation=13), "fp32", raw(4), "at most 32 columns"),
-        *((case, mode, replace(config, PINGPONG=True), "consumers take tiles by turns if these have 128 rows") for case, mode, config in (
+        *((case, mode, replace(config, schedule="pingpong"), "consumers take tiles by turns if these have 128 rows") for case, mode, config in (
             (BASE, "fp32", ImplicitGemm(128, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 64, 3)), (WHOLE, "tf32", patches(128, 8)), (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "tf32", ImplicitGemm(128, 64, 3)))),
-        (BASE, "fp16", ImplicitGemm(128, 200, 3, PINGPONG=True), "all 200 pixels of a tile then, up to 192"),
+        (BASE, "fp16", ImplicitGemm(128, 200, 3, schedule="pingpong"), "all 200 pixels of a tile then, up to 192"),
         (WHOLE, "fp32", replace(patches(64, 4), SPLIT=2), "not split"), (WHOLE, "tf32", patches(64, 17), "up to 128"), (WHOLE, "fp32", patches(128, 16, 6), "two tiles"),
         *((fprop((2, 3, 23, 32), (64, 3, 7, 7), stride=2, padding=3), mode, one, words) for mode, one, words in (
             ("fp32", patches(64, 6), "which truncates"), ("tf32", raw(6), "those of one pixel"))),
@@ -554,6 +554,12 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
     check_refused(ig.refusal, lambda problem, config: engines.schedule(problem, config, H200), asked(case, mode), config, reason)
+
+
+@pytest.mark.parametrize("wrong", [{"loader": "im2row"}, {"schedule": True}])
+def test_names_that_are_none_are_refused(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be one of .*, but got"):
+        ImplicitGemm(**wrong)
 
 
 def test_the_engine_wants_its_dtypes_and_its_gpu():
@@ -910,8 +916,8 @@ def _compiled_variants() -> list:
     add("fp16", lying(128, 256), POINT)
     # at 192 pixels of NCHW, and in tf32 beside a residual with channels last, some bytes do spill where a tile is stored: those are not slower
     for mode, pixels in (("tf32", 160), ("fp16", 160), ("bf16 last", 192)):
-        add(mode, ImplicitGemm(128, pixels, 3, PINGPONG=True), dense)
-    add("fp16", replace(lying(128, 128), PINGPONG=True), POINT)
+        add(mode, ImplicitGemm(128, pixels, 3, schedule="pingpong"), dense)
+    add("fp16", replace(lying(128, 128), schedule="pingpong"), POINT)
     for mode in ("fp32", "tf32"):
         add(mode, patches(128, 16, 3), WHOLE)
         add(mode, raw(4), WHOLE)
@@ -924,7 +930,7 @@ def _compiled_variants() -> list:
 
 def _narrower(problem: ConvProblem, config: ImplicitGemm) -> ImplicitGemm:
     """`config`, with as many pixels as are legal."""
-    return next(one for pixels in range(config.PIXELS, 0, -8) if ig.refusal(problem, one := replace(config, PIXELS=pixels)) is None)
+    return next(one for pixels in range(config.BLOCK_N, 0, -8) if ig.refusal(problem, one := replace(config, BLOCK_N=pixels)) is None)
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -994,10 +1000,10 @@ RUNS = [  # (case, mode, config): tiles of every kind, a little smaller and larg
     *((POINT, mode, ImplicitGemm(128, 128, 3)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last")),
     *POINTWISE, (POINT, "fp16", lying(128, 256, 4)), (POINT, "bf16", lying(64, 256, 4)), (POINT, "fp16", lying(64, 128, 6)),
     (fprop((5, 192, 28, 28), (256, 192, 1, 1)), "fp16", lying(128, 192, 4)),
-    *HALOS, *RAWS, *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, PINGPONG=True)) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
+    *HALOS, *RAWS, *PINGPONG, *((fprop((7, 72, 28, 24), (200, 72, 3, 3), padding=1), mode, ImplicitGemm(128, pixels, 4, schedule="pingpong")) for mode in ("tf32", "tf32 last", "fp16 last") for pixels in (128, 160, 192)),
     *((STEM, mode, ImplicitGemm(64, 256, 5)) for mode in ("fp16", "fp16 last", "bf16 last")),
     *((fprop((5, 72, 13, 14), (136, 72, 1, 1), stride=2), mode, ImplicitGemm(128, 64, 3)) for mode in ("fp32", "tf32 last", "bf16")),
-    *((dgrad((5, 128, 13, 14), (128, 200, 3, 3), padding=1), mode, config) for mode in ("fp16 last", "bf16 last") for config in (ImplicitGemm(128, 128, 4), ImplicitGemm(128, 128, 4, PINGPONG=True))),
+    *((dgrad((5, 128, 13, 14), (128, 200, 3, 3), padding=1), mode, config) for mode in ("fp16 last", "bf16 last") for config in (ImplicitGemm(128, 128, 4), ImplicitGemm(128, 128, 4, schedule="pingpong"))),
     *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, patches(64, 14, 4)) for mode in ("fp32", "tf32")),
     *((fprop((5, 64, 56, 56), (64, 64, 3, 3), padding=1), mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 7, 14)),
     *((fprop((3, 192, 28, 24), (198, 64, 3, 3), padding=1, groups=3), mode, raw(14)) for mode in ("fp32", "tf32")),
@@ -1062,7 +1068,7 @@ def random_runs() -> list:
     @given(requests())
     def collect(request):
         case, mode, rows, split = request
-        found[case, mode, replace(GPU_TILES[mode], ROWS=rows, SPLIT=split)] = None
+        found[case, mode, replace(GPU_TILES[mode], BLOCK_M=rows, SPLIT=split)] = None
 
     collect()
     return list(found)[:RANDOM]

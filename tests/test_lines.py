@@ -56,16 +56,16 @@ def tiles(case: Case) -> list[Lines]:
     """Some of all kinds that are legal."""
     found: dict = {}
     for config in lines.configs(asked(case, MODE).launched, H200):
-        found.setdefault((config.FOURS, config.CONSUMERS, config.UNIT), replace(config, STAGES=2))
-        found.setdefault((config.COLUMNS, config.CHUNKS), config)
-        found.setdefault((config.HALF, config.UNIT, config.FOURS), config)
-        if config.FILTERS > 2:
-            found.setdefault(("ring", config.FOURS), replace(config, STAGES=2, FILTERS=2))
+        found.setdefault((config.PIXEL_QUADS, config.CONSUMERS, config.WARP_TILE), replace(config, STAGES=2))
+        found.setdefault((config.BLOCK_N, config.CHUNKS), config)
+        found.setdefault((config.FP16_OPERANDS, config.WARP_TILE, config.PIXEL_QUADS), config)
+        if config.W_STAGES > 2:
+            found.setdefault(("ring", config.PIXEL_QUADS), replace(config, STAGES=2, W_STAGES=2))
     return list(dict.fromkeys(found.values()))
 
 
 def a_tile(case: Case, half: bool = False) -> Lines:
-    return next(config for config in tiles(case) if config.HALF == half)
+    return next(config for config in tiles(case) if config.FP16_OPERANDS == half)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -81,9 +81,9 @@ def test_the_plan_computes_the_convolution(case):
 
 def test_every_kind_of_tile_is_among_them():
     found = {config for case in CASES for config in tiles(case)}
-    assert {config.UNIT for config in found} == {8, 16, 32} and {config.FOURS for config in found} == {1, 2}
-    assert {config.CONSUMERS for config in found} == {2, 3} and {config.COLUMNS for config in found} == {32, 64, 96, 128}
-    assert {config.CHUNKS for config in found} >= {1, 2, 4} and {config.HALF for config in found} == {False, True}
+    assert {config.WARP_TILE for config in found} == {8, 16, 32} and {config.PIXEL_QUADS for config in found} == {1, 2}
+    assert {config.CONSUMERS for config in found} == {2, 3} and {config.BLOCK_N for config in found} == {32, 64, 96, 128}
+    assert {config.CHUNKS for config in found} >= {1, 2, 4} and {config.FP16_OPERANDS for config in found} == {False, True}
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 2, 7, 1000])
@@ -145,14 +145,14 @@ KEPT = Lines(64, 1, 8, 2, 2, 2, 1)
         (fprop((2, 8, 6, 8), (4, 4, 3, 3), groups=2), MODE, KEPT, "one group"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), MODE, KEPT, "nothing to compute"),
         (fprop((2, 8, 3, 4, 4), (4, 8, 1, 1, 1)), MODE, KEPT, "two spatial axes"), (dgrad((2, 8, 4, 4), (8, 4, 2, 2), stride=2), MODE, KEPT, "no stride"),
         (fprop((2, 8, 6, 7), (4, 8, 3, 3), padding=1), MODE, KEPT, "16 bytes"), (fprop((2, 8, 6, 8), (4, 8, 3, 3)), MODE, KEPT, "16 bytes"),
-        (fprop((2, 8, 2**14, 2**14), (4, 8, 1, 1)), MODE, KEPT, "32 bits"), (PLAIN, MODE, replace(KEPT, COLUMNS=48), "32, 64, 96 or 128"),
-        (PLAIN, MODE, replace(KEPT, COLUMNS=128, FOURS=2), "128 columns in all"), (PLAIN, MODE, replace(KEPT, COLUMNS=128, CONSUMERS=3), "64 columns and one four, three"),
-        (THIN, MODE, replace(KEPT, COLUMNS=96), "40 columns"), (PLAIN, MODE, replace(KEPT, UNIT=12), "8, 16 or 32"), (fprop((2, 8, 9, 8), (64, 8, 3, 3), stride=(2, 1), padding=1), MODE, replace(KEPT, FOURS=2), "share rows"),
+        (fprop((2, 8, 2**14, 2**14), (4, 8, 1, 1)), MODE, KEPT, "32 bits"), (PLAIN, MODE, replace(KEPT, BLOCK_N=48), "32, 64, 96 or 128"),
+        (PLAIN, MODE, replace(KEPT, BLOCK_N=128, PIXEL_QUADS=2), "128 columns in all"), (PLAIN, MODE, replace(KEPT, BLOCK_N=128, CONSUMERS=3), "64 columns and one four, three"),
+        (THIN, MODE, replace(KEPT, BLOCK_N=96), "40 columns"), (PLAIN, MODE, replace(KEPT, WARP_TILE=12), "8, 16 or 32"), (fprop((2, 8, 9, 8), (64, 8, 3, 3), stride=(2, 1), padding=1), MODE, replace(KEPT, PIXEL_QUADS=2), "share rows"),
         (fprop((2, 8, 9, 32), (64, 8, 3, 13), padding=(1, 6)), MODE, KEPT, "no room"), (PLAIN, MODE, replace(KEPT, CHUNKS=0), "some eights"),
-        (fprop((2, 3, 9, 8), (64, 3, 3, 3), padding=1), MODE, KEPT, "some eights"), (PLAIN, MODE, replace(KEPT, FILTERS=1), "rings have two"),
-        (PLAIN, MODE, replace(KEPT, FILTERS=9), "rings have two"), (PLAIN, MODE, replace(KEPT, STAGES=1), "rings have two"),
-        (PLAIN, MODE, replace(KEPT, STAGES=9), "bytes of shared memory"), (PLAIN, MODE, replace(KEPT, CHUNKS=4, FILTERS=1, HALF=True), "done again"),
-        (fprop((2, 3, 9, 8), (64, 3, 3, 3), padding=1), MODE, replace(KEPT, CHUNKS=2, FILTERS=1, HALF=True), "in TF32"),
+        (fprop((2, 3, 9, 8), (64, 3, 3, 3), padding=1), MODE, KEPT, "some eights"), (PLAIN, MODE, replace(KEPT, W_STAGES=1), "rings have two"),
+        (PLAIN, MODE, replace(KEPT, W_STAGES=9), "rings have two"), (PLAIN, MODE, replace(KEPT, STAGES=1), "rings have two"),
+        (PLAIN, MODE, replace(KEPT, STAGES=9), "bytes of shared memory"), (PLAIN, MODE, replace(KEPT, CHUNKS=4, W_STAGES=1, FP16_OPERANDS=True), "done again"),
+        (fprop((2, 3, 9, 8), (64, 3, 3, 3), padding=1), MODE, replace(KEPT, CHUNKS=2, W_STAGES=1, FP16_OPERANDS=True), "in TF32"),
         (fprop((1, 2048, 4, 4), (64, 2048, 3, 3), padding=1), MODE, KEPT, "while it is laid"),
     ],
     ids=lambda v: str(v)[:60],
@@ -189,8 +189,8 @@ def test_it_is_not_taken_where_there_is_much_to_multiply():
 def test_what_a_kept_filter_belongs_to():
     key = engines.filter_key
     problem, other = asked(PLAIN, MODE), asked(replace(PLAIN, input_shape=(1, 64, 20, 32)), MODE)
-    assert key(problem, KEPT) == key(other, KEPT) == key(problem, replace(KEPT, COLUMNS=128))
-    swizzled, half = replace(KEPT, UNIT=32), replace(KEPT, HALF=True)
+    assert key(problem, KEPT) == key(other, KEPT) == key(problem, replace(KEPT, BLOCK_N=128))
+    swizzled, half = replace(KEPT, WARP_TILE=32), replace(KEPT, FP16_OPERANDS=True)
     assert len({key(problem, config) for config in (KEPT, swizzled, half)}) == 3 and key(problem, KEPT) != key(asked(PLAIN, "fp32"), Pointwise())
 
 
@@ -228,7 +228,7 @@ def left_out(x: np.ndarray, w: np.ndarray, config: Lines) -> int:
 
 
 def test_only_units_that_fp16_cannot_hold_are_left_to_tf32():
-    config, rng = replace(a_tile(THIN, True), UNIT=8, FOURS=1, COLUMNS=32), np.random.default_rng(0)
+    config, rng = replace(a_tile(THIN, True), WARP_TILE=8, PIXEL_QUADS=1, BLOCK_N=32), np.random.default_rng(0)
     x, w = rng.standard_normal(THIN.input_shape).astype("f"), rng.standard_normal(THIN.weight_shape).astype("f")
     whole, channels = THIN.reference(x, w).size, THIN.weight_shape[0]
     assert left_out(x, w, config) == 0

@@ -55,7 +55,7 @@ RUNS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "config"), RUNS, ids=[f"{'raw' if config.RAW else 'packed'}-{case}" for case, config in RUNS])
+@pytest.mark.parametrize(("case", "config"), RUNS, ids=[f"{'raw' if config.splits_images else 'packed'}-{case}" for case, config in RUNS])
 def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
     program = ig.schedule(asked(case, "fp32"), config, gpu(3))
     *before, (step,) = program.whole

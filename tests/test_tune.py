@@ -20,7 +20,10 @@ import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, tune
 from pycuda_conv.engines.direct import Batched, Dgrad, Single
 from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.lines_sm90 import Lines
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import measure
@@ -133,8 +136,9 @@ UNUSABLE_TABLES = {
     "no choices": f'{{"format": "{tune.FORMAT}", "version": {tune.VERSION}}}', "choices that are none": f'{{"format": "{tune.FORMAT}", "version": {tune.VERSION}, "choices": {{"g": 3}}}}',
     "nested without end": "[" * 100_000, "not text": b"\xff\xfe\x00",
     **{f"an entry of {config}": entry(config) for config in (
-        "null", "3", "{}", '{"Warp": {}}', '{"Single": {}}', '{"Single": {"THREADS": 64, "X": 1}}', '{"Single": {"THREADS": "64"}}', '{"Single": {"THREADS": 6.4}}',
-        '{"Single": {"THREADS": true}}', '{"Single": {"THREADS": 0}}', '{"Single": [64]}', '{"Single": {"THREADS": 64}, "Warp": {}}',
+        "null", "3", "{}", '{"Warp": {}}', '{"Single": {"THREADS": 64, "X": 1}}', '{"Single": {"THREADS": "64"}}', '{"Single": {"THREADS": 6.4}}',
+        '{"Single": {"THREADS": true}}', '{"Single": {"THREADS": 0}}', '{"Single": [64]}', '{"ImplicitGemm": {"loader": "im2row"}}', '{"ImplicitGemm": {"loader": 1}}', '{"ImplicitGemm": {"HALO": 1}}',
+        '{"Single": {"THREADS": 64}, "Warp": {}}',
     )},
     **{f"a time of {us}": entry(us=us) for us in ("null", "0", "-1", "NaN", "Infinity", '"1"', "true")},
 }  # fmt: skip
@@ -151,6 +155,31 @@ def test_a_table_that_cannot_be_used_is_ignored_with_one_warning_and_set_aside(f
     assert len(heard) == 1
     assert (folder / "t.json.unusable").read_bytes() == (text if isinstance(text, bytes) else text.encode())
     assert Table(path).get(GPU, "q") == Choice(ODD, 1)
+
+
+OLDER = {  # what tables hold that were written by older versions, and what it is now
+    '{"Single": {}}': Single(), '{"Gemm": {"BLOCK_M": 64, "BLOCK_N": 64, "THREAD_M": 4}}': Gemm(64, 64, THREAD_M=4),
+    '{"ImplicitGemm": {"ROWS": 64, "PIXELS": 80, "STAGES": 2, "SPLIT": 3}}': ImplicitGemm(64, 80, 2, 3),
+    '{"ImplicitGemm": {"ROWS": 64, "PIXELS": 128, "STAGES": 4, "SPLIT": 1, "POINTWISE": true, "HALO": false, "PINGPONG": true, "RAW": false}}':
+        ImplicitGemm(64, 128, 4, loader="planes", schedule="pingpong"),
+    '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": false}}': ImplicitGemm(loader="halo"),
+    '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": true}}': ImplicitGemm(loader="halo_split"),
+    '{"ImplicitGemm80": {"ROWS": 64, "PIXELS": 256, "STAGES": 4, "SPLIT": 1}}': ImplicitGemm80(64, 256, 4),
+    '{"Pointwise": {"COLUMNS": 96, "BLOCKS": 1}}': Pointwise(96, 1),
+    '{"Lines": {"COLUMNS": 128, "FOURS": 1, "UNIT": 32, "CONSUMERS": 2, "STAGES": 3, "FILTERS": 4, "CHUNKS": 2, "HALF": true}}': Lines(128, 1, 32, 2, 3, 4, 2, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "now"), OLDER.items(), ids=OLDER)
+def test_older_tables_are_read_and_what_they_lack_has_defaults(config, now):
+    read = tune._parsed(entry(config=config))
+    assert read == {(GPU, "p"): Choice(now, 1.5)}
+    assert tune._parsed(tune._text(read)) == read
+
+
+def test_every_field_of_a_configuration_has_a_default():
+    for cls in engines.config_classes().values():
+        assert tune._parsed(entry(config=f'{{"{cls.__name__}": {{}}}}')) == {(GPU, "p"): Choice(cls(), 1.5)}
 
 
 def test_the_entry_that_the_others_spoil_is_right():

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
+C = TypeVar("C", bound="Config")
+
 
 @dataclass(frozen=True)
 class Config:
     """A kernel and its tile. Each engine's configurations are subclasses: frozen dataclasses, all of whose fields have defaults."""
+
+    #: Names that fields had in older tables.
+    FORMER: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def from_table(cls: type[C], values: Mapping[str, Any]) -> C:
+        """The configuration that a tuned table says: its fields by name; what the table does not have yet is the default.
+
+        Raises
+        ------
+        ValueError
+            Names that are no fields, or values that these don't take.
+        """
+        defaults = {field.name: field.default for field in fields(cls)}
+        values = {cls.FORMER.get(name, name): value for name, value in values.items()}
+        for name, value in values.items():
+            if name not in defaults:
+                raise ValueError(f"{cls.__name__} has no {name}")
+            if type(value) is not type(defaults[name]) or (type(value) is int and value <= 0):
+                raise ValueError(f"{cls.__name__} takes no {name}={value!r}")
+        return cls(**values)
 
     @property
     def packs_images(self) -> bool:

@@ -6,8 +6,9 @@ The same packed operands, products and exact path as in :mod:`pycuda_conv.engine
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import ceil
@@ -42,10 +43,12 @@ STEP = 32  # of gemm k, in a stage
 class ImplicitGemm80(Config):
     """One tile of ``implicit_gemm_sm80.cu``: its output channels, its pixels, the stages of its ring, and splits of gemm k."""
 
-    ROWS: int = 128
-    PIXELS: int = 128
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
     STAGES: int = 3
     SPLIT: int = 1
+
+    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
 
     @property
     def packs_images(self) -> bool:
@@ -84,9 +87,9 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    if config.ROWS not in (64, 128) or config.PIXELS not in (64, 128, 256):
+    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in (64, 128, 256):
         return "a tile has 64 or 128 rows and 64, 128 or 256 pixels"
-    if config.PIXELS == 256 and (config.ROWS != 128 or products(problem) != 1):
+    if config.BLOCK_N == 256 and (config.BLOCK_M != 128 or products(problem) != 1):
         return "a tile of 256 pixels has 128 rows and takes one product"
     stages, staging = shared_bytes(problem, config), _staging_bytes(problem, config)
     reason = why_not_so_many(config.STAGES, stages + _corner_bytes(config), SHARED_BYTES, config.SPLIT)
@@ -101,7 +104,7 @@ def refusal(problem: ConvProblem, config: ImplicitGemm80) -> str | None:
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
     """Bytes of one stage of the ring: 32 of gemm k."""
-    return limbs(problem) * (config.ROWS + config.PIXELS) * 2 * STEP
+    return limbs(problem) * (config.BLOCK_M + config.BLOCK_N) * 2 * STEP
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
@@ -111,7 +114,7 @@ def shared_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
 
 def _corner_bytes(config: ImplicitGemm80) -> int:
     """Static shared memory of a block: where its pixels lie in x."""
-    return 16 * config.PIXELS
+    return 16 * config.BLOCK_N
 
 
 def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
@@ -122,8 +125,8 @@ def _staging_bytes(problem: ConvProblem, config: ImplicitGemm80) -> int:
 
 def _warp(config: ImplicitGemm80) -> tuple[int, int]:
     """Channels and pixels of a warp's share of the tile."""
-    warps = 4 if (config.ROWS, config.PIXELS) == (128, 64) else 2
-    return config.ROWS // warps, config.PIXELS // (8 // warps)
+    warps = 4 if (config.BLOCK_M, config.BLOCK_N) == (128, 64) else 2
+    return config.BLOCK_M // warps, config.BLOCK_N // (8 // warps)
 
 
 # ---- launches
@@ -170,7 +173,7 @@ def _product(
         phase.size[1] * row, row, *written_places(problem, phase),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load,
+        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
     }
     grid = _blocks(problem, config, walk)
     return KernelLaunch("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
@@ -178,7 +181,7 @@ def _product(
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
-    return ceil(problem.result_channels // problem.groups, config.ROWS), ceil(problem.N * math.prod(walk.phase.size), config.PIXELS)
+    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_N)
 
 
 def _blocks(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> int:
@@ -222,7 +225,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
 def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes through shared memory, rounds of tiles."""
     packed, walks = packed_layout(problem)
-    tile, filled = config.ROWS * config.PIXELS, stage_bytes(problem, config)
+    tile, filled = config.BLOCK_M * config.BLOCK_N, stage_bytes(problem, config)
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
     multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(device.capability, OTHER_RATE))
     step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)

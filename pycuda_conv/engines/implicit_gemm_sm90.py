@@ -7,10 +7,11 @@ the launch of a phase. :func:`choose` picks tiles by a short model of time.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, groupby, islice
+from typing import Any, ClassVar, Literal, get_args
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Phase, ceil
@@ -45,29 +46,73 @@ __all__ = ["CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filt
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
 
+#: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; the 16-bit planes of a 1x1
+#: convolution as they lie; once for all taps, from packed images; or from float32 images, which the kernel splits itself.
+Loader = Literal["im2col", "planes", "halo", "halo_split"]
+#: Whether the two consumers share each tile, or take tiles by turns, so that one multiplies while the other stores.
+Pipeline = Literal["cooperative", "pingpong"]
+
+
 @dataclass(frozen=True)
 class ImplicitGemm(Config):
     """One tile of ``implicit_gemm_sm90.cu``.
 
-    Its output channels, its pixels, the stages of its ring, and splits of gemm k; POINTWISE multiplies the 16-bit images of a 1x1
-    convolution as they lie instead of packing them; HALO loads what all taps of a tile meet at once: its pixels are 8 columns then;
-    PINGPONG: its two consumers take tiles by turns, so that one multiplies while the other stores; RAW: with HALO, it splits float32
-    images itself instead of packing them.
+    Its output channels, its pixels, the stages of its ring, and splits of gemm k; how its pixels are loaded, and how its two
+    consumers take turns. The pixels of a halo are 8 columns.
     """
 
-    ROWS: int = 128
-    PIXELS: int = 128
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
     STAGES: int = 3
     SPLIT: int = 1
-    POINTWISE: bool = False
-    HALO: bool = False
-    PINGPONG: bool = False
-    RAW: bool = False
+    loader: Loader = "im2col"
+    schedule: Pipeline = "cooperative"
+
+    FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
+
+    def __post_init__(self) -> None:
+        for name, known in ("loader", Loader), ("schedule", Pipeline):
+            if getattr(self, name) not in get_args(known):
+                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, but got {getattr(self, name)!r}")
+
+    @property
+    def reads_planes(self) -> bool:
+        """Whether 16-bit images are multiplied as they lie."""
+        return self.loader == "planes"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether each consumer takes whole tiles."""
+        return self.schedule == "pingpong"
+
+    @property
+    def halo(self) -> bool:
+        """Whether a tile's pixels are loaded once for all taps."""
+        return self.loader in ("halo", "halo_split")
+
+    @property
+    def splits_images(self) -> bool:
+        """Whether the kernel splits float32 images itself."""
+        return self.loader == "halo_split"
 
     @property
     def packs_images(self) -> bool:
         """Whether images are packed before the product, unless they lie as it wants them."""
-        return not self.POINTWISE and not self.RAW
+        return self.loader in ("im2col", "halo")
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
+        """:meth:`Config.from_table`; older tables have flags in place of `loader` and `schedule`."""
+        flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
+        if not all(isinstance(value, bool) for value in flags.values()):
+            raise ValueError(f"flags must be true or false, but are {flags}")
+        former = {}
+        for flag, loader in ("POINTWISE", "planes"), ("HALO", "halo"), ("RAW", "halo_split"):
+            if flags.get(flag):
+                former["loader"] = loader
+        if flags.get("PINGPONG"):
+            former["schedule"] = "pingpong"
+        return super().from_table(former | {name: value for name, value in values.items() if name not in flags})
 
 
 CONFIGS = (ImplicitGemm,)
@@ -87,27 +132,27 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    if config.ROWS not in (64, 128):
+    if config.BLOCK_M not in (64, 128):
         return "a tile has 64 or 128 rows"
     # their sums, three times or once, fill the registers
     most = 256 if products(problem) == 1 else 128 if problem.has_residual and config.SPLIT == 1 else 136
-    if config.HALO:
-        most = 112 if config.RAW else 128
-    if config.PIXELS % (8 if config.ROWS == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
+    if config.halo:
+        most = 112 if config.splits_images else 128
+    if config.BLOCK_N % (8 if config.BLOCK_M == 128 else 16) or not 8 <= _consumer_pixels(config) <= most:
         return f"a consumer takes a multiple of 8 pixels up to {most}"
-    if config.PINGPONG:
+    if config.takes_turns:
         reason = _no_pingpong(problem, config)
         if reason:
             return reason
-    if config.POINTWISE:
+    if config.reads_planes:
         reason = _not_pointwise(problem, config)
         if reason:
             return reason
-    if config.HALO:
+    if config.halo:
         reason = _no_halo(problem, config)
         if reason:
             return reason
-    if config.RAW:
+    if config.splits_images:
         reason = _not_raw(problem, config)
         if reason:
             return reason
@@ -116,10 +161,10 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why consumers can't take tiles by turns, or None if they can."""
-    if products(problem) == 3 or config.ROWS != 128 or config.HALO or paired(problem):
+    if products(problem) == 3 or config.BLOCK_M != 128 or config.halo or paired(problem):
         return "consumers take tiles by turns if these have 128 rows, of one product, no patches, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192
-    return f"a consumer takes all {config.PIXELS} pixels of a tile then, up to {most}" if config.PIXELS > most else None
+    return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
 
 
 def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
@@ -130,7 +175,7 @@ def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
     if math.prod(problem.operand_size) % 8:
         return "tensor loads take planes of a multiple of 16 bytes"
-    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or config.PIXELS > 256:
+    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or config.BLOCK_N > 256:
         return "a consumer takes 64 pixels of such images, or a multiple, without splits"
     return None
 
@@ -141,9 +186,9 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     alone = len(walks) == 1 and walks[0].rank == 2 and not walks[0].flat and walks[0].stride == (1, 1, 1) == walks[0].phase.step
     few = math.prod(walks[0].taps) < 3  # as many stages are multiplied before the first of them is given back
     folded = packed.level > 0 and packed.window is None
-    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or folded or not alone or few or config.POINTWISE:
+    if problem.layout != "NCHW" or problem.itemsize != 4 or packed.load != 64 or folded or not alone or few:
         return "all taps are loaded for at once if they are 3 or more, 2-d, without stride, on NCHW float32 arrays, 64 channels a load"
-    if problem.result_size[1] % (config.PIXELS // 8) or problem.result_size[2] % 8:
+    if problem.result_size[1] % (config.BLOCK_N // 8) or problem.result_size[2] % 8:
         return "tiles of 8 columns fill the result then"
     if config.SPLIT != 1:
         return "sums of patches are not split"
@@ -158,7 +203,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _not_raw(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why the product can't split images itself, or None if it can."""
-    if not config.HALO or config.ROWS != 64:
+    if config.BLOCK_M != 64:
         return "images are split where they are loaded for all taps at once, to tiles of 64 rows"
     if problem.operand_channels // problem.groups > 64 or _form(problem)[0].window is not None:
         return "they are if all channels of a group are one load, and those of one pixel"
@@ -173,18 +218,18 @@ def halo(problem: ConvProblem, config: ImplicitGemm) -> tuple[int, int]:
     """Pixels of the images that all taps of a tile of 8 columns meet: in a row, and rows."""
     _, (walk, *_) = _form(problem)
     reach_h, reach_w = ((walk.taps[i] - 1) * walk.dilation[i] for i in (1, 2))
-    return 8 + reach_w, config.PIXELS // 8 + reach_h
+    return 8 + reach_w, config.BLOCK_N // 8 + reach_h
 
 
 def _x_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of a stage of the ring of x alone, if there is one."""
-    return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024 if config.HALO else 0
+    return limbs(problem) * ceil(math.prod(halo(problem, config)) * 128, 1024) * 1024 if config.halo else 0
 
 
 def _x_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Stages of that ring that fit beside the other."""
     nbytes = _x_bytes(problem, config)
-    return min(2 if config.RAW else 4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
+    return min(2 if config.splits_images else 4, (SHARED_BYTES - _ring_bytes(problem, config)) // nbytes) if nbytes else 2
 
 
 def _raw_shift(problem: ConvProblem) -> int:
@@ -206,12 +251,12 @@ def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Bytes of one stage of the ring: 64 of gemm k."""
-    return limbs(problem) * (config.ROWS + (0 if config.HALO else config.PIXELS)) * 128
+    return limbs(problem) * (config.BLOCK_M + (0 if config.halo else config.BLOCK_N)) * 128
 
 
 def shared_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     """Shared memory of a block: the rings, room to align them, the consumers' staging tiles, what they know of pixels; what is split."""
-    split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.RAW else 0
+    split = _raw_stages(problem, config) * _raw_bytes(problem, config) if config.splits_images else 0
     return _bytes_beside_raw(problem, config) + split
 
 
@@ -223,7 +268,7 @@ def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
     staging = 2 * 32 * 64 * _stored_bytes(problem, config) if tensor_store(problem, config) else 4 * 4 * 32 * 20
     if paired(problem):
         staging = 4 * (4 * 16 * _consumer_pixels(config) + KEPT_PIECE)
-    if config.HALO:
+    if config.halo:
         staging = 0
     of_pixel = 4 + 8 if paired(problem) else 4  # a scale, and a place
     return config.STAGES * stage_bytes(problem, config) + 2 * (staging + of_pixel * _consumer_pixels(config)) + 1024
@@ -249,7 +294,7 @@ def _stored_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 
 def _consumer_pixels(config: ImplicitGemm) -> int:
-    return config.PIXELS if config.ROWS == 128 else config.PIXELS // 2
+    return config.BLOCK_N if config.BLOCK_M == 128 else config.BLOCK_N // 2
 
 
 # ---- launches
@@ -276,14 +321,16 @@ def _schedule(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, parts: Place
     ) -> list[KernelLaunch]:
         noted = (parts,) if moments else ()
-        ours = (INPUT, operands.x_scales, operands.x_flags, operands.w_limbs) if config.RAW else (operands.w_limbs, operands.x_scales)
+        ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
+        if config.splits_images:
+            ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
         return [
             _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w)
             for group in _launches(problem, walks)
         ]
 
-    high = config.PIXELS // 8 if config.RAW else 0
+    high = config.BLOCK_N // 8 if config.splits_images else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high
     )
@@ -296,7 +343,7 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
-    sets, span = (problem.N, plane) if config.POINTWISE else (1, problem.N * plane)
+    sets, span = (problem.N, plane) if config.reads_planes else (1, problem.N * plane)
     return Moments(sets, span, pixels, problem.result_channels)
 
 
@@ -344,7 +391,7 @@ def _image_map(
         strides = _packed_strides(problem, packed, inner)
         stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (packed.size[i] - 1) for i in inner]
-    walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.PIXELS)
+    walked = Im2col(tuple(low), tuple(upper), tuple(stride), packed.load, config.BLOCK_N)
     return TensorMap(*place, (channels, *axes, images), tuple(strides), walked, 2 * packed.load, _operand(problem))
 
 
@@ -381,7 +428,7 @@ def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
     # of the gradient of the input that axis is gemm m
-    return packed.as_is or config.POINTWISE if problem.direction == "fprop" else packed.as_is and packed.load == 64
+    return packed.as_is or config.reads_planes if problem.direction == "fprop" else packed.as_is and packed.load == 64
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
@@ -399,19 +446,19 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases."""
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
-        "ROWS": config.ROWS, "PIXELS": config.PIXELS, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.POINTWISE),
-        "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.PINGPONG),
+        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
+        "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.takes_turns),
         "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
-        "PAIRED": int(paired(problem)), "HALO": _consumer_pixels(config) // 8 if config.HALO else 0,
-        **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.HALO else (0, 0), strict=True)),
+        "PAIRED": int(paired(problem)), "HALO": _consumer_pixels(config) // 8 if config.halo else 0,
+        **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.halo else (0, 0), strict=True)),
         **_raw(problem, config),
     }
-    if config.POINTWISE:
+    if config.reads_planes:
         maps = [_plane_map(problem)]
-    elif config.RAW:
+    elif config.splits_images:
         maps = []
-    elif config.HALO:
+    elif config.halo:
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
@@ -421,7 +468,7 @@ def _product(
         maps.append(_result_map(problem, config, buffers[6]))
     shapes = [_shape(problem, config, packed, walk) for walk in walks]
     return KernelLaunch(
-        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.RAW, buffers,
+        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.splits_images, buffers,
         tuple(chain.from_iterable(shapes)), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
     )
 
@@ -443,11 +490,11 @@ def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
     names = (
         "RAW", "PATCHES_DOWN", "PATCHES_ACROSS", "TILES_M", "GROUPS", "X_CHANNELS", "X_H", "X_W", "RAW_STAGES", "RAW_SHIFT", "SLACK",
     )  # fmt: skip
-    if not config.RAW:
+    if not config.splits_images:
         return dict.fromkeys(names, 0)
     groups, (_, high, wide), (_, down, across) = problem.groups, problem.operand_size, problem.result_size
     values = (
-        1, down // (config.PIXELS // 8), across // 8, ceil(problem.result_channels // groups, config.ROWS), groups,
+        1, down // (config.BLOCK_N // 8), across // 8, ceil(problem.result_channels // groups, config.BLOCK_M), groups,
         problem.operand_channels // groups, high, wide, _raw_stages(problem, config), _raw_shift(problem), slack(problem),
     )  # fmt: skip
     return dict(zip(names, values, strict=True))
@@ -473,10 +520,10 @@ def _shape(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, wal
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
     plane = math.prod(phase.size)
-    across = problem.N * ceil(plane, config.PIXELS) if config.POINTWISE else ceil(problem.N * plane, config.PIXELS)
-    if config.HALO:
-        across = problem.N * plane // config.PIXELS
-    return ceil(problem.result_channels // problem.groups, config.ROWS), across
+    across = problem.N * ceil(plane, config.BLOCK_N) if config.reads_planes else ceil(problem.N * plane, config.BLOCK_N)
+    if config.halo:
+        across = problem.N * plane // config.BLOCK_N
+    return ceil(problem.result_channels // problem.groups, config.BLOCK_M), across
 
 
 def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
@@ -512,16 +559,16 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
             for split in splits(problem, steps // 4):
                 yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
         for pixels in (64, 128, 256):
-            yield from _deepest(problem, ImplicitGemm(rows, pixels, POINTWISE=True), (4, 3, 2))
+            yield from _deepest(problem, ImplicitGemm(rows, pixels, loader="planes"), (4, 3, 2))
         for pixels in range(128, 193, 32 if problem.layout == "NHWC" else 16):  # rows of channels by TMA: multiples of 32
-            for pointwise in (False, True):
-                config = ImplicitGemm(rows, pixels, POINTWISE=pointwise, PINGPONG=True)
+            for loader in ("im2col", "planes"):
+                config = ImplicitGemm(rows, pixels, loader=loader, schedule="pingpong")
                 yield from _deepest(problem, config, (6, 5, 4, 3))
         for high in range(4, 17):
-            config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), HALO=True)
+            config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), loader="halo")
             yield from _deepest(problem, config, (6, 5, 4, 3))
             if three and rows == 64:  # one product does not take as long as its loads
-                yield from _deepest(problem, replace(config, RAW=True), (4, 3))
+                yield from _deepest(problem, replace(config, loader="halo_split"), (4, 3))
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
@@ -540,25 +587,25 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles."""
     packed, walks = _form(problem)
     count = products(problem)
-    pixel_rows = limbs(problem) * config.PIXELS * (64 // packed.load)
-    cycles = 4 * count * config.PIXELS * config.ROWS / 128
+    pixel_rows = limbs(problem) * config.BLOCK_N * (64 // packed.load)
+    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128
     step = max(cycles / CLOCK, ROW_CYCLES * pixel_rows / CLOCK, stage_bytes(problem, config) / LOADED)
-    if config.POINTWISE:  # limited by memory for each tile of pixels' first use
-        step = max(cycles / CLOCK, 64 * config.PIXELS * problem.itemsize / READ)
-    stores = config.ROWS * config.PIXELS * _stored_bytes(problem, config) / STORED
+    if config.reads_planes:  # limited by memory for each tile of pixels' first use
+        step = max(cycles / CLOCK, 64 * config.BLOCK_N * problem.itemsize / READ)
+    stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / STORED
     between = TILE_TIME + stores
-    if config.HALO:  # neither loads nor stores are waited for, unless stores take longer
+    if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / CLOCK, 0
-    if config.RAW:  # rows of 16 floats or so, of 64 channels
+    if config.splits_images:  # rows of 16 floats or so, of 64 channels
         wide, high = halo(problem, config)
         step = max(step, 64 * 4 * high * (ceil(_raw_shift(problem) + wide, 4) * 4) / RAW_RATE / math.prod(walks[0].taps))
 
     def tile_time(walk: PhaseAddressing) -> float:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
         product = ceil(steps, config.SPLIT) * step
-        if config.PINGPONG:  # stores beside products slow these down, but are waited for only at the end
+        if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
-        return max(product, stores) if config.HALO else product + between
+        return max(product, stores) if config.halo else product + between
 
     us = LAUNCH_TIME
     for group in _launches(problem, walks):
@@ -567,7 +614,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
         tiles = math.prod(_tiles(problem, config, group[0].phase)) * problem.groups * config.SPLIT
         rounds = ceil(tiles * len(works), _grid(problem, group, tiles, device.multiprocessors))
         # phases come by turns, so that blocks have as much of each
-        us += max(max(works), rounds * sum(works) / len(works)) + (between if config.PINGPONG else 0)
+        us += max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
     return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
 
 

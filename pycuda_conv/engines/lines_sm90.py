@@ -1,6 +1,6 @@
 """Convolutions of float32 arrays as they lie, NCHW, for ``precision="tf32"`` on Hopper's tensor cores (``cu/lines_sm90.cu``).
 
-Nothing is packed but the filter. In TF32 nothing is scaled either, and no number needs a path of its own; with HALF the numbers
+Nothing is packed but the filter. In TF32 nothing is scaled either, and no number needs a path of its own; with FP16_OPERANDS the numbers
 become fp16 on their way to the product, which takes half the time, and what fp16 can't hold is done again in TF32 by the same
 launch. Either way shared memory and the L2 cache are asked for more than by packed operands, so that this wins where packing the
 images takes about as long as their products: few channels.
@@ -9,9 +9,10 @@ images takes about as long as their products: few channels.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import ClassVar
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import ceil, filter_strides, phases
@@ -34,18 +35,23 @@ SWIZZLED = 4  # rows of so many such pieces are swizzled
 class Lines(Config):
     """One tile of ``lines_sm90.cu``.
 
-    Its output channels; fours of pixels a thread, one below the other; pixels along W of a warp's unit; consumer warpgroups; stages of
-    the ring of x of each, and of w's; and how many lines a stage has, in eights, or, HALF, where they become fp16 numbers, in sixteens.
+    BLOCK_N output channels. A thread takes PIXEL_QUADS times four neighbouring pixels, one below the other; a warp's pixels are
+    WARP_TILE wide. CONSUMERS are warpgroups; each has a ring of STAGES stages of x, and all share one of W_STAGES stages of w. A
+    stage has CHUNKS times 8 lines, or 16 with FP16_OPERANDS: then they become fp16 numbers.
     """
 
-    COLUMNS: int = 64
-    FOURS: int = 1
-    UNIT: int = 8
+    BLOCK_N: int = 64
+    PIXEL_QUADS: int = 1
+    WARP_TILE: int = 8
     CONSUMERS: int = 2
     STAGES: int = 2
-    FILTERS: int = 1
+    W_STAGES: int = 1
     CHUNKS: int = 1
-    HALF: bool = False
+    FP16_OPERANDS: bool = False
+
+    FORMER: ClassVar[Mapping[str, str]] = {
+        "COLUMNS": "BLOCK_N", "FOURS": "PIXEL_QUADS", "UNIT": "WARP_TILE", "FILTERS": "W_STAGES", "HALF": "FP16_OPERANDS",
+    }
 
 
 CONFIGS = (Lines,)
@@ -77,28 +83,28 @@ def refusal(problem: ConvProblem, config: Lines) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    if config.COLUMNS not in (32, 64, 96, 128) or config.FOURS not in (1, 2) or config.COLUMNS * config.FOURS > 128:
+    if config.BLOCK_N not in (32, 64, 96, 128) or config.PIXEL_QUADS not in (1, 2) or config.BLOCK_N * config.PIXEL_QUADS > 128:
         return "a tile has 32, 64, 96 or 128 columns, and one or two fours, 128 columns in all"
-    if config.COLUMNS >= problem.result_channels + 32:
+    if config.BLOCK_N >= problem.result_channels + 32:
         return f"there are {problem.result_channels} columns"
-    if config.CONSUMERS not in (2, 3) or (config.CONSUMERS == 3 and (config.COLUMNS > 64 or config.FOURS > 1)):
+    if config.CONSUMERS not in (2, 3) or (config.CONSUMERS == 3 and (config.BLOCK_N > 64 or config.PIXEL_QUADS > 1)):
         return "there are two consumers, or, of 64 columns and one four, three"
-    if config.UNIT not in (8, 16, 32):
+    if config.WARP_TILE not in (8, 16, 32):
         return "a unit is 8, 16 or 32 pixels wide"
     if config.CHUNKS < 1:
         return "a stage takes some eights of lines"
     walk = _Walk.of(problem, config)
-    if config.FOURS == 2 and (walk.flat or walk.stride[0] != 1 or walk.dilation[0] != 1):
+    if config.PIXEL_QUADS == 2 and (walk.flat or walk.stride[0] != 1 or walk.dilation[0] != 1):
         return "two fours share rows of many channels, where neighbours are one row apart"
-    if walk.pieces > MOST_PIECES or max(walk.box) > 256 or (config.FOURS == 2 and walk.taps[1] > 4):
+    if walk.pieces > MOST_PIECES or max(walk.box) > 256 or (config.PIXEL_QUADS == 2 and walk.taps[1] > 4):
         return "a thread has no room for what its taps meet of a row"
     if walk.flat and config.CHUNKS != ceil(problem.operand_channels * walk.taps[0], 8):
         return "a stage takes some eights of lines; of less than 8 channels all"
-    if config.STAGES < 2 or not (config.FILTERS == walk.steps or 2 <= config.FILTERS < walk.steps):
+    if config.STAGES < 2 or not (config.W_STAGES == walk.steps or 2 <= config.W_STAGES < walk.steps):
         return f"rings have two stages at least; that of w, {walk.steps} at the most"
-    if config.HALF and walk.flat:
+    if config.FP16_OPERANDS and walk.flat:
         return "few channels are multiplied in TF32"
-    if config.HALF and config.FILTERS < 2:
+    if config.FP16_OPERANDS and config.W_STAGES < 2:
         return "a ring of w has two stages at least where some is done again"
     if 4 * problem.operand_channels * math.prod(walk.taps) > FILTER_BYTES:
         return "an output channel's elements of the filter lie in shared memory while it is laid"
@@ -148,8 +154,8 @@ class _Walk:
         channels, flat, flipped = problem.operand_channels, problem.operand_channels < FEW, problem.direction != "fprop"
         low = [-pad + min(0, (taps - 1) * step) for pad, taps, step in zip(phase.pad, phase.taps, phase.dilation, strict=True)]
         dilation = [abs(step) or 1 for step in phase.dilation]  # transposed, taps lie in the other order
-        each = channels if flat else (16 if config.HALF else 8) * config.CHUNKS
-        unit = (32 * config.FOURS // config.UNIT, config.UNIT)
+        each = channels if flat else (16 if config.FP16_OPERANDS else 8) * config.CHUNKS
+        unit = (32 * config.PIXEL_QUADS // config.WARP_TILE, config.WARP_TILE)
         size, taps, stride = _hw(phase.size), _hw(phase.taps), _hw(phase.stride)
         return cls(size, taps, stride, _hw(low), _hw(dilation), flipped, flat, unit, each, config.CHUNKS, ceil(channels, each))
 
@@ -202,20 +208,20 @@ def _hw(axes: tuple[int, ...] | list[int]) -> tuple[int, int]:
 def shared_bytes(problem: ConvProblem, config: Lines) -> int:
     """Shared memory of a block: the rings, and room to align them."""
     walk = _Walk.of(problem, config)
-    w_stage = walk.chunks * walk.taps_of_eight * config.COLUMNS * 32
-    return config.CONSUMERS * config.STAGES * 4 * walk.unit_bytes + config.FILTERS * w_stage + 1024
+    w_stage = walk.chunks * walk.taps_of_eight * config.BLOCK_N * 32
+    return config.CONSUMERS * config.STAGES * 4 * walk.unit_bytes + config.W_STAGES * w_stage + 1024
 
 
 def _all_shared_bytes(problem: ConvProblem, config: Lines) -> int:
     """Those, barriers, for as many stages as are ever chosen, and what a block's threads tell one another."""
-    barriers = 16 * (config.FILTERS + config.CONSUMERS * max(config.STAGES, MOST_STAGES))
-    return shared_bytes(problem, config) + (2 * barriers + 8 * config.COLUMNS if config.HALF else barriers) + 64
+    barriers = 16 * (config.W_STAGES + config.CONSUMERS * max(config.STAGES, MOST_STAGES))
+    return shared_bytes(problem, config) + (2 * barriers + 8 * config.BLOCK_N if config.FP16_OPERANDS else barriers) + 64
 
 
 def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
     """Equal for problems whose filter is laid alike: as many lines at once, of swizzled rows or not, in fp16 too or not."""
     walk = _Walk.of(problem, config)
-    return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.HALF
+    return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.FP16_OPERANDS
 
 
 def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
@@ -224,16 +230,16 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     columns, padded = problem.result_channels, ceil(problem.result_channels, 32) * 32
     (rows, wide), (box_h, box_w) = walk.size, walk.box
     defines = {
-        "COLUMNS": config.COLUMNS, "FOURS": config.FOURS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
-        "W_STAGES": config.FILTERS, "KEPT": int(config.FILTERS == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.HALF),
+        "COLUMNS": config.BLOCK_N, "FOURS": config.PIXEL_QUADS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
+        "W_STAGES": config.W_STAGES, "KEPT": int(config.W_STAGES == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.FP16_OPERANDS),
         "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0],
         "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1],
         "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **epilogue(problem),
     }  # fmt: skip
     bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
-    eights = walk.eights * (2 if config.HALF else 1)
+    eights = walk.eights * (2 if config.FP16_OPERANDS else 1)
     laid = kept.take(eights * bytes_each)
-    halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.HALF else ()
+    halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.FP16_OPERANDS else ()
     _, row_step, channel_step = filter_strides(problem)
     scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.flipped))
     # as much shared memory for all: kernels of equal text are one
@@ -248,7 +254,7 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     channels, row = problem.operand_channels, 4 * w
     sizes, strides = (w, channels, h, problem.N), (row * h, row, row * h * channels)
     images = TensorMap(INPUT, 0, sizes, strides, (box_w, walk.channels, box_h, 1), walk.span, "float32")
-    if config.HALF:
+    if config.FP16_OPERANDS:
         flags = scratch.take(4 * tiles * across * 4 * config.CONSUMERS)
         buffers: tuple[Place, ...] = (halves[0], laid, halves[1], flags, BIAS, SCALE, RESIDUAL, RESULT)
     else:
@@ -260,7 +266,7 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
 
 def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[int, int, int]:
     """Tiles along the channels, and of units; blocks of the launch."""
-    across = ceil(problem.result_channels, config.COLUMNS)
+    across = ceil(problem.result_channels, config.BLOCK_N)
     tiles = ceil(problem.N * math.prod(_Walk.of(problem, config).units), 4 * config.CONSUMERS)
     return across, tiles, across * min(tiles, max(1, multiprocessors // across))
 
@@ -268,7 +274,7 @@ def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[i
 # ---- the choice
 
 # Measured on an H200.
-CLOCK = {False: 1600.0, True: 1300.0}  # cycles a microsecond, of products beside what feeds them, by HALF
+CLOCK = {False: 1600.0, True: 1300.0}  # cycles a microsecond, of products beside what feeds them, by FP16_OPERANDS
 FILL = 43e3  # bytes a microsecond to a multiprocessor, from the L2 cache
 STORED = {8: 24e3, 16: 34e3, 32: 38e3}  # and from it, by the pixels of a unit's rows
 LAUNCHES_TIME = {False: 4.0, True: 5.5}  # microseconds, the filter's among them
@@ -285,16 +291,16 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Lines]:
     shapes = [(columns, fours) for columns in widths for fours in (1, 2) if columns * fours <= 128]
     for (columns, fours), unit, chunks, half in product(shapes, (8, 16, 32), amounts, (False, True)[: 1 + (channels >= FEW)]):
         for consumers in (2, 3) if columns <= 64 and fours == 1 else (2,):
-            yield from _deepest(problem, Lines(columns, fours, unit, consumers, CHUNKS=chunks, HALF=half))
+            yield from _deepest(problem, Lines(columns, fours, unit, consumers, CHUNKS=chunks, FP16_OPERANDS=half))
 
 
 def _deepest(problem: ConvProblem, config: Lines) -> Iterator[Lines]:
     """`config` with the filter kept in shared memory, if it fits, or else in a ring, and as many stages as there is room for, if any."""
     steps = _Walk.of(problem, config).steps
     for filters in (steps, 4, 3, 2):
-        least, next_one = (_all_shared_bytes(problem, replace(config, FILTERS=filters, STAGES=stages)) for stages in (2, 3))
+        least, next_one = (_all_shared_bytes(problem, replace(config, W_STAGES=filters, STAGES=stages)) for stages in (2, 3))
         if filters <= steps and least <= MOST_SHARED:
-            one = replace(config, FILTERS=filters, STAGES=min(MOST_STAGES, 2 + (MOST_SHARED - least) // (next_one - least)))
+            one = replace(config, W_STAGES=filters, STAGES=min(MOST_STAGES, 2 + (MOST_SHARED - least) // (next_one - least)))
             if refusal(problem, one) is None:
                 yield one
             return
@@ -304,15 +310,15 @@ def time(problem: ConvProblem, config: Lines, device: Device) -> float:
     """Microseconds that `config` should take: arithmetic or bytes from the L2 cache, whichever is longer, stores, rounds of tiles."""
     walk, (across, tiles, grid) = _Walk.of(problem, config), _tiles(problem, config, device.multiprocessors)
     units = 4 * config.CONSUMERS
-    cycles = walk.eights * walk.taps_of_eight * config.FOURS * config.CONSUMERS * config.COLUMNS  # a tensor core has 8 columns in 4
+    cycles = walk.eights * walk.taps_of_eight * config.PIXEL_QUADS * config.CONSUMERS * config.BLOCK_N  # a tensor core has 8 columns in 4
     rows, wide = walk.box
     x = units * walk.steps * walk.channels * rows * (4 * wide + 32)  # sectors that a row begins and ends in
-    w = walk.eights * walk.taps_of_eight * config.COLUMNS * 32
-    kept = config.FILTERS == walk.steps
-    written = 128 * units * config.FOURS * min(config.COLUMNS, problem.result_channels)
-    tile = max(cycles / CLOCK[config.HALF], (x + (0 if kept else w)) / FILL) + written / STORED[config.UNIT] + TILE_TIME
+    w = walk.eights * walk.taps_of_eight * config.BLOCK_N * 32
+    kept = config.W_STAGES == walk.steps
+    written = 128 * units * config.PIXEL_QUADS * min(config.BLOCK_N, problem.result_channels)
+    tile = max(cycles / CLOCK[config.FP16_OPERANDS], (x + (0 if kept else w)) / FILL) + written / STORED[config.WARP_TILE] + TILE_TIME
     filters = (w / FILL if kept else 0) + math.prod(problem.weight_shape) * 12 / 3.5e6
-    return LAUNCHES_TIME[config.HALF] + ceil(tiles, grid // across) * tile + filters
+    return LAUNCHES_TIME[config.FP16_OPERANDS] + ceil(tiles, grid // across) * tile + filters
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Lines] | None:

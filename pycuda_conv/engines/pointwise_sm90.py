@@ -8,8 +8,9 @@ the packed operands of :mod:`pycuda_conv.engines.implicit_gemm_sm90` win; :func:
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import ceil, filter_strides
@@ -30,15 +31,17 @@ WARPS = 8  # of the consumers
 class Pointwise(Config):
     """One tile of ``pointwise_sm90.cu``.
 
-    Its columns, the blocks of 16 rows of a warp, the stages of its ring, and splits of k. SWAPPED lets the gradient of a filter
+    BLOCK_N columns, BLOCKS times 16 rows of each warp, the stages of its ring, and splits of k. SWAPPED lets the gradient of a filter
     have its input channels in rows and its output channels in columns, instead of the other way.
     """
 
-    COLUMNS: int = 64
+    BLOCK_N: int = 64
     BLOCKS: int = 2
     STAGES: int = 4
     SPLIT: int = 1
     SWAPPED: bool = False
+
+    FORMER: ClassVar[Mapping[str, str]] = {"COLUMNS": "BLOCK_N"}
 
     @property
     def rows(self) -> int:
@@ -79,7 +82,7 @@ def refusal(problem: ConvProblem, config: Pointwise) -> str | None:
     if reason:
         return reason
     most = 128 if products(problem) == 3 else 256  # sums three times, or once, fill the registers
-    if config.COLUMNS not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.COLUMNS * config.BLOCKS > most:
+    if config.BLOCK_N not in (32, 64, 96, 128) or config.BLOCKS not in (1, 2) or config.BLOCK_N * config.BLOCKS > most:
         return f"a tile has 32, 64, 96 or 128 columns, and one or two blocks, {most} columns in all"
     if config.BLOCKS == 1 and problem.layout == "NCHW":
         return "a thread takes four neighbouring pixels of an image"
@@ -94,7 +97,7 @@ def _wgrad(problem: ConvProblem) -> bool:
 
 def _stage_bytes(problem: ConvProblem, config: Pointwise) -> tuple[int, int]:
     """Of the rows, and of the columns."""
-    return 128 * config.rows, 128 * config.COLUMNS * limbs(problem)
+    return 128 * config.rows, 128 * config.BLOCK_N * limbs(problem)
 
 
 def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
@@ -134,9 +137,9 @@ class _Product:
             down, places = ceil(rows, config.rows), (written, 1)
         else:
             rows, columns, steps = images, written, ceil(read, 32)
-            busy = _busy(images * boxes, ceil(columns, config.COLUMNS), multiprocessors, products(problem) == 1)
+            busy = _busy(images * boxes, ceil(columns, config.BLOCK_N), multiprocessors, products(problem) == 1)
             down, places = ceil(images * boxes, busy), (written * plane, plane)
-        across = ceil(columns, config.COLUMNS)
+        across = ceil(columns, config.BLOCK_N)
         each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
         tiles = across * down * config.SPLIT
         scalars = (tiles, across, down, steps, each, rows, columns, boxes, plane, busy, *places, size)
@@ -163,7 +166,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
-        "COLUMNS": config.COLUMNS, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
+        "COLUMNS": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
         "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.column_step == 1 and product.columns % 2 == 0),
         **epilogue(problem), "MOMENTS": int(layout.moments is not None),
     }
@@ -173,7 +176,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         operands = [(WEIGHT, problem.K), (INPUT, problem.N)]  # dy, x
         if config.SWAPPED:
             operands.reverse()
-        maps = [_planes(problem, *operand, rows) for operand, rows in zip(operands, (config.rows, config.COLUMNS), strict=True)]
+        maps = [_planes(problem, *operand, rows) for operand, rows in zip(operands, (config.rows, config.BLOCK_N), strict=True)]
     else:
         step, of_filter = _filter(problem, config, kept, defines)
         prepare, maps = [[step]], [_images(problem, config), of_filter]
@@ -223,7 +226,7 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     scalars = (rows, channels, padded, row_step, channel_step)
     step = KernelLaunch("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
     sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
-    return step, TensorMap(*place, sizes, strides, (32, config.COLUMNS, 1), 128, "float32")
+    return step, TensorMap(*place, sizes, strides, (32, config.BLOCK_N, 1), 128, "float32")
 
 
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
@@ -264,12 +267,12 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     wgrad, steps = _wgrad(problem), ceil(product.steps, config.SPLIT)
     if wgrad:
         of_columns //= limbs(problem)
-    cycles = 4 * products(problem) * config.BLOCKS * config.COLUMNS  # of 4 times 8 of k, by two consumers
+    cycles = 4 * products(problem) * config.BLOCKS * config.BLOCK_N  # of 4 times 8 of k, by two consumers
     step = max((cycles + WAIT_CYCLES) / CLOCK, (of_rows + of_columns) / FILL)
     # memory is met by the first of the tiles that share something
-    written = rows * min(config.COLUMNS, product.columns) * 4
+    written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
-    tile = max(steps * step + STORE_TIME * rows * config.COLUMNS / 2**14, moved / MOVED)
+    tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
     us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
         us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
