@@ -122,9 +122,9 @@ def _pad3(values: Sequence[int], fill: int) -> Size3:
 
 @dataclass(frozen=True)
 class ConvProblem:
-    """One convolution, one transposed convolution, or one gradient of a convolution, of arrays of known shapes.
+    """What is asked: a convolution, a transposed convolution, or a gradient of a convolution, of arrays of known shapes.
 
-    Make one with :meth:`forward`, :meth:`transposed` or :meth:`gradient`, which take torch's arguments and check them.
+    :meth:`forward`, :meth:`transposed` and :meth:`gradient` make one. They take torch's arguments and check them.
 
     Attributes
     ----------
@@ -152,7 +152,7 @@ class ConvProblem:
         ``"CNHW"`` is for :attr:`launched` alone.
     has_scale, has_residual : bool
     activation : {None, "relu"}
-        What becomes of the sums, see :func:`pycuda_conv.conv2d`; the residual lies in memory as the result does.
+        What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
     """
 
     direction: Literal["fprop", "dgrad", "wgrad"]

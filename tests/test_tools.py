@@ -162,7 +162,7 @@ def test_the_suite_s_labels_are_unique():
 
 
 @pytest.mark.parametrize("mode, words", [
-    ("fp32", "float32 in fp32, NCHW"), ("tf32", "float32 in tf32, NCHW"), ("tf32-nhwc", "float32 in tf32, channels last"), ("fp16", "float16, NCHW"),
+    ("fp32", "float32 with fp32 arithmetic, NCHW"), ("tf32", "float32 with tf32 arithmetic, NCHW"), ("tf32-nhwc", "float32 with tf32 arithmetic, channels last"), ("fp16", "float16, NCHW"),
     ("fp16-nhwc", "float16, channels last"), ("bf16", "bfloat16, NCHW"), ("bf16-nhwc", "bfloat16, channels last"),
 ])
 def test_a_mode_s_problems_are_what_its_words_say(mode, words):
@@ -394,7 +394,7 @@ def test_markdown_has_a_table_for_every_mode():
     rows = [row(problem="first"), row(problem="second", mode="tf32-nhwc")]
     text = report.markdown(MACHINE, rows, report.summary(rows), [], [])
     sections = text.split("<details><summary>")
-    assert [section.split("</summary>")[0] for section in sections[1:]] == ["fp32: float32 in fp32, NCHW", "tf32-nhwc: float32 in tf32, channels last"]
+    assert [section.split("</summary>")[0] for section in sections[1:]] == ["fp32: float32 with fp32 arithmetic, NCHW", "tf32-nhwc: float32 with tf32 arithmetic, channels last"]
     for section, name in zip(sections[1:], ("first", "second"), strict=True):
         assert section.count("\n| ") == 3 and f"\n| {name} |" in section and "</summary>\n\n|" in section and "|\n\n</details>" in section
 
@@ -409,7 +409,7 @@ def test_the_readme_s_rows_are_chosen_layers_in_every_mode():
     lines = report.excerpt(MACHINE, rows).splitlines()
     assert lines[0] == "| layer | fp32: ours, us | torch, us | ratio | error | torch's error | tf32: ratio |"
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines[2:7]] == list(report.FRONT_ROWS) and lines[7] == ""
-    for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02", "tf32: float32 in tf32, NCHW"):
+    for part in ("`make bench`", "NVIDIA H200", "torch 2.9.0", "2026-01-02", "tf32: float32 with tf32 arithmetic, NCHW"):
         assert part in lines[8]
     assert set(report.FRONT_ROWS) <= {bench.label(problem) for problem in suite.suite()}
 

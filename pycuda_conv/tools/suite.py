@@ -29,7 +29,7 @@ def in_mode(problem: ConvProblem, mode: str) -> ConvProblem:
 def mode_words(mode: str) -> str:
     """A mode's arrays and arithmetic in words."""
     found = {"dtype": "float32", "precision": "fp32", "layout": "NCHW"} | MODES[mode]
-    arithmetic = f" in {found['precision']}" if found["dtype"] == "float32" else ""
+    arithmetic = f" with {found['precision']} arithmetic" if found["dtype"] == "float32" else ""
     return f"{found['dtype']}{arithmetic}, {'channels last' if found['layout'] == 'NHWC' else 'NCHW'}"
 
 
