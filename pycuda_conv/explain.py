@@ -25,7 +25,7 @@ def explain(plan: Plan, measure: bool) -> str:
     if own is not None:
         facts.append(("predicted", _speed(plan, own)))
     if measure and not plan.empty:
-        from pycuda_conv.tools.measure import measured
+        from pycuda_conv.measure import measured
 
         facts.append(("measured", _speed(plan, measured(plan)) + ", now"))
     elif plan.tuned is not None:

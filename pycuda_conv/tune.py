@@ -246,7 +246,7 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
     with _measuring:  # one at a time, or they would slow each other down
         found = lookup(problem, device)
         if found is None:
-            from pycuda_conv.tools.measure import trials
+            from pycuda_conv.measure import trials
 
             try:
                 measured = trials(problem, device)  # type: ignore[arg-type]  # CUDA's

@@ -15,9 +15,9 @@ import pycuda_conv as pc
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.timing import Effort, gpu_times
 from pycuda_conv.tools.plots import OURS, TORCH, save
 from pycuda_conv.tools.report import median
-from pycuda_conv.tools.timing import Effort, gpu_times
 
 LAYER = pc.ConvProblem.forward(2, (32, 256, 56, 56), (256, 256, 3, 3), padding=1)
 

@@ -21,9 +21,9 @@ import pycuda_conv as pc
 from pycuda_conv import cli
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.runtime import get_device
+from pycuda_conv.timing import Effort
 from pycuda_conv.tools import bench, hostbench, run
 from pycuda_conv.tools.terminal import OK, UNUSABLE
-from pycuda_conv.tools.timing import Effort
 
 torch = pytest.importorskip("torch", reason="the results are judged by torch")
 Image = pytest.importorskip("PIL.Image", reason="pictures are read by Pillow")

@@ -19,20 +19,21 @@ import pytest
 from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
-from pycuda_conv import cli
+from pycuda_conv import cli, timing
 from pycuda_conv.engines.direct import Batched
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ConvProblem
+from pycuda_conv.rounding import bound
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.opencl import OpenCLDevice
-from pycuda_conv.tools import bench, hostbench, report, suite, terminal, timing, training, verify
+from pycuda_conv.timing import Effort
+from pycuda_conv.tools import bench, hostbench, report, suite, terminal, training, verify
 from pycuda_conv.tools.floors import Floor, floor, for_plain_units, plain_floor, tensor_floor
-from pycuda_conv.tools.oracle import bound, compare, reference, torch_for
+from pycuda_conv.tools.oracle import compare, reference, torch_for
 from pycuda_conv.tools.report import Row, geometric_mean, quantile
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE, ToolError
-from pycuda_conv.tools.timing import Effort
 
 ROOT = Path(pc.__file__).resolve().parent.parent
 BEGIN, END = report.marks("results")

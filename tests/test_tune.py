@@ -17,7 +17,7 @@ from conftest import why_no_cuda, why_no_opencl
 from reference import fprop
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, Plan, cli, engines, explain, tune
+from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, tune
 from pycuda_conv.engines.direct import Batched, Dgrad, Single
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -26,7 +26,6 @@ from pycuda_conv.engines.lines_sm90 import Lines
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
-from pycuda_conv.tools import measure
 from pycuda_conv.tools import tune as tool
 from pycuda_conv.tools.suite import suite
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE

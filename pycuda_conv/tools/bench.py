@@ -26,6 +26,7 @@ from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda
 from pycuda_conv.runtime.compiler import compiler
+from pycuda_conv.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 from pycuda_conv.tools.floors import floor
 from pycuda_conv.tools.info import attributes, nvidia_smi, versions
 from pycuda_conv.tools.oracle import Errors, ErrorSums, options, torch_for, torch_precision
@@ -52,7 +53,6 @@ from pycuda_conv.tools.report import (
 )
 from pycuda_conv.tools.suite import MODES, in_mode, mode_words, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
-from pycuda_conv.tools.timing import Effort, gpu_times, host_times, operand_sets, wall_times
 
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda, device_count, get_device
+from pycuda_conv.timing import Effort, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import options, torch_precision
 from pycuda_conv.tools.report import (
@@ -32,7 +33,6 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
-from pycuda_conv.tools.timing import Effort, wall_times
 
 BUS_BYTES = 256 << 20  # of one copy when the bus is measured
 BUS_ROUNDS = 10  # of which the best counts: it is a ceiling

@@ -1,13 +1,4 @@
-"""What a result is judged by: a float64 reference, torch's convolution, and the error that rounding explains.
-
-The bound, element by element, is
-
-    |out - ref| <= 4 eps sqrt(depth) conv(|x|, |w|) + eps_out |ref|
-
-with `ref` the float64 convolution of the inputs as they were rounded, `depth` the length of the sum, eps of the dtype in
-which sums are kept and eps_out of the result's. It holds for sums in any order and breaks when a tap is missing. In tf32,
-whose operands lose bits before they are multiplied, 2^-9 takes the place of 4 eps sqrt(depth).
-"""
+"""What a result is judged by: a float64 reference, and torch's convolution. :mod:`pycuda_conv.rounding` has the bounds."""
 
 from __future__ import annotations
 
@@ -20,43 +11,8 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.problem import ConvProblem
+from pycuda_conv.rounding import bound, relative_limit
 from pycuda_conv.tools.terminal import require
-
-#: norm(out - ref) / norm(ref) above which a result is wrong, for sums of up to 256 products.
-RELATIVE_LIMIT = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 2e-15, "tf32": 1e-3}
-TF32_ERROR = 2.0**-9  # of a product of two operands of 11 bits each, cut off
-#: The distance from 1 to the next number, and the smallest number above 0, of results.
-SPACING = {dtype: (float(np.finfo(dtype).eps), float(np.finfo(dtype).smallest_subnormal)) for dtype in ("float16", "float32", "float64")}
-SPACING["bfloat16"] = 2.0**-7, 2.0**-133
-
-
-def depth(problem: ConvProblem) -> int:
-    """Products summed into one element of the result, at most."""
-    problem = problem.launched
-    return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
-
-
-def _arithmetic(problem: ConvProblem) -> str:
-    return "tf32" if problem.precision == "tf32" and problem.dtype == "float32" else problem.dtype
-
-
-def relative_limit(problem: ConvProblem) -> float:
-    """The relative error, norm-wise, above which a result is wrong; grows as rounding does, with the root of the depth."""
-    return RELATIVE_LIMIT[_arithmetic(problem)] * max(1.0, math.sqrt(depth(problem)) / 16)
-
-
-def bound(problem: ConvProblem, reference: Any, magnitude: Any) -> Any:
-    """The error that rounding explains, element by element.
-
-    Parameters
-    ----------
-    reference, magnitude : float64 arrays of numpy or torch
-        conv(x, w) + b and conv(|x|, |w|) + |b|.
-    """
-    out_eps, smallest = SPACING[problem.dtype]
-    eps = SPACING["float64" if problem.dtype == "float64" else "float32"][0]
-    part = TF32_ERROR if _arithmetic(problem) == "tf32" else 4 * eps * math.sqrt(max(depth(problem), 1))
-    return part * magnitude + out_eps * abs(reference) + smallest
 
 
 @dataclass(frozen=True)

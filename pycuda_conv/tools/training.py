@@ -16,6 +16,7 @@ from typing import Any
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda
+from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import Errors, compare, torch_precision
 from pycuda_conv.tools.plans import plans
@@ -31,7 +32,6 @@ from pycuda_conv.tools.report import (
     write_json,
 )
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
-from pycuda_conv.tools.timing import Effort, gpu_times, wall_times
 
 #: Convolutions whose gradients are measured: input, filter, stride, padding.
 CONVOLUTIONS = (

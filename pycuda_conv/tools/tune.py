@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from pycuda_conv import engines, tune
 from pycuda_conv.errors import DeviceMemoryError
+from pycuda_conv.measure import Compiler, WrongResultError, trials
 from pycuda_conv.problem import DTYPE_BYTES, PRECISIONS, ConvProblem
 from pycuda_conv.runtime import cuda
-from pycuda_conv.tools.measure import Compiler, WrongResultError, trials
 from pycuda_conv.tools.report import geometric_mean, microseconds, number
 from pycuda_conv.tools.suite import suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, table, track

@@ -17,8 +17,9 @@ import numpy as np
 import pycuda_conv
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.problem import ConvProblem
+from pycuda_conv.rounding import relative_limit
 from pycuda_conv.runtime import Device
-from pycuda_conv.tools.oracle import compare, reference, relative_limit, torch_function, torch_precision
+from pycuda_conv.tools.oracle import compare, reference, torch_function, torch_precision
 from pycuda_conv.tools.plans import plans
 from pycuda_conv.tools.report import number
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, table, track

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,10 @@ import numpy as np
 from pycuda_conv import engines
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
+from pycuda_conv.rounding import SPACING, depth, relative_limit
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.cuda import CudaDevice, Graph
-from pycuda_conv.tools.oracle import SPACING, depth, relative_limit
-from pycuda_conv.tools.report import median
-from pycuda_conv.tools.timing import Effort, gpu_times, operand_sets, wall_times
+from pycuda_conv.timing import Effort, gpu_times, operand_sets, wall_times
 from pycuda_conv.tune import Choice
 
 #: All configurations are measured at first, then again those that were nearly as fast as the fastest.

@@ -10,10 +10,10 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.tools.report import median
 
 log = logging.getLogger("pycuda_conv")
 
