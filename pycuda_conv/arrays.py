@@ -842,9 +842,19 @@ def _is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) 
     )
 
 
+class StandInKind(ArrayKind):
+    """Objects that stand for tensors while a function is traced, as ``torch.fx.Proxy`` does: torch's protocol for them takes the call."""
+
+    name = "stand-in for a torch.Tensor"
+
+    def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
+        raise TypeError("a plan takes arrays, and torch.fx gives it stand-ins for them: trace a function as pycuda_conv.conv2d instead")
+
+
 # ---- which kind an object is
 
 
+STAND_IN = StandInKind()
 _kinds: dict[type, ArrayKind] = {}
 _by_name: dict[type[ArrayKind], ArrayKind] = {}
 
@@ -882,7 +892,18 @@ def _kind_class(array: Any) -> type[ArrayKind] | None:
 def same_kind(
     input: Any, weight: Any, bias: Any, out: Any, scale: Any = None, residual: Any = None, names: tuple[str, str] = ("input", "weight")
 ) -> ArrayKind:
-    """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``."""
+    """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``.
+
+    It is :data:`STAND_IN` if any of them only stands for a tensor.
+    """
+    # torch.compile follows what is below and can't write to our table of types; it runs an import as it is
+    if (
+        type(input) is not np.ndarray and (torch := sys.modules.get("torch")) is not None and torch.compiler.is_dynamo_compiling()
+        and isinstance(input, torch.Tensor) and isinstance(weight, torch.Tensor)
+    ):
+        from pycuda_conv.nn.autograd import _kind
+
+        return _kind
     known = _kinds.get
     seen = known(type(input))
     if (
@@ -894,6 +915,11 @@ def same_kind(
         and (residual is None or known(type(residual)) is seen)
     ):
         return seen
+    torch = sys.modules.get("torch")
+    if torch is not None and any(
+        hasattr(type(a), "__torch_function__") and not isinstance(a, torch.Tensor) for a in (input, weight, bias, out, scale, residual)
+    ):
+        return STAND_IN
     first, second = names
     kind = kind_of(first, input)
     for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual), ("out", out)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv.arrays import ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
+from pycuda_conv.arrays import STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
@@ -104,6 +106,12 @@ def _convolve(
 ) -> Any:
     """The (transposed) convolution; `recorded` where the arrays' library knows of it."""
     kind = same_kind(input, weight, bias, out, scale, residual)
+    if kind is STAND_IN:
+        return _hand_over(
+            f"conv{'_transpose' if transposed else ''}{ndim}d", input, weight, bias=bias, stride=stride, padding=padding,
+            output_padding=output_padding, dilation=dilation, groups=groups, scale=scale, residual=residual, activation=activation, out=out,
+            precision=precision, device=device, devices=devices, stream=stream, tune=tune,
+        )
     stride, padding, dilation, groups = _settings(stride, padding, dilation, groups)
     if output_padding.__class__ is not int:
         output_padding = _key("output_padding", output_padding)
@@ -145,6 +153,12 @@ def _gradient(
 ) -> Any:
     """The gradient by the convolution's input or weight; `recorded` as for :func:`_convolve`."""
     kind = same_kind(first, second, None, out, names=_OPERANDS[of])
+    if kind is STAND_IN:
+        operands = (size, second, first) if of == "input" else (first, size, second)
+        return _hand_over(
+            f"conv{ndim}d_{of}", *operands, stride=stride, padding=padding, dilation=dilation, groups=groups, out=out, precision=precision,
+            device=device, stream=stream, tune=tune,
+        )
     if not isinstance(size, (list, tuple)):
         raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {brief(size)}")
     _check_options(precision, tune)
@@ -160,6 +174,15 @@ def _gradient(
     plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
     options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
     return kind.convolve(plan, first, second, None, out, stream, **options)
+
+
+def _hand_over(name: str, *operands: Any, **options: Any) -> Any:
+    """What stands in for arrays takes a call of the public function `name`; options with their default values are left out."""
+    function = globals()[name]
+    parameters = inspect.signature(function).parameters
+    given = {key: value for key, value in options.items() if key in parameters and value is not parameters[key].default}
+    tools = sys.modules["torch"].overrides
+    return tools.handle_torch_function(function, [a for a in (*operands, *given.values()) if tools.is_tensor_like(a)], *operands, **given)
 
 
 def _check_options(precision: Any, tune: Any) -> None:
@@ -213,18 +236,22 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
     return results()
 
 
-def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
-    name, kind = f"conv{ndim}d_bias", kind_of("grad_output", grad_output)
+def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded: bool = False) -> Any:
+    """The gradient of a bias; `recorded` as for :func:`_convolve`."""
+    kind = same_kind(grad_output, grad_output, None, None, names=("grad_output", "grad_output"))
+    if kind is STAND_IN:
+        return _hand_over(f"conv{ndim}d_bias", grad_output, device=device, stream=stream)
+    if device is not None:
+        device = get_device(device)
+    if not recorded:
+        recorder = kind.recorder(grad_output, grad_output, None, None, None, stream is None)
+        if recorder is not None:
+            return recorder.sum_channels(ndim, grad_output, None if device is None else device.name)
     kind.check_dense(grad_output)
     signature = kind.signature(grad_output)
     shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
-    if len(shape) not in (ndim + 1, ndim + 2):
-        raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
-    if dtype not in DTYPE_BYTES:
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
-    if 0 in shape:
-        raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")
-    own, layout = kind.device(signature, None if device is None else get_device(device)), kind.layout(grad_output, ndim)
+    _check_summed(ndim, shape, dtype)
+    own, layout = kind.device(signature, device), kind.layout(grad_output, ndim)
     order = channels_last(len(shape), ndim) if layout == "NHWC" else None
     images = shape[0] if len(shape) == ndim + 2 else 1
     pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
@@ -233,6 +260,17 @@ def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any) -> Any:
         sums = kind.empty((pixels.K,), grad_output, own)
         kind.run(own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
     return sums
+
+
+def _check_summed(ndim: int, shape: Sequence[int], dtype: str) -> None:
+    """Refuse a gradient whose channels can't be summed."""
+    name = f"conv{ndim}d_bias"
+    if len(shape) not in (ndim + 1, ndim + 2):
+        raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
+    if dtype not in DTYPE_BYTES:
+        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
+    if any(isinstance(n, int) and n == 0 for n in shape):
+        raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")
 
 
 def conv2d(

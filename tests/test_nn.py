@@ -167,15 +167,6 @@ def test_gradients_are_the_same_bits_every_time(where):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_derivatives_are_not_carried_forward(where):
-    """Which is refused, not forgotten."""
-    x, w = randn(1, 2, 4, 4, where=where, grad=False), randn(2, 2, 3, 3, where=where, grad=False)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
-        pc.conv2d(torch.autograd.forward_ad.make_dual(x, x), w)
-    with pytest.raises(NotImplementedError, match="jvp"):
-        torch.func.jvp(lambda x: pc.conv2d(x, w), (x,), (x,))
-
-
 def test_gradients_need_no_import(python_env):
     code = """
 import torch, pycuda_conv as pc

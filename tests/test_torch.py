@@ -1,13 +1,21 @@
 """What torch has to know of our calls: versions of tensors that are written, derivatives, and its tools that trace and count."""
 
 
+import copy
+import io
+import pickle
+
 import pytest
-from reference import channels_last
-from test_nn import randn
+from reference import channels_last, python
+from test_nn import close, pair, randn
 
 import pycuda_conv as pc
 
 torch = pytest.importorskip("torch", reason="torch is what is told")
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+import pycuda_conv.nn as pn  # noqa: E402
 
 F = torch.nn.functional
 MODIFIED = "modified by an inplace operation"
@@ -82,3 +90,251 @@ def test_out_is_refused_where_torch_refuses_it(where, name):
         write(kept)
     with pytest.raises(RuntimeError, match=MODIFIED):
         product.backward()
+
+
+# ---- every public function, for torch's tools
+
+
+def functions(where, dtype=torch.float64, grad=False):
+    """Each public function of tensors with the tensors that it takes, and torch's own function of the same."""
+    x, w, b, dy = (randn(*s, where=where, dtype=dtype, grad=grad, seed=i) for i, s in enumerate(((2, 4, 6, 5), (6, 2, 3, 3), (6,), (2, 6, 3, 5))))
+    how = {"stride": (2, 1), "padding": 1, "groups": 2}
+    c = randn(4, where=where, dtype=dtype, grad=grad)
+    return {
+        "conv1d": (lambda x, w, b: pc.conv1d(x, w, b, stride=2), lambda x, w, b: F.conv1d(x, w, b, stride=2), (x[..., 0], w[..., 0].repeat(1, 2, 1), b)),
+        "conv2d": (lambda x, w, b: pc.conv2d(x, w, b, **how), lambda x, w, b: F.conv2d(x, w, b, **how), (x, w, b)),
+        "conv3d": (lambda x, w: pc.conv3d(x, w, padding="same"), lambda x, w: F.conv3d(x, w, padding="same"), (x[None], w[None, :2])),
+        "conv_transpose2d": (
+            lambda dy, w, c: pc.conv_transpose2d(dy, w, c, **how, output_padding=(1, 0)),
+            lambda dy, w, c: F.conv_transpose2d(dy, w, c, **how, output_padding=(1, 0)), (dy, w, c),
+        ),
+        "conv2d_input": (
+            lambda dy, w: pc.conv2d_input((2, 4, 6, 5), w, dy, **how),
+            lambda dy, w: torch.nn.grad.conv2d_input((2, 4, 6, 5), w, dy, **how), (dy, w),
+        ),
+        "conv2d_weight": (
+            lambda x, dy: pc.conv2d_weight(x, (6, 2, 3, 3), dy, **how),
+            lambda x, dy: torch.nn.grad.conv2d_weight(x, (6, 2, 3, 3), dy, **how), (x, dy),
+        ),
+        "conv2d_bias": (lambda dy: pc.conv2d_bias(dy), lambda dy: dy.sum((0, 2, 3)), (dy,)),
+        "epilogue": (
+            lambda x, w, b, r: pc.conv2d(x, w, b, scale=b, residual=r, activation="relu", **how),
+            lambda x, w, b, r: torch.relu(F.conv2d(x, w, **how) * b.view(-1, 1, 1) + b.view(-1, 1, 1) + r), (x, w, b, dy),
+        ),
+    }
+
+
+FUNCTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose2d", "conv2d_input", "conv2d_weight", "conv2d_bias", "epilogue"]
+
+
+def leaves(tensors):
+    return [t.detach().clone().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_derivatives_are_carried_forward(where, name):
+    ours, theirs, tensors = functions(where)[name]
+    directions = tuple(t.flip(0) for t in tensors)
+    close(torch.func.jvp(ours, tensors, directions)[1], torch.func.jvp(theirs, tensors, directions)[1])
+    for i, t in enumerate(tensors):  # of one operand alone
+
+        def alone(f, i=i):
+            return lambda one: f(*tensors[:i], one, *tensors[i + 1 :])
+
+        close(*(torch.func.jvp(alone(f), (t,), (directions[i],))[1] for f in (ours, theirs)))
+        close(*(torch.func.jacfwd(alone(f))(t) for f in (ours, theirs)))
+    if name != "epilogue":  # whose relu has no second derivative
+        assert torch.autograd.gradcheck(ours, leaves(tensors), check_forward_ad=True, fast_mode=True)
+        assert torch.autograd.gradgradcheck(ours, leaves(tensors), check_fwd_over_rev=True, fast_mode=True)
+
+
+def test_second_derivatives_by_every_order_of_transforms(where):
+    x, w = (randn(*shape, where=where, grad=False) for shape in ((1, 2, 4, 4), (2, 2, 3, 3)))
+    t = torch.func
+    for outer in (t.jacfwd, t.jacrev):
+        for inner in (t.jacfwd, t.jacrev):
+            for argument in (0, 1):
+                found = [
+                    outer(inner(lambda x, w, f=f: (f(x, w, padding=1) ** 3).sum(), argument), argument)(x, w) for f in (pc.conv2d, F.conv2d)
+                ]
+                close(*found)
+    close(*(t.hessian(lambda w, f=f: f(x, w).square().sum())(w) for f in (pc.conv2d, F.conv2d)))
+    close(*(t.vmap(lambda dx, f=f: t.jvp(lambda x: f(x, w), (x,), (dx,))[1])(torch.stack([x, -x])) for f in (pc.conv2d, F.conv2d)))
+
+
+def test_forward_derivatives_convolve_no_zeros(where, monkeypatch):
+    """The direction of one operand takes one convolution more, and what is kept is let go."""
+    x, w = randn(1, 2, 4, 4, where=where), randn(2, 2, 3, 3, where=where, grad=False)
+    calls, convolve = [], pc.ops._convolve
+    monkeypatch.setattr(pc.ops, "_convolve", lambda *args, **more: calls.append(args[2]) or convolve(*args, **more))
+    torch.func.jvp(lambda x: pc.conv2d(x, w), (x.detach(),), (x.detach(),))
+    recorded = 2  # the public call and the one that computes
+    assert len(calls) == recorded + 1
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_traced_by_fx(where, name):
+    ours, _, tensors = functions(where)[name]
+    traced = torch.fx.symbolic_trace(ours)
+    assert [n.target for n in traced.graph.nodes if n.op == "call_function"] == [getattr(pc, "conv2d" if name == "epilogue" else name)]
+    assert torch.equal(traced(*tensors), ours(*tensors))
+    again = torch.fx.symbolic_trace(pickle.loads(pickle.dumps(traced)))
+    assert torch.equal(again(*tensors), ours(*tensors))
+    close(make_fx(ours)(*tensors)(*tensors), ours(*tensors))
+
+
+def test_fx_gives_what_else_is_an_argument(where):
+    """Sizes, groups and tensors that the function finds for itself."""
+    w = randn(4, 1, 3, 3, where=where, grad=False)
+
+    def depthwise(x):
+        y = pc.conv2d(x, w, groups=x.shape[1])
+        return pc.conv2d_input(x.shape, w, y, groups=x.shape[1])
+
+    x = randn(2, 4, 5, 5, where=where, grad=False)
+    assert torch.equal(torch.fx.symbolic_trace(depthwise)(x), depthwise(x))
+    plan = pc.Plan(pc.ConvProblem.forward(2, x.shape, w.shape, groups=4, dtype="float64"), None if where == "cpu" else "cuda:0")
+    bound = plan.bind(w)
+    for call in (lambda x: plan(x, w), lambda x: bound(x)):
+        with pytest.raises(TypeError, match="stand-in"):
+            torch.fx.symbolic_trace(call)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_mode": "circular", "padding": 1}])
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
+def test_modules_are_traced_by_fx(where, name, options):
+    if "Transpose" in name and options:
+        pytest.skip("torch has zeros alone there")
+    _, ours = pair(name, 4, 6, 3, where=where, **options)
+    traced = torch.fx.symbolic_trace(torch.nn.Sequential(ours, torch.nn.ReLU()))
+    x = randn(2, 4, *(5,) * int(name[-2]), where=where, grad=False)
+    assert torch.equal(traced(x), ours(x).relu())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operations_are_counted(where, name):
+    """In a backward pass each gradient takes as many as the convolution."""
+    ours, _, tensors = functions(where)[name]
+    given = leaves(tensors)
+    expected = {"conv1d": 2 * 24 * 12, "conv3d": 2 * 120 * 36, "conv2d_bias": 0}.get(name, 2 * 180 * 18)
+    with FlopCounterMode(display=False) as counter:
+        ours(*tensors)
+        assert counter.get_total_flops() == expected
+        y = ours(*given).sum()
+        assert counter.get_total_flops() == 2 * expected
+        y.backward()
+        assert counter.get_total_flops() == 4 * expected
+
+
+@pytest.mark.parametrize("name", ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"])
+def test_operations_are_counted_as_torch_counts_them(where, name):
+    x, counted = randn(2, 4, *(5,) * int(name[-2]), where=where), []
+    for layer in pair(name, 4, 6, 3, stride=2, where=where):
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        counted.append(counter.get_total_flops())
+    assert counted[0] == counted[1] > 0
+
+
+def test_operations_of_fused_layers_are_counted(where):
+    ours = pn.FusedConvBnReLU2d(4, 6, 3, device=where)
+    theirs = torch.nn.Sequential(*copy.deepcopy(ours).to_modules(), torch.nn.ReLU())
+    x, counted = randn(2, 4, 5, 5, where=where, dtype=torch.float32), []
+    for layer in (ours, theirs):
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+            counted.append(counter.get_total_flops())
+            with torch.no_grad():
+                layer.eval()(x)
+        counted.append(counter.get_total_flops())
+    assert counted[:2] == counted[2:]
+
+
+def test_what_is_first_called_by_a_counter_is_counted(python_env):
+    code = """
+import torch, pycuda_conv as pc
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode
+x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
+with FlopCounterMode(display=False) as counter:
+    pc.conv2d(x, w)
+print(counter.get_total_flops())
+"""
+    assert python(code, python_env) == f"{2 * 3 * 2 * 9 * 9}\n"
+
+
+@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d", "conv2d_input", "conv2d_weight", "conv2d_bias"])
+def test_the_first_compiled_call_needs_no_import(where, python_env, name):
+    """Nothing has made known to the package what a tensor or a parameter is."""
+    arguments = {"conv2d_input": "x.shape, w, dy", "conv2d_weight": "x, w.shape, dy", "conv2d_bias": "dy", "conv_transpose2d": "dy, w"}
+    call = f"pc.{name}({arguments.get(name, 'x, w')}).relu()"
+    code = f"""
+import pycuda_conv as pc, torch
+x, dy = torch.randn(1, 2, 5, 5, device="{where}"), torch.randn(1, 3, 3, 3, device="{where}")
+w = torch.nn.Parameter(torch.randn(3, 2, 3, 3, device="{where}"))
+y = torch.compile(lambda x, w, dy: {call}, backend="aot_eager", fullgraph=True)(x, w, dy)
+torch.testing.assert_close(y, {call})
+"""
+    python(code, python_env, PYTHONWARNINGS="ignore")
+
+
+class Block(torch.nn.Module):
+    """A residual block with a layer of each kind that is converted or is ours."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.conv, self.bn = torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4)
+        self.up = torch.nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.fused = pn.FusedConvBnReLU2d(4, 2, 3)
+        self.to(where)
+
+    def forward(self, x):
+        return self.fused(self.up(torch.relu(self.bn(self.conv(x)) + x)))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_a_converted_model_is_exported(where, strict, no_grad):
+    torch.manual_seed(0)
+    model = Block(where).eval()
+    pn.convert(model, fuse_training=True)
+    x = randn(3, 4, 6, 6, where=where, dtype=torch.float32, grad=False)
+    sizes = {"x": {0: torch.export.Dim("images", min=2, max=64)}}
+    with torch.set_grad_enabled(not no_grad):
+        expected = model(x)
+        exported = torch.export.export(model, (x,), dynamic_shapes=sizes, strict=strict)
+        kept = io.BytesIO()
+        torch.export.save(exported, kept)
+        kept.seek(0)
+        again = torch.export.load(kept).module()
+        close(again(x), expected)
+        close(again(x[:2]), model(x[:2]))
+    assert "pycuda_conv.conv." in str(exported.graph) and "aten.conv" not in str(exported.graph)
+    assert "pycuda_conv.conv_transpose." in str(exported.graph)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_functions_are_exported(where):
+    class Layer(torch.nn.Module):
+        def forward(self, *tensors):
+            return ours(*tensors)
+
+    for name in FUNCTIONS:
+        ours, _, tensors = functions(where)[name]
+        close(torch.export.export(Layer(), tensors).module()(*tensors), ours(*tensors))
+
+
+def test_the_gradient_of_a_bias_has_gradients(where):
+    dy = randn(2, 3, 4, 5, where=where)
+    weights = randn(3, where=where, grad=False)
+    (grad,) = torch.autograd.grad((pc.conv2d_bias(dy) * weights).sum(), dy)
+    assert torch.equal(grad, weights.view(1, 3, 1, 1).expand_as(dy))
+    with torch.autocast(where, torch.bfloat16):
+        assert pc.conv2d_bias(dy.float()).dtype == torch.float32 and pc.conv2d_bias(dy.detach().half()).dtype == torch.float16
+    for wrong in (dy[0, 0], dy[:0], dy.long()):
+        for grad_output in (wrong, wrong.to("meta")):
+            with pytest.raises((ValueError, TypeError)):
+                pc.conv2d_bias(grad_output)
+    with pytest.raises(pc.ConvArgumentError, match="stream"):
+        pc.conv2d_bias(dy, stream=0)

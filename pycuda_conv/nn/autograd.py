@@ -17,19 +17,22 @@ the other costs 50. What they compute, and every check, is in :mod:`pycuda_conv.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Sequence
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad as _forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from pycuda_conv import ops
 from pycuda_conv.arrays import TorchKind, kind_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
-# asked now, so that torch.compile, which follows the public functions, finds both types known
-_kind, _ = kind_of("input", torch.empty(0)), kind_of("weight", torch.nn.Parameter(torch.empty(0)))
+_kind = kind_of("input", torch.empty(0))
 assert isinstance(_kind, TorchKind)
 _differentiated, _traced, _layout = _kind.differentiated, _kind.traced, _kind.layout
 
@@ -255,6 +258,19 @@ def _cast(*tensors: Any) -> Any:
     return [t if t is None or not t.is_floating_point() or t.dtype is torch.float64 else t.to(wanted) for t in tensors]
 
 
+def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
+    """The gradient of a bias, of which torch is told: torch's own sum."""
+    if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
+        return ops._sum_channels(ndim, grad_output, device, None, True)
+    ops._check_summed(ndim, grad_output.shape, _kind.dtype_name(grad_output.dtype))
+    return _summed(ndim, grad_output)
+
+
+def _summed(ndim: int, grad_output: Any) -> Any:
+    channels = grad_output.dim() - ndim - 1
+    return grad_output.sum([axis for axis in range(grad_output.dim()) if axis != channels], dtype=grad_output.dtype)
+
+
 # ---- the two ways
 
 
@@ -276,11 +292,18 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:
         _save(ctx, operator, settings, first, second)
-        return operator.compute(settings, first, second, bias, size)
+        result = operator.compute(settings, first, second, bias, size)
+        if _forward_ad._current_level >= 0:
+            _save_for_forward(ctx, first, second, size, result)
+        return result
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return *_derivatives(ctx, grad), None, None, None
+        return (None,) * 6 if grad is None else (*_derivatives(ctx, grad), None, None, None)
+
+    @staticmethod
+    def jvp(ctx: Any, first: Any, second: Any, bias: Any, *rest: Any) -> Any:
+        return _tangent(ctx, first, second, bias)
 
 
 class _Transformed(_Function):
@@ -292,8 +315,9 @@ class _Transformed(_Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        first, second, _, operator, settings, _ = inputs
+        first, second, _, operator, settings, size = inputs
         _save(ctx, operator, settings, first, second)
+        _save_for_forward(ctx, first, second, size, output)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, first: Any, second: Any, bias: Any, operator: Operator, settings: Settings, size: Any) -> Any:
@@ -306,15 +330,33 @@ def _save(ctx: Any, operator: Operator, settings: Settings, first: Any, second: 
     ctx.call = operator, settings, first.shape, second.shape
 
 
+def _save_for_forward(ctx: Any, first: Any, second: Any, size: Any, result: Any) -> None:
+    """Keep what :func:`_tangent` needs. torch asks for it before the call ends and keeps none of it longer."""
+    ctx.save_for_forward(first, second)
+    ctx.set_materialize_grads(False)  # zeros would be convolved
+    ctx.size, ctx.result_shape = size, result.shape
+
+
+def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
+    """The derivative of the result in the direction of these, of which some may be None: the operator is linear in each operand."""
+    operator, settings, *_ = ctx.call
+    of_first, of_second = ctx.saved_tensors
+    terms = [] if first is None else [call(operator, settings, first, of_second, None, ctx.size)]
+    if second is not None:
+        terms.append(call(operator, settings, of_first, second, None, ctx.size))
+    if bias is not None:
+        terms.append(bias.view(-1, *(1,) * settings.ndim).expand(ctx.result_shape))
+    return reduce(torch.add, terms)
+
+
 def _derivatives(ctx: Any, grad: Any) -> tuple[Any, Any, Any]:
     first, second = ctx.saved_tensors
     operator, settings, first_shape, second_shape = ctx.call
     by_first, by_second, by_bias, *_ = ctx.needs_input_grad
-    channels = grad.dim() - settings.ndim - 1
     return (
         operator.by_first(settings, first_shape, second, grad) if by_first else None,
         operator.by_second(settings, first, second_shape, grad) if by_second else None,
-        grad.sum([axis for axis in range(grad.dim()) if axis != channels]) if by_bias else None,
+        _summed(settings.ndim, grad) if by_bias else None,
     )
 
 
@@ -402,3 +444,28 @@ def _register(operator: Operator) -> None:
 
 for _operator in OPERATORS:
     _register(_operator)
+
+
+# ---- FlopCounterMode
+
+
+def flops(result: Sequence[int], weight: Sequence[int]) -> int:
+    """Operations of a convolution with that result and filter, and of each of its gradients, as torch counts them."""
+    return 2 * math.prod(result) * math.prod(weight[1:])
+
+
+def count_flops(operator: Any, formula: Callable[..., int]) -> None:
+    """Let torch's counters count `operator` by a formula of shapes, also one that was made before it was asked for."""
+    register_flop_formula(operator)(formula)
+    for mode in _get_current_dispatch_mode_stack():
+        counter = getattr(mode, "counter", mode)
+        if isinstance(counter, FlopCounterMode):
+            counter.flop_registry[operator] = flop_registry[operator]
+
+
+def _flops(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *flat: Any, out_shape: Any) -> int:
+    return flops(*{CONV: (out_shape, second), CONV_WEIGHT: (second, out_shape)}.get(operator, (first, second)))
+
+
+for _operator in OPERATORS:
+    count_flops(getattr(torch.ops.pycuda_conv, _operator.name), partial(_flops, _operator))

@@ -177,6 +177,16 @@ class FusedForward:
             self._functions[training], _ = _traced(module, training)
         return self._functions[training](module, *args, **kwargs)
 
+    # torch.export asks a forward, as if it were a method, for its text and its arguments: those of the module's own
+
+    @property
+    def __code__(self) -> Any:
+        return type(self.module).forward.__code__
+
+    @property
+    def __wrapped__(self) -> Any:
+        return type(self.module).forward.__get__(self.module)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"module": self.module, "in_training": self.in_training, "_functions": {}}  # these have no names to pickle them by
 

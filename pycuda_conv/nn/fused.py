@@ -28,7 +28,20 @@ from torch.nn import functional as F
 from pycuda_conv import ops
 from pycuda_conv.arrays import Signature
 from pycuda_conv.engines import batch_norm
-from pycuda_conv.nn.autograd import CONV, CONV_INPUT, CONV_WEIGHT, Settings, _cast, _differentiated, _empty_like, _kind, _layout, _traced
+from pycuda_conv.nn.autograd import (
+    CONV,
+    CONV_INPUT,
+    CONV_WEIGHT,
+    Settings,
+    _cast,
+    _differentiated,
+    _empty_like,
+    _kind,
+    _layout,
+    _traced,
+    count_flops,
+    flops,
+)
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
@@ -447,6 +460,25 @@ def _(
 ) -> Tensor:
     settings = _How.of(how).settings
     return cast(Tensor, _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim))
+
+
+def _forward_flops(x: Any, weight: Any, *rest: Any, out_shape: Any) -> int:
+    return flops(out_shape, weight)
+
+
+def _statistics_flops(x: Any, weight: Any, *rest: Any, out_shape: Any) -> int:
+    return flops(out_shape[0], weight)
+
+
+def _backward_flops(
+    dout: Any, x: Any, weight: Any, gamma: Any, beta: Any, y: Any, statistics: Any, of_x: bool, of_weight: bool, how: Any, *, out_shape: Any
+) -> int:
+    return (of_x + of_weight) * flops(y, weight)
+
+
+count_flops(torch.ops.pycuda_conv.fused_statistics, _statistics_flops)
+count_flops(torch.ops.pycuda_conv.fused_inference, _forward_flops)
+count_flops(torch.ops.pycuda_conv.fused_conv_bn_relu_backward, _backward_flops)
 
 
 # ---- the modules
