@@ -1,7 +1,8 @@
 """Training with torch: its convolution modules on this package's kernels, and :func:`convert`, which puts them into a model.
 
-Gradients need nothing from here: :func:`pycuda_conv.conv2d` and the other functions have them for torch tensors. For
-``torch.compile`` import this package first. It imports torch; ``import pycuda_conv`` does not.
+Gradients and ``torch.compile`` need nothing from here: :func:`pycuda_conv.conv2d` and the other functions have them for torch
+tensors. What ``torch.export.save`` has written names operators of this package, so import it before ``torch.export.load``. It imports
+torch; ``import pycuda_conv`` does not.
 """
 
 from pycuda_conv.nn import autograd as autograd  # which makes the operators
