@@ -135,6 +135,7 @@ def _convolve(
         groups, precision, device, layout, tune, None if scale is None else sign(scale), None if residual is None else sign(residual),
         activation,
     )
+    plan = plan.better or plan
     options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
     if scale is not None or residual is not None:
         options |= {"scale": scale, "residual": residual}
@@ -172,6 +173,7 @@ def _gradient(
             return recorder.gradient(of, ndim, first, second, size, *rest, None if device is None else device.name, tune)
     layout = kind.layout(first, ndim) if of == "input" else "NCHW"
     plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
+    plan = plan.better or plan
     options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
     return kind.convolve(plan, first, second, None, out, stream, **options)
 

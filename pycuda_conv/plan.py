@@ -8,15 +8,20 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pycuda_conv import engines
+from pycuda_conv import behind, engines
+from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
+from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, caches, lookup, tuned
 from pycuda_conv.typing import Array
 
 #: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
 CACHED_PLANS = 1024
+
+#: Caches of launches that hold plans, emptied when one of these has a better one.
+holders: list[Any] = []
 
 
 class Plan:
@@ -75,9 +80,15 @@ class Plan:
             raise ValueError(f"there is nothing to tune: config={config} was given")
         #: the measurement that the configuration follows, or None
         self.tuned = None if self.fixed else (tuned if tune else lookup)(problem, self.device)
-        self.config = config or (self.tuned.config if self.tuned else engines.choose(problem, self.device))
+        self._set_up(config or (self.tuned.config if self.tuned else engines.choose(problem, self.device)), noted)
+        if tune:
+            self.specialise()
+
+    def _set_up(self, config: engines.Config, noted: bool) -> None:
+        problem = self.problem
+        self.config = config
         self.noted = noted
-        self.schedule = schedule = engines.schedule(problem, self.config, self.device, noted)
+        self.schedule = schedule = engines.schedule(problem, config, self.device, noted)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = schedule.filter_bytes
         #: equal for plans whose packed filters are interchangeable
@@ -85,13 +96,12 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = schedule.workspace_bytes + schedule.filter_bytes
         self.empty = 0 in problem.result_shape
-        filter_last = schedule.filter_last or []
-        if not self.empty:
-            self.device.compile_all([launch for step in (*schedule.whole, *filter_last) for launch in step])
-        self._prepare, self._launchers, self._whole, self._filter_last = (
-            [] if self.empty else [self.device.step_launcher(step) for step in steps]
-            for steps in (schedule.prepare, schedule.steps, schedule.whole, filter_last)
-        )
+        self._load(schedule)
+        #: the same problem by a better configuration, made behind the calls of this plan: the next call should take that one
+        self.better: Plan | None = None
+        self._better_config: engines.Config | None = None
+        self._behind: behind.Behind | None = None
+        self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(self._filter_last)
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
@@ -107,6 +117,75 @@ class Plan:
         self.accepted: dict[Hashable, Hashable] = {}
         self.accepted_out: dict[Hashable, Hashable] = {}
 
+    def _load(self, schedule: Schedule) -> None:
+        """Compile the kernels, or find them compiled, and make launchers of them."""
+        steps = schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or []
+        if self.empty:
+            steps = [], [], [], []
+        self.device.compile_all([launch for part in steps for step in part for launch in step])
+        self._prepare, self._launchers, self._whole, self._filter_last = (
+            [self.device.step_launcher(step) for step in part] for part in steps
+        )
+
+    @classmethod
+    def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
+        """A plan that does not wait for the compiler if compiled kernels can serve it.
+
+        Its configuration is not the best one then. That one is compiled behind its calls, for :attr:`better`.
+        """
+        self = cls.__new__(cls)
+        self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
+        config = self.tuned.config if self.tuned else engines.choose(problem, device)
+        missing = [] if noted or 0 in problem.result_shape else behind.missing(engines.schedule(problem, config, device), device)
+        instead = behind.stand_in(problem, config, device) if missing else None
+        if instead is None:
+            try:
+                self._set_up(config, noted)
+            except CompileError as error:
+                instead = None if noted else behind.last_resort(problem, device)
+                if instead is None:
+                    raise
+                behind.say(error)
+                self._set_up(instead, noted)
+        else:
+            self._set_up(instead, noted)
+            self._better_config, self._behind = config, behind.Behind(device, missing)
+        return self
+
+    def _await_constants(self) -> None:
+        """Count calls, to compile the layer's constants in if there are many."""
+        if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
+            kernels = behind.launches(behind.with_constants(self.schedule))
+            self._behind = behind.Behind(self.device, kernels, behind.OFTEN)
+
+    def _improve(self, coming: behind.Behind, stream: Any) -> None:
+        """Take what was compiled behind the calls, if it is ready."""
+        try:
+            if not coming.ready(stream):
+                return
+            self._behind = None
+            if self._better_config is None:
+                self._load(behind.with_constants(self.schedule))
+            else:
+                better = type(self).__new__(type(self))
+                better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
+                better._set_up(self._better_config, self.noted)
+                self.better = better
+                for cache in holders:
+                    cache.cache_clear()
+        except Exception as error:  # what serves goes on serving
+            self._behind = None
+            behind.say(error)
+
+    def specialise(self) -> None:
+        """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
+
+        Otherwise that is done behind the calls, after a hundred of them.
+        """
+        if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
+            self._behind = None
+            self._load(behind.with_constants(self.schedule))
+
     def launch(
         self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0, filter_last: bool = False
     ) -> None:
@@ -121,6 +200,9 @@ class Plan:
         buffers = (*buffers, place, scale, residual)
         for launcher in self._launchers if packed else self._filter_last if filter_last else self._whole:
             launcher(buffers, stream)
+        coming = self._behind
+        if coming is not None:
+            self._improve(coming, stream)
 
     def launch_all(self, buffers: Sequence[Any], stream: Any = None) -> None:
         """:meth:`launch` on (input, weight, bias, scale, residual, result, workspace): the operands in one row."""
@@ -247,7 +329,9 @@ def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
 @lru_cache(maxsize=CACHED_PLANS)
 def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
-    return Plan(problem, device, tune=tune, noted=noted)
+    if tune or not behind.enabled():
+        return Plan(problem, device, tune=tune, noted=noted)
+    return Plan._at_once(problem, device, noted)
 
 
 caches.append(cached_plan)

@@ -6,9 +6,20 @@ lists them.
 """
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.registry import candidates, choose, config_classes, filter_key, predictions, refusal, schedule, uses_tensor_cores
+from pycuda_conv.engines.registry import (
+    alternatives,
+    candidates,
+    choose,
+    config_classes,
+    filter_key,
+    predictions,
+    refusal,
+    schedule,
+    uses_tensor_cores,
+)
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "candidates", "choose", "config_classes", "filter_key", "predictions", "refusal", "schedule", "uses_tensor_cores",
+    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "predictions", "refusal", "schedule",
+    "uses_tensor_cores",
 ]  # fmt: skip

@@ -86,5 +86,11 @@ class Engine(Protocol):
     def schedule(self, problem: ConvProblem, config: Any, device: Device, noted: bool) -> Schedule:
         """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
 
+    def sum_order(self, problem: ConvProblem, config: Any) -> Hashable:
+        """Equal for configurations that add up the same numbers in the same order, so that their results are the same bits.
+
+        Whatever may change a bit belongs in it: when in doubt, more.
+        """
+
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""

@@ -7,7 +7,7 @@ are the kernel's tuning constants under the same names. No model predicts their 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
@@ -192,6 +192,11 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 
 def filter_key(problem: ConvProblem, config: Config) -> None:
     """None: the kernels read the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: Config) -> Hashable:
+    """The kernel; tiles don't matter, but how many threads and slices share the sums of the gradient of a filter."""
+    return (Wgrad, config.THREADS, config.SLICES) if isinstance(config, Wgrad) else (type(config),)
 
 
 # ---- the choice

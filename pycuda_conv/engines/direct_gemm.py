@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 
 from pycuda_conv.engines.base import LAST_RESORT, Config
@@ -198,6 +198,11 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, grid, config.threads, buffers, (), arguments=arguments)
+
+
+def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
+    """Where a split sum is cut: at multiples of BLOCK_K."""
+    return config.SPLIT_K, config.BLOCK_K
 
 
 # ---- the choice

@@ -193,6 +193,11 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
     return packed_key(problem)
 
 
+def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
+    """Where a split sum is cut."""
+    return config.SPLIT
+
+
 # ---- the choice
 
 #: Products of 16-bit numbers with float32 sums, a cycle and multiprocessor, from NVIDIA's tables; Hopper's as seen through

@@ -41,7 +41,9 @@ from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, Tensor
 
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
-__all__ = ["CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
+__all__ = [
+    "CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
+]  # fmt: skip
 
 MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
 
@@ -529,6 +531,12 @@ def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[in
 def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """Equal for problems whose filter is packed alike."""
     return packed_key(problem, windows=True)
+
+
+def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
+    """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
+    how = config.SPLIT, config.POINTWISE, config.HALO, config.PINGPONG, config.RAW
+    return (*how, config.PIXELS) if config.RAW else how
 
 
 # ---- the choice

@@ -22,7 +22,7 @@ from pycuda_conv.engines.tensor_cores import fastest, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
-__all__ = ["CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
+__all__ = ["CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported"]
 
 MOST_STAGES = 6  # of a ring of x, that are tried
 MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
@@ -269,6 +269,11 @@ def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[i
     across = ceil(problem.result_channels, config.BLOCK_N)
     tiles = ceil(problem.N * math.prod(_Walk.of(problem, config).units), 4 * config.CONSUMERS)
     return across, tiles, across * min(tiles, max(1, multiprocessors // across))
+
+
+def sum_order(problem: ConvProblem, config: Lines) -> Hashable:
+    """The order of lines, and what numbers they become."""
+    return config.CHUNKS, config.HALF, config.FOURS, config.UNIT
 
 
 # ---- the choice

@@ -22,7 +22,9 @@ from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_s
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
-__all__ = ["CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "time", "unsupported"]
+__all__ = [
+    "CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
+]  # fmt: skip
 
 WARPS = 8  # of the consumers
 
@@ -232,6 +234,11 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
 def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
     """Equal for problems whose filter is split alike."""
     return "split", problem.direction, problem.precision, problem.C, problem.K
+
+
+def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
+    """Where a split sum is cut, and which operand lies in the rows."""
+    return config.SPLIT, config.SWAPPED
 
 
 # ---- the choice

@@ -79,6 +79,17 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     return list(dict.fromkeys([choose(problem, device), *near, *reference, *(config for us, config in compared if us is None)]))
 
 
+def alternatives(problem: ConvProblem, config: Config, device: Device) -> list[Config]:
+    """Other configurations that give the same bits as `config`, the fastest first."""
+    engine, launched = engine_of(config), problem.launched
+    order = engine.sum_order(launched, config)
+    found = [
+        one for one in engine.configs(launched, device)
+        if one != config and engine.refusal(launched, one) is None and engine.sum_order(launched, one) == order
+    ]
+    return sorted(found, key=lambda one: engine.time(launched, one, device) or 0.0)
+
+
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem` on `device`; a ``ValueError`` if it can't run it.
 

@@ -42,7 +42,7 @@ from pycuda_conv.nn.autograd import (
     count_flops,
     flops,
 )
-from pycuda_conv.plan import Plan
+from pycuda_conv.plan import Plan, holders
 from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
@@ -148,6 +148,7 @@ def _forward_launches(
     ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
     asked = stride, padding, 0, dilation, groups, precision, device, layout, tune
     plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
+    plan = plan.better or plan
     if plan.empty:
         return plan, None, 0, None
     filter_last = plan.reads_filter_last and (filter_last or plan.filter_order is None)
@@ -166,6 +167,7 @@ def _forward_launches(
 
 
 caches.append(_forward_launches)
+holders.append(_forward_launches)
 
 
 def _statistics(
@@ -234,9 +236,11 @@ def _backward_launches(
     by_x = by_weight = None
     if of_x:
         plan = ops._gradient_plan("input", ndim, _kind, y, weight, x[0], *rest, layout, tune)
+        plan = plan.better or plan
         by_x = plan if plan.problem.layout == layout and not plan.empty else None
     if of_weight and layout == layout_x == "NCHW":
         plan = ops._gradient_plan("weight", ndim, _kind, x, y, weight[0], *rest, layout, tune)
+        plan = plan.better or plan
         by_weight = None if plan.empty else plan
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
@@ -254,6 +258,7 @@ def _backward_launches(
 
 
 caches.append(_backward_launches)
+holders.append(_backward_launches)
 
 
 def _backward(

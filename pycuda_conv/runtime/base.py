@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
@@ -223,6 +224,14 @@ class Device(AbstractContextManager["Device"]):
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         """Compile the kernels of `steps` before they are asked for one by one, where several at a time are faster."""
 
+    def compiled(self, step: KernelLaunch) -> bool:
+        """Whether :meth:`launcher` will find the kernel of `step` compiled."""
+        return True
+
+    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+        """Begin to compile the kernels of `steps` in other threads. The device itself is left alone until :meth:`launcher` is called."""
+        return []
+
     def step_launcher(self, steps: Sequence[KernelLaunch]) -> Launcher:
         """One launcher for steps that don't depend on each other."""
         launchers = [self.launcher(step) for step in steps]
@@ -239,8 +248,8 @@ class Device(AbstractContextManager["Device"]):
         """What the compiled kernel of `step` takes of the device; empty where that is not known."""
         return {}
 
-    def capturing(self) -> bool:
-        """Whether a stream that the caller may be about to use is being captured."""
+    def capturing(self, stream: Any = None) -> bool:
+        """Whether `stream` is being captured, or one that the caller may be about to use."""
         return False
 
     def run_on_host_arrays(

@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, lru_cache, partial
 from itertools import cycle
@@ -27,8 +27,9 @@ import numpy as np
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked, headers
 from pycuda_conv.runtime.cache import Entry
-from pycuda_conv.runtime.compiler import CompileError, compiler
+from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
+from pycuda_conv.runtime.workers import workers
 
 log = logging.getLogger("pycuda_conv")
 
@@ -171,16 +172,30 @@ class _Refused(RuntimeError):
     """The driver says that a binary is none, or none for this GPU."""
 
 
-def _function_of(cubin: bytes, kernel: str) -> int:
-    """The driver's handle of a kernel, in a module that stays loaded. PyCUDA hides the handles of its own."""
-    library, module, function = _libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
-    code = library.cuModuleLoadData(ctypes.byref(module), cubin)
-    if code == 0:
-        code = library.cuModuleGetFunction(ctypes.byref(function), module, kernel.encode())
-    if code in (200, 209, 218, 222, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX, INVALID_SOURCE, NOT_FOUND
-        raise _Refused(f"the driver refuses the binary of {kernel} ({code})")
-    _check(code, f"loading {kernel}")
+def _module_of(cubin: bytes) -> int:
+    """The driver's handle of a binary, loaded."""
+    module = ctypes.c_void_p()
+    _accepted(_libcuda().cuModuleLoadData(ctypes.byref(module), cubin), "loading a kernel")
+    return module.value or 0
+
+
+def _function_of(module: int, kernel: str) -> int:
+    """The driver's handle of a kernel in a module."""
+    function = ctypes.c_void_p()
+    _accepted(_libcuda().cuModuleGetFunction(ctypes.byref(function), ctypes.c_void_p(module), kernel.encode()), f"finding {kernel}")
     return function.value or 0
+
+
+def _accepted(code: int, what: str) -> None:
+    """As :func:`_check`, but for what a wrong binary may cause."""
+    if code in (200, 209, 218, 222, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX, INVALID_SOURCE, NOT_FOUND
+        raise _Refused(f"{what}: the driver refuses the binary ({code})")
+    _check(code, what)
+
+
+def _entry(source: str, arch: str, made_by: Compiler) -> Entry:
+    """Where a cubin is kept on disk."""
+    return Entry((source, headers(), arch, *made_by.identity), ".cubin")
 
 
 def _attribute(function: int, which: int) -> int:
@@ -398,6 +413,9 @@ class CudaDevice(Device):
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
         self._functions: dict[tuple[str, str], int] = {}
+        self._modules: dict[str, int] = {}
+        #: texts that are being compiled, or were and are not loaded yet
+        self._cubins: dict[tuple[str, str], Future[bytes]] = {}
         self._attributes = 1 if self.capability >= (9, 0) else 0  # _FOLLOWING, where the GPU knows it
         self._lock = threading.Lock()
         self._threads = threading.local()
@@ -495,19 +513,62 @@ class CudaDevice(Device):
         key = step.kernel, source
         found = self._functions.get(key)
         if found is None:
-            cubin = self.compile(source, step.arch)  # outside the lock: threads compile side by side
+            if source not in self._modules:
+                self._cubin(source, step.arch).result()  # outside the lock: threads compile side by side
             with self._lock, self:
                 found = self._functions.get(key)
                 if found is None:
-                    try:
-                        found = _function_of(cubin, step.kernel)
-                    except _Refused as error:
-                        log.warning("%s: it is compiled again", error)
-                        found = _function_of(self.compile(source, step.arch, fresh=True), step.kernel)
+                    found = self._loaded(source, step.arch, step.kernel)
                     if step.shared:  # with what the kernel declares it may be more than every kernel gets
                         _check(_libcuda().cuFuncSetAttribute(found, 8, step.shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
                     self._functions[key] = found
         return found
+
+    def _loaded(self, source: str, arch: str, kernel: str) -> int:
+        """The handle of a kernel in the module of its text, which stays loaded. PyCUDA hides the handles of its own."""
+        if source not in self._modules:
+            cubin = self._cubins.pop((source, arch)).result()
+            try:
+                self._modules[source] = _module_of(cubin)
+                return _function_of(self._modules[source], kernel)
+            except _Refused as error:
+                log.warning("%s: it is compiled again", error)
+                self._modules[source] = _module_of(self.compile(source, arch, fresh=True))
+        return _function_of(self._modules[source], kernel)
+
+    def _cubin(self, source: str, arch: str, behind: bool = False) -> Future[bytes]:
+        """The cubin of a text, which is compiled once, whoever asks; with `behind`, by another thread."""
+        make = partial(self.compile, source, arch)
+        with self._lock:
+            coming = self._cubins.get((source, arch))
+            failed = coming is not None and coming.done() and coming.exception() is not None
+            if coming is not None and not failed and (behind or not coming.cancel()):  # what waits for its turn is not waited for
+                return coming
+            coming = self._cubins[source, arch] = workers.submit(make) if behind else Future()
+        if not behind:
+            try:
+                coming.set_result(make())
+            except BaseException as error:
+                coming.set_exception(error)
+        return coming
+
+    def compiled(self, step: KernelLaunch) -> bool:
+        source = step.source()
+        if source in self._modules:
+            return True
+        coming = self._cubins.get((source, step.arch))
+        if coming is not None:
+            return coming.done() and not coming.cancelled() and coming.exception() is None
+        found = self._kept(source, step.arch)
+        if found is not None:
+            coming = Future()
+            coming.set_result(found)
+            self._cubins.setdefault((source, step.arch), coming)
+        return found is not None
+
+    def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
+        texts = {step.source(): step.arch for step in steps}
+        return [self._cubin(source, arch, behind=True) for source, arch in texts.items() if source not in self._modules]
 
     def describe(self, step: KernelLaunch) -> dict[str, float]:
         """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
@@ -518,9 +579,9 @@ class CudaDevice(Device):
             occupancy = blocks_at_once(function, step.block, step.shared) * step.block / most
         return {"registers": registers, "local": local, "shared": shared + step.shared, "occupancy": occupancy}
 
-    def capturing(self) -> bool:
-        """Whether the current stream of torch or CuPy, or any that is ordered with the default one, is being captured."""
-        handles, torch, cupy = [0], sys.modules.get("torch"), sys.modules.get("cupy")
+    def capturing(self, stream: Any = None) -> bool:
+        """Whether `stream`, the current stream of torch or CuPy, or any that is ordered with the default one, is being captured."""
+        handles, torch, cupy = [0, _handle(stream)], sys.modules.get("torch"), sys.modules.get("cupy")
         if torch is not None and torch.cuda.is_initialized():
             handles.append(torch.cuda.current_stream(self.ordinal).cuda_stream)
         if cupy is not None:
@@ -538,15 +599,31 @@ class CudaDevice(Device):
         """The cubin of `source` for this GPU, compiled now or kept in the cache on disk.
 
         With `fresh`, a cubin that was kept is not used but replaced.
+
+        Raises
+        ------
+        CompileError
         """
-        arch = arch or "sm_{}{}".format(*self.capability)
+        arch = arch or self._arch
         with_what = compiler(_newest(self._drv))
 
         def build() -> bytes:
             log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))
             return with_what.compile(source, arch)
 
-        return Entry((source, headers(), arch, *with_what.identity), ".cubin").get(build, fresh)
+        return _entry(source, arch, with_what).get(build, fresh)
+
+    def _kept(self, source: str, arch: str) -> bytes | None:
+        """The cubin of `source`, if it was compiled before."""
+        try:
+            return _entry(source, arch or self._arch, compiler(_newest(self._drv))).read()
+        except CompileError:
+            return None
+
+    @property
+    def _arch(self) -> str:
+        """The GPU's plain target."""
+        return "sm_{}{}".format(*self.capability)
 
     # ---- memory
 

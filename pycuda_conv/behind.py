@@ -1,0 +1,130 @@
+"""What is compiled behind calls: the kernels of a better configuration, and kernels that know a layer's constants.
+
+A call waits for the compiler only if no compiled kernel can serve it. Neither which kernel served it nor when another one took
+over shows in the results: only configurations that add up in the same order stand in for one another.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from pycuda_conv import engines
+from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.compiler import CompileError
+
+log = logging.getLogger("pycuda_conv")
+
+#: Calls of a plan after which its layer's constants are worth kernels of their own.
+OFTEN = 100
+
+
+def enabled() -> bool:
+    """Whether anything is compiled behind calls, and layers' constants are compiled in: unless ``PYCUDA_CONV_BACKGROUND`` is ``0``."""
+    text = os.environ.get("PYCUDA_CONV_BACKGROUND", "1")
+    if text not in ("0", "1"):
+        raise ConvArgumentError(f"PYCUDA_CONV_BACKGROUND must be 0 or 1, got {text!r}")
+    return text == "1"
+
+
+def launches(schedule: Schedule) -> list[KernelLaunch]:
+    """All launches that a plan of `schedule` may make."""
+    return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
+
+
+def stand_in(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config | None:
+    """The best configuration that gives the same bits as `config` and whose kernels are compiled, or None."""
+    return _first_compiled(problem, engines.alternatives(problem, config, device), device)
+
+
+def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
+    """Where no compiler works: any configuration whose kernels are compiled."""
+    return _first_compiled(problem, engines.candidates(problem, device), device)
+
+
+def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], device: Device) -> engines.Config | None:
+    return next((one for one in configs if not missing(engines.schedule(problem, one, device), device)), None)
+
+
+def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:
+    """The launches whose kernels are not compiled."""
+    return [launch for launch in launches(schedule) if not device.compiled(launch)]
+
+
+def with_constants(schedule: Schedule) -> Schedule:
+    """The same launches by kernels that know their layer's constants."""
+
+    def known(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [[replace(one, defines={**one.defines, **one.layer}, layer={}) for one in step] for step in steps]
+
+    last = None if schedule.filter_last is None else known(schedule.filter_last)
+    return replace(schedule, prepare=known(schedule.prepare), steps=known(schedule.steps), whole=known(schedule.whole), filter_last=last)
+
+
+def has_constants(schedule: Schedule) -> bool:
+    """Whether any kernel gains by its layer's constants."""
+    return any(launch.layer for launch in launches(schedule))
+
+
+class Behind:
+    """Kernels that are compiled behind a plan's calls.
+
+    Parameters
+    ----------
+    device : Device
+    kernels : list of KernelLaunch
+    calls : int
+        They are compiled once the plan was called so often.
+    """
+
+    def __init__(self, device: Device, kernels: list[KernelLaunch], calls: int = 0) -> None:
+        self._device, self._kernels, self._left = device, kernels, calls
+        self._lock = threading.Lock()
+        self._coming: list[Future[Any]] | None = None
+        if not calls:
+            self._start()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._coming is None:
+                self._coming = self._device.compile_behind(self._kernels)
+
+    def ready(self, stream: Any) -> bool:
+        """Count a call; whether the kernels may be taken from now on. Not while a stream is being captured.
+
+        Raises
+        ------
+        Exception
+            What the compiler said.
+        """
+        if self._coming is None:
+            self._left -= 1
+            if self._left <= 0:
+                self._start()
+            return False
+        if not all(one.done() for one in self._coming) or self._device.capturing(stream):
+            return False
+        if any(one.cancelled() for one in self._coming):  # a caller could not wait for its turn
+            self._coming = self._device.compile_behind(self._kernels)
+            return False
+        for one in self._coming:
+            one.result()
+        return True
+
+
+_said: set[str] = set()
+
+
+def say(error: Exception) -> None:
+    """That the compiler failed behind a call: once, whatever the kernel."""
+    how = str(error) if isinstance(error, CompileError) else repr(error)
+    log.log(logging.DEBUG if _said else logging.WARNING, "compiling behind calls failed, so slower kernels go on: %s", how)
+    _said.add(how)

@@ -1,0 +1,54 @@
+"""Threads that work behind the caller's: compilers run there."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Workers:
+    """As many threads as there are cores, started when there is work. A process that ends does not wait for them."""
+
+    def __init__(self) -> None:
+        self._reset()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)  # no thread survives a fork
+
+    def _reset(self) -> None:
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._started = 0
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Do `work` behind. What it raises is the future's exception."""
+        future: Future[T] = Future()
+        self._queue.put((future, work))
+        if not self._idle.acquire(blocking=False):
+            with self._lock:
+                if self._started < (os.cpu_count() or 1):
+                    self._started += 1
+                    threading.Thread(target=self._run, name=f"pycuda_conv-{self._started}", daemon=True).start()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, work = self._queue.get()
+            if not future.set_running_or_notify_cancel():
+                self._idle.release()
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as error:  # whoever asks for the result gets it
+                future.set_exception(error)
+            del future, work
+            self._idle.release()
+
+
+workers = Workers()

@@ -1,0 +1,349 @@
+"""Compiling behind calls: which configurations stand in for one another, when the better one takes over, what never shows."""
+
+import itertools
+import logging
+import threading
+import time
+
+import numpy as np
+import pytest
+from reference import dgrad, fprop, python, run
+
+from pycuda_conv import Plan, behind, engines
+from pycuda_conv.engines import direct, direct_gemm, registry
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.compiler import CompileError
+from pycuda_conv.runtime.workers import Workers
+
+# ---- the order of sums
+
+
+def _all_configs(problem, device):
+    launched = problem.launched
+    for engine in registry.ENGINES:
+        if engine.unsupported(device) is None:
+            yield from ((engine, one) for one in engine.configs(launched, device) if engine.refusal(launched, one) is None)
+
+
+def check_same_bits(case, dtype, place, most, **options):
+    """That configurations whose sums are in the same order give the same bits; at most so many of each order. How many were compared."""
+    device = get_device(place)
+    problem = case.problem(dtype, **options)
+    arrays = case.normals(dtype, seed=3)
+    orders = {}
+    for engine, config in _all_configs(problem, device):
+        orders.setdefault((engine, engine.sum_order(problem.launched, config)), []).append(config)
+    compared = 0
+    for (_, order), configs in orders.items():
+        step = -(-len(configs) // most)
+        first, *rest = configs[::step]
+        expected = run(Plan(problem, device, config=first), *arrays)
+        for config in rest:
+            compared += 1
+            assert run(Plan(problem, device, config=config), *arrays).tobytes() == expected.tobytes(), f"{order}: {first} and {config}"
+    return compared
+
+
+CASES = [
+    fprop((2, 6, 37, 45), (6, 1, 3, 3), padding=1, groups=6),  # tiles
+    fprop((1, 3, 33, 70), (6, 1, 5, 5), padding=2, stride=2, groups=3),
+    fprop((2, 22, 9, 10), (40, 22, 3, 2), padding=(1, 0), stride=(1, 2)),  # one pixel a thread, matrix products
+    dgrad((2, 20, 5, 6), (20, 18, 3, 2), padding=(1, 0), stride=(1, 2)),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), [(CASES[0], "float16"), *((case, "float32") for case in CASES)], ids=str)
+def test_the_same_order_of_sums_gives_the_same_bits(case, dtype):
+    from pycuda_conv.runtime.opencl import why_not
+
+    if why_not():
+        pytest.skip(why_not())
+    assert check_same_bits(case, dtype, "opencl", 2) >= 1
+
+
+def test_a_split_sum_is_another_order():
+    problem = fprop((1, 64, 8, 8), (64, 64, 3, 3), padding=1).problem()
+    one, two = direct_gemm.Gemm(64, 64, 16, 8, 8, 6), direct_gemm.Gemm(64, 64, 16, 8, 8, 6, SPLIT_K=2)
+    assert direct_gemm.sum_order(problem, one) != direct_gemm.sum_order(problem, two)
+    gpu = get_gpu()
+    others = engines.alternatives(problem, two, gpu)
+    assert others and all(config.SPLIT_K == 2 for config in others) and two not in others
+    times = [direct_gemm.time(problem, config, gpu) for config in others]
+    assert times == sorted(times)
+
+
+def get_gpu():
+    from types import SimpleNamespace
+
+    return SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="")
+
+
+GPU_CASES = [
+    (fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1), "float32", "fp32"),
+    (fprop((4, 64, 28, 32), (64, 64, 3, 3), padding=1), "float32", "fp32"),
+    (fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1), "float32", "tf32"),
+    (fprop((8, 256, 14, 14), (256, 256, 1, 1)), "float32", "tf32"),
+    (fprop((8, 256, 14, 14), (256, 256, 1, 1)), "float16", "fp32"),
+    (fprop((4, 128, 28, 28), (192, 128, 3, 3), padding=1, stride=2), "bfloat16", "fp32"),
+    (dgrad((4, 64, 14, 14), (64, 96, 3, 3), padding=1, stride=2), "float32", "fp32"),
+    (fprop((2, 160, 20, 24), (96, 160, 3, 3), padding=1), "float64", "fp32"),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "dtype", "precision"), GPU_CASES, ids=lambda v: str(v))
+def test_the_same_order_of_sums_gives_the_same_bits_on_a_gpu(case, dtype, precision):
+    assert check_same_bits(case, dtype, "cuda", 6, precision=precision) >= 4
+
+
+# ---- standing in
+
+
+class Slow:
+    """A device that compiles only when it is told to, and until then knows the kernels of `known` configurations."""
+
+    def __init__(self, device, monkeypatch):
+        self.device, self.ready, self.asked, self.captured, self.error = device, set(), [], False, None
+        self.futures = []
+        kind = type(device)
+        monkeypatch.setattr(kind, "compiled", lambda _, launch: launch.source() in self.ready)
+        monkeypatch.setattr(kind, "compile_behind", lambda _, launches: self._compile_behind(launches))
+        monkeypatch.setattr(kind, "capturing", lambda *_: self.captured)
+
+    def know(self, problem, config):
+        self.ready |= {launch.source() for launch in behind.launches(engines.schedule(problem, config, self.device))}
+
+    def _compile_behind(self, launches):
+        from concurrent.futures import Future
+
+        self.asked += [launch.source() for launch in launches]
+        self.futures = [Future() for _ in launches]
+        return self.futures
+
+    def finish(self):
+        self.ready |= set(self.asked)
+        for future in self.futures:
+            future.set_exception(self.error) if self.error else future.set_result(None)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    from pycuda_conv.runtime.opencl import why_not
+
+    if why_not():
+        pytest.skip(why_not())
+    monkeypatch.setattr(behind, "_said", set())
+    monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
+    cached_plan.cache_clear()
+    yield Slow(get_device("opencl"), monkeypatch)
+    cached_plan.cache_clear()
+
+
+CASE = fprop((2, 6, 37, 45), (6, 1, 3, 3), padding=1, groups=6)
+
+
+def test_a_compiled_configuration_stands_in_until_the_better_one_is_ready(slow):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    best, other, *_ = direct.choose(problem, slow.device)[1], *engines.alternatives(problem, direct.choose(problem, slow.device)[1], slow.device)
+    slow.know(problem, other)
+    plan = cached_plan(problem, slow.device)
+    assert plan.config == other != best and not plan.fixed and slow.asked
+    first = run(plan, *arrays)
+    assert plan.better is None
+    slow.finish()
+    slow.captured = True
+    run(plan, *arrays)
+    assert plan.better is None  # a capture never sees a swap
+    slow.captured = False
+    run(plan, *arrays)
+    assert plan.better.config == best and not plan.better.fixed
+    assert run(plan.better, *arrays).tobytes() == first.tobytes()
+
+
+def test_the_functions_take_the_better_plan(slow):
+    import pycuda_conv as pc
+
+    problem = CASE.problem()
+    best = direct.choose(problem, slow.device)[1]
+    other = engines.alternatives(problem, best, slow.device)[0]
+    slow.know(problem, other)
+    x, w, b = CASE.normals("float32")
+    call = lambda: pc.conv2d(x, w, b, padding=1, groups=6, device="opencl")  # noqa: E731
+    first, used = call(), []
+    assert cached_plan(problem, slow.device).config == other
+    slow.finish()
+    call()
+    launch = Plan.launch
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Plan, "launch", lambda self, *rest, **more: (used.append(self.config), launch(self, *rest, **more))[1])
+        assert call().tobytes() == first.tobytes()
+    assert used == [best]
+
+
+def test_nothing_stands_in_that_adds_up_in_another_order(slow):
+    problem = CASE.problem()
+    slow.know(problem, direct.Single())
+    assert cached_plan(problem, slow.device).config == direct.choose(problem, slow.device)[1] and not slow.asked
+
+
+def test_plans_that_callers_make_wait(slow):
+    problem = CASE.problem()
+    best = direct.choose(problem, slow.device)[1]
+    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    assert Plan(problem, slow.device).config == best
+
+
+def test_a_compiler_that_fails_behind_is_said_once_and_what_serves_goes_on(slow, caplog):
+    cases = [CASE, fprop((1, 6, 37, 45), (6, 1, 5, 5), padding=2, groups=6)]
+    plans = []
+    for case in cases:
+        problem = case.problem()
+        best = direct.choose(problem, slow.device)[1]
+        slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+        slow.error = CompileError("nvcc failed (-9): killed")
+        plans.append(cached_plan(problem, slow.device))
+        slow.finish()
+    with caplog.at_level(logging.WARNING, "pycuda_conv"):
+        for case, plan in zip(cases, plans, strict=True):
+            arrays = case.integers("float32")
+            for _ in range(3):
+                assert np.array_equal(run(plan, *arrays), case.reference(*arrays))
+            assert plan.better is None and plan._behind is None
+    (record,) = caplog.records
+    assert "nvcc failed (-9): killed" in record.getMessage()
+
+
+def test_without_a_compiler_any_compiled_configuration_serves(slow, monkeypatch, caplog):
+    problem, arrays = CASE.problem(), CASE.integers("float32")
+    slow.know(problem, direct.Single())
+    compile_all = type(slow.device).compile_all
+
+    def no_compiler(self, launches):
+        if any(launch.source() not in slow.ready for launch in launches):
+            raise CompileError("a compiler of CUDA C was not found")
+        compile_all(self, launches)
+
+    monkeypatch.setattr(type(slow.device), "compile_all", no_compiler)
+    plan = cached_plan(problem, slow.device)
+    assert plan.config == direct.Single()
+    assert np.array_equal(run(plan, *arrays), CASE.reference(*arrays)) and "was not found" in caplog.text
+    slow.ready.clear()
+    cached_plan.cache_clear()
+    with pytest.raises(CompileError, match="was not found"):
+        cached_plan(problem, slow.device)
+
+
+def test_the_switch_turns_it_off(slow, monkeypatch):
+    problem = CASE.problem()
+    best = direct.choose(problem, slow.device)[1]
+    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+    assert cached_plan(problem, slow.device).config == best and not slow.asked
+    cached_plan.cache_clear()
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "off")
+    with pytest.raises(ConvArgumentError, match="PYCUDA_CONV_BACKGROUND must be 0 or 1, got 'off'"):
+        cached_plan(problem, slow.device)
+
+
+# ---- constants of a layer
+
+
+@pytest.fixture
+def constants(monkeypatch):
+    """All launches have one; the text with it is another text with the same meaning."""
+    from dataclasses import replace
+
+    def schedule(*arguments, **options):
+        made = real(*arguments, **options)
+        with_layer = lambda steps: [[replace(one, layer={"OF_THE_LAYER": 7}) for one in step] for step in steps]  # noqa: E731
+        return replace(made, steps=with_layer(made.steps), whole=with_layer(made.whole))
+
+    real = engines.schedule
+    monkeypatch.setattr(engines, "schedule", schedule)
+    monkeypatch.setattr(behind, "OFTEN", 3)
+
+
+def _known(plan, monkeypatch):
+    """The defines that a plan loads from now on."""
+    seen = []
+    kind = type(plan.device)
+    launcher = kind.step_launcher
+    monkeypatch.setattr(kind, "step_launcher", lambda self, step: (seen.extend(one.defines for one in step), launcher(self, step))[1])
+    return seen
+
+
+def test_a_layer_that_is_used_often_gets_its_constants(slow, constants, monkeypatch):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    slow.know(problem, direct.choose(problem, slow.device)[1])
+    for plan in (cached_plan(problem, slow.device), Plan(problem, slow.device)):
+        slow.asked.clear()
+        seen = _known(plan, monkeypatch)
+        first = run(plan, *arrays)
+        run(plan, *arrays)
+        assert not slow.asked
+        run(plan, *arrays)
+        assert slow.asked and all("OF_THE_LAYER 7" in text for text in slow.asked) and not seen
+        slow.finish()
+        run(plan, *arrays)
+        assert seen and all(defines["OF_THE_LAYER"] == 7 for defines in seen) and plan._behind is None
+        assert run(plan, *arrays).tobytes() == first.tobytes()
+
+
+def test_constants_at_once(slow, constants, monkeypatch):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    plan = Plan(problem, slow.device)
+    seen = _known(plan, monkeypatch)
+    first = run(plan, *arrays)
+    plan.specialise()
+    assert seen and run(plan, *arrays).tobytes() == first.tobytes()
+    seen.clear()
+    Plan(problem, slow.device, tune=True)
+    assert any("OF_THE_LAYER" in defines for defines in seen)
+    seen.clear()
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+    Plan(problem, slow.device, tune=True).specialise()
+    assert seen and not any("OF_THE_LAYER" in defines for defines in seen)
+
+
+# ---- the threads
+
+
+def test_workers_do_the_work_and_pass_errors_on():
+    pool = Workers()
+    futures = [pool.submit(lambda i=i: 10 // i) for i in range(20)]
+    assert [f.result(10) for f in futures[1:]] == [10 // i for i in range(1, 20)]
+    assert isinstance(futures[0].exception(10), ZeroDivisionError)
+    threads = [t for t in threading.enumerate() if t.name.startswith("pycuda_conv-")]
+    assert threads and all(t.daemon for t in threads)
+
+
+def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    pool, go, order = Workers(), threading.Event(), itertools.count()
+    first, second, third = pool.submit(go.wait), pool.submit(lambda: next(order)), pool.submit(lambda: next(order))
+    while not first.running():
+        time.sleep(0.001)
+    assert second.cancel() and not first.cancel()
+    go.set()
+    assert third.result(10) == 0
+
+
+def test_a_process_that_ends_does_not_wait_for_its_workers(python_env):
+    begin = time.monotonic()
+    python("import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(100))", python_env)
+    assert time.monotonic() - begin < 20
+
+
+def test_a_child_has_workers_of_its_own(python_env):
+    code = """
+import os, time
+from pycuda_conv.runtime.workers import workers
+assert workers.submit(lambda: 1).result(10) == 1
+blocked = [workers.submit(lambda: time.sleep(100)) for _ in range(99)]
+if os.fork() == 0:
+    os._exit(workers.submit(lambda: 5).result(10))
+print(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+    assert python(code, python_env, PYTHONWARNINGS="ignore") == "5\n"
