@@ -535,8 +535,8 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
-    how = config.SPLIT, config.POINTWISE, config.HALO, config.PINGPONG, config.RAW
-    return (*how, config.PIXELS) if config.RAW else how
+    how = config.SPLIT, config.loader, config.schedule
+    return (*how, config.BLOCK_N) if config.splits_images else how
 
 
 # ---- the choice

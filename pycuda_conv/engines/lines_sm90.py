@@ -273,7 +273,7 @@ def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[i
 
 def sum_order(problem: ConvProblem, config: Lines) -> Hashable:
     """The order of lines, and what numbers they become."""
-    return config.CHUNKS, config.HALF, config.FOURS, config.UNIT
+    return config.CHUNKS, config.FP16_OPERANDS, config.PIXEL_QUADS, config.WARP_TILE
 
 
 # ---- the choice
