@@ -3,6 +3,8 @@
 import ast
 import dataclasses
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,6 +72,24 @@ def test_its_configurations_are_frozen_and_made_of_defaults(engine):
 
 
 # ---- what holds between them
+
+
+def test_configurations_are_attributes_of_the_package():
+    assert engines.Gemm is Gemm and all(getattr(engines, name) is cls for name, cls in engines.config_classes().items())
+    with pytest.raises(AttributeError, match="has no attribute 'Warp'"):
+        engines.Warp  # noqa: B018
+
+
+def test_launches_can_be_written_down(tmp_path, python_env):
+    """scripts/dump_launches.py, for a few problems, twice alike."""
+    script = PACKAGE.parent / "scripts" / "dump_launches.py"
+    if not script.exists():
+        pytest.skip("the scripts are not in the installed package")
+    written = []
+    for name in "ab":
+        subprocess.run([sys.executable, str(script), str(tmp_path / name), "--every", "150"], env=python_env, check=True, timeout=120)
+        written.append((tmp_path / name).read_text())
+    assert written[0] == written[1] and all(word in written[0] for word in ("on H200", "on OpenCL", "chosen", "candidate", "<<<", "defines"))
 
 
 def test_the_library_imports_none_of_its_tools():

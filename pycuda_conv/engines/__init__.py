@@ -2,8 +2,12 @@
 
 The modules of this package know forward convolutions and their transposes only: what they get is a problem as it is launched
 (:attr:`ConvProblem.launched`). :mod:`~pycuda_conv.engines.base` says what an engine is, :mod:`~pycuda_conv.engines.registry`
-lists them.
+lists them. Their configurations are attributes of this package: ``engines.Gemm``.
 """
+
+from __future__ import annotations
+
+from typing import Any
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.registry import (
@@ -23,3 +27,11 @@ __all__ = [
     "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "predictions", "refusal", "schedule",
     "uses_tensor_cores",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """The class of an engine's configurations that has this name."""
+    try:
+        return config_classes()[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

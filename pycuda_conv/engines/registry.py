@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from pycuda_conv.engines import direct, direct_gemm, implicit_gemm_sm80, implicit_gemm_sm90, lines_sm90, pointwise_sm90
-from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.base import BY_RULE, Config, Engine
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
@@ -58,8 +58,13 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     ConvArgumentError
         No engine runs it: direct_gemm runs everything that one launch can hold.
     """
-    found = [engine.choose(problem.launched, device) for engine in _engines(device)]
-    best = min((one for one in found if one), key=lambda one: one[0], default=None)
+    best: tuple[float, Config] | None = None
+    for engine in _engines(device):
+        found = engine.choose(problem.launched, device)
+        if found and (best is None or found[0] < best[0]):
+            best = found
+        if best and best[0] == BY_RULE:
+            break  # no prediction is shorter
     if best is None:
         raise ConvArgumentError(f"{problem} is too large for one launch of at most {GRID_LIMIT:,} blocks; convolve fewer images at a time")
     return best[1]
