@@ -213,6 +213,8 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
     for name in ("out", "stream", "residual"):
         if name in options:
             raise TypeError(f"{name} is for one call; here several are under way at once")
+    if not isinstance(inputs, Iterable):
+        raise TypeError(f"inputs must be an iterable of arrays, got {brief(inputs)}")
     ahead = integer("ahead", ahead)
     if ahead < 1:
         raise ConvArgumentError(f"ahead must be at least 1, but got ahead={ahead}")

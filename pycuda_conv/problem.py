@@ -89,7 +89,7 @@ def padding_pairs(padding: Any, ndim: int) -> str | tuple[tuple[int, int], ...]:
         return padding
     if isinstance(padding, Sequence) and any(isinstance(v, Sequence) for v in padding):
         if len(padding) != ndim or not all(isinstance(v, Sequence) and len(v) == 2 for v in padding):
-            raise ConvArgumentError(f"expected padding to be {ndim} pairs (before, after), one an axis, but got padding={padding!r}")
+            raise ConvArgumentError(f"expected padding to be {ndim} pairs (before, after), one an axis, but got padding={brief(padding)}")
         return tuple((integer("padding", before), integer("padding", after)) for before, after in padding)
     return tuple((v, v) for v in integers("padding", padding, ndim))
 

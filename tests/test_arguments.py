@@ -494,11 +494,11 @@ def test_tensors_that_kernels_cannot_read(kind, gradients, device):
     residual = make(torch.ones(2, 6, 6, 7))
     calls = [
         lambda: pc.conv2d(x, odd_w, device=device), lambda: pc.conv2d(x, w, residual=residual, device=device),
-        lambda: pc.conv2d_weight(x, w.shape, residual, device=device), lambda: pc.conv2d_bias(odd_x, device=device),
+        lambda: pc.conv2d_weight(x, w.shape, residual, device=device),
         lambda: pc.conv2d(x, w, out=residual, device=device), lambda: Plan(ConvProblem.forward(2, x.shape, w.shape), device)(x, odd_w),
     ]  # fmt: skip
     if kind != "meta":  # all on meta is a question for shapes, and has an answer
-        calls.append(lambda: pc.conv2d(odd_x, w, device=device))
+        calls += [lambda: pc.conv2d(odd_x, w, device=device), lambda: pc.conv2d_bias(odd_x, device=device)]
     x.requires_grad_(gradients)
     for i, call in enumerate(calls):
         if gradients and i > 2:
@@ -525,6 +525,11 @@ def test_a_whole_array_is_never_printed(refuses):
         size = function.removeprefix("conv2d_")
         refuses(TypeError, rf"{size}_size must be the shape of the convolution's {size}, got an array of shape \[", function, *arguments)
     refuses(TypeError, "stride must be an integer, got 'x{1,80}", "conv2d", X, W, stride="x" * 10**6)
+
+
+def test_a_stream_of_inputs_that_is_none():
+    with pytest.raises(TypeError, match="inputs must be an iterable of arrays, got None"):
+        pc.conv2d_many(None, W)
 
 
 def test_a_stride_that_is_too_large_is_told_with_the_axes_that_were_given(refuses):
@@ -598,10 +603,13 @@ def test_more_images_than_a_launch_can_take(device):
 
 @pytest.mark.skipif(torch is None, reason="torch is not installed")
 def test_what_is_no_model():
+    from pycuda_conv import nn
     from pycuda_conv.nn import convert
 
     with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
         convert(None)
+    with pytest.raises(ConvArgumentError, match=r"precision must be one of .*, but got precision=an array of shape \[3, 3\]"):
+        nn.Conv2d(3, 4, 3, precision=zeros(3, 3))
 
 
 def test_a_problem_can_be_made_without_arrays_or_devices():

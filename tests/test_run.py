@@ -542,7 +542,7 @@ def test_host_needs_a_gpu(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command("bench", "--host")
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "bench --host needs a GPU, but " in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "--host needs a GPU, but " in err
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -761,7 +761,7 @@ def test_bench_without_a_gpu_says_what_to_do(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command("bench")
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "bench needs a GPU, but " in err and "--device opencl" in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "this needs a GPU, but " in err and "--device opencl" in err
 
 
 @pytest.mark.parametrize("arguments, words", [

@@ -595,7 +595,7 @@ def test_without_a_gpu_it_says_so(command):
     if why_no_cuda() is None:
         pytest.skip("there is a GPU")
     status, out, err = command()
-    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "tune needs a GPU, but " in err
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "this needs a GPU, but " in err
 
 
 def test_the_list_tells_every_problem_in_every_form(command):

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 import pycuda_conv as pc
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import PRECISIONS
 from pycuda_conv.typing import Precision
 
 
 def checked_precision(precision: str) -> str:
-    if precision not in PRECISIONS:
-        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={precision!r}")
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        raise ConvArgumentError(f"precision must be one of {PRECISIONS}, but got precision={brief(precision)}")
     return precision
 
 

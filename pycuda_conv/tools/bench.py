@@ -449,7 +449,7 @@ def _device(settings: Settings) -> Device:
     if settings.device is None:
         missing = cuda.why_not()
         if missing:
-            raise ToolError(f"bench needs a GPU, but {missing}. --device opencl measures a few small problems on the CPU")
+            raise ToolError(f"this needs a GPU, but {missing}. --device opencl measures a few small problems on the CPU")
     device = named_device("cuda" if settings.device is None else settings.device)
     torch = require("torch")
     if device.backend == "cuda" and not torch.cuda.is_available():

@@ -280,10 +280,10 @@ def _device(settings: bench.Settings, gpus: Sequence[int] | None) -> Device:
     bench.refuse_suite_options(settings, "--host", "fp32")
     missing = cuda.why_not()
     if missing:
-        raise ToolError(f"bench --host needs a GPU, but {missing}")
+        raise ToolError(f"--host needs a GPU, but {missing}")
     device = named_device(settings.device if settings.device is not None else gpus[0] if gpus else "cuda")
     if device.backend != "cuda":
-        raise ToolError(f"bench --host needs a GPU: it measures the bus to it, and {device.name} has none")
+        raise ToolError(f"--host needs a GPU: it measures the bus to it, and {device.name} has none")
     torch = require("torch")
     if not torch.cuda.is_available():
         raise ToolError(f"torch {torch.__version__} can't use the GPU; the benchmark needs a torch built for CUDA")

@@ -303,7 +303,7 @@ def _device(settings: bench.Settings) -> Device:
     bench.refuse_suite_options(settings, "--training", "fp32 and tf32")
     missing = cuda.why_not()
     if missing:
-        raise ToolError(f"bench --training needs a GPU, but {missing}")
+        raise ToolError(f"--training needs a GPU, but {missing}")
     device = named_device("cuda" if settings.device is None else settings.device)
     torch = require("torch")
     if device.backend != "cuda" or not torch.cuda.is_available():

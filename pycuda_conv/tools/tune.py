@@ -103,7 +103,7 @@ def run(settings: Settings) -> int:
 
 def _device(settings: Settings) -> cuda.CudaDevice:
     if settings.device is None and cuda.why_not():
-        raise ToolError(f"tune needs a GPU, but {cuda.why_not()}")
+        raise ToolError(f"this needs a GPU, but {cuda.why_not()}")
     device: Any = named_device("cuda" if settings.device is None else settings.device)
     if device.backend != "cuda":
         raise ToolError(f"{device.name} can't be tuned, only GPUs can")
