@@ -5,9 +5,11 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from conftest import why_no_cuda
 
 import pycuda_conv as pc
 from pycuda_conv import cli
@@ -42,18 +44,12 @@ def test_the_readme_is_short():
     assert all(len(block.splitlines()) <= 10 for block in re.findall(r"```python\n(.*?)```", text, re.S))
 
 
-def why_not(code):
-    """Why a block can't run here, or None. A block that needs more than the package and torch says so in its first line."""
+def runs_here(code):
+    """Whether a block can run here. What needs more than the package and torch says so in its first line."""
     needs = re.match(r"# needs (.*)", code)
-    if needs and "GPU" in needs[1]:
-        from pycuda_conv.runtime.cuda import why_not
-
-        if why_not():
-            return why_not()
-        pytest.importorskip("torch")
-    if needs and "CuPy" in needs[1]:
-        pytest.importorskip("cupy")
-    return None
+    if needs and "CuPy" in needs[1] and find_spec("cupy") is None:
+        return False
+    return not needs or why_no_cuda() is None
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
@@ -68,7 +64,7 @@ def test_the_code_of_a_page_runs(page, device, monkeypatch, tmp_path):
     names = {"__name__": "__main__"}
     for code in blocks(page, "python"):
         ready = compile(code, name(page), "exec")
-        if why_not(code) is None:
+        if runs_here(code):
             exec(ready, names)
 
 
