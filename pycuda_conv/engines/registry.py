@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pycuda_conv.engines import direct, direct_gemm, implicit_gemm_sm80, implicit_gemm_sm90, lines_sm90, pointwise_sm90
+from pycuda_conv.engines import direct, direct_gemm, dmma, implicit_gemm_sm80, implicit_gemm_sm90, lines_sm90, pointwise_sm90
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
 from pycuda_conv.errors import ConvArgumentError
@@ -12,7 +12,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
-ENGINES: tuple[Engine, ...] = (direct, direct_gemm, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80)
+ENGINES: tuple[Engine, ...] = (direct, direct_gemm, dmma, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80)
 
 #: The engine whose results the others' are compared with when they are measured: it runs everything.
 REFERENCE: Engine = direct_gemm

@@ -1,0 +1,342 @@
+// dmma.cu: float64 convolutions on the tensor cores (DMMA) of Ampere and Hopper, from arrays as they lie.
+//
+//   y[m, pixel] = activation(scale[m] * sum over k of A[m, k] * B[k, pixel] + bias[m] + residual[m, pixel])
+//   gemm m: output channel of the group | gemm n: pixel (n,o,p,q) of the batch | gemm k: (c,t,r,s), or (t,r,s,c) for CHANNELS_INSIDE
+//   A[m, (c,t,r,s)]     = w[w_base + g*w_group + m*w_row + c*w_channel + t*w_t + r*w_r + s*w_s]
+//   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
+//
+// It is direct_gemm.cu's product with other arithmetic: a sum is a chain of IEEE fused multiply-adds, as on the plain cores, at up to
+// four times their rate. Nothing is packed, scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the
+// gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels.
+//
+// Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
+//          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8.
+// Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
+//          from a pixel's corner and a channel's row: one warp writes a table of the 16 k of a stage, two stages ahead.
+// Memory   a ring of STAGES stages of 16 of k, 16 KB for 128 channels and about as much for 128 pixels. A lies as rows of k: 128 bytes, whose
+//          chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4 apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
+//          arrives in the register where the instruction wants it.
+// Registers  64 sums of 8 bytes a thread in tiles of 128 x 128: 128 of 255 registers.
+// Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
+//
+// By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu (or sm_80)
+#include <stdint.h>
+
+#include "division.cuh"
+#include "launch.cuh"
+
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 128
+#define WARP_M 32
+#define WARP_N 64
+#define STAGES 5
+#define MIN_BLOCKS 1
+#define A_VEC 2         // elements of A that a copy takes: 2 where k runs contiguously in w and rows begin at 16 bytes
+#define B_IN_ROWS_OF_K 0  // whether x is copied along k, whose elements are neighbours in it, or along pixels
+#define B_VEC 1         // elements of B that a copy takes
+#endif
+
+#define DEVICE __device__ __forceinline__
+typedef long long long_t;
+
+struct DmmaArguments {
+  long_t pixels;                                // of all images: gemm n
+  long_t rows;                                  // output channels of a group: gemm m
+  long_t reduction;                             // gemm k: channels of a group times taps; 0 is a phase without taps
+  long_t groups, splits, split_steps, tiles_m;  // split_steps: stages of a part of a split sum
+  long_t channels_inside;                       // whether the channel is the innermost part of k, or the tap
+  long_t inner, rs, s;                          // channels or taps, whichever is inside; r*s and s of the filter
+  long_t by_inner, by_rs, by_s;                 // these as divisors
+  long_t opq, pq, q;                            // pixels of an image, of a plane, of a row of the result
+  long_t by_opq, by_pq, by_q;                   // these as divisors
+  long_t d, h, w;                               // size of an image that is read
+  long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
+  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // elements of the filter
+  long_t x_image, x_group, x_channel, x_pixel;
+  long_t y_image, y_group, y_channel, y_pixel;
+  long_t y_base, y_d, y_h, y_w;                 // pixels of a plane of y: of a phase's first one, and from one to the next
+  long_t size;                                  // elements of y, and of a part of a split sum
+  long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at 16 bytes
+  long_t relu;
+};
+
+constexpr int BLOCK_K = 16, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
+constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
+constexpr int A_BYTES = BLOCK_M * ROW, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, PARTS = FRAGMENTS_N;
+static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
+static_assert(BLOCK_N % 16 == 0, "rows of pixels meet all banks");
+static_assert(STAGE_BYTES % 16 == 0, "copies of 16 bytes");
+
+
+struct Tables {
+  int4 x[2][BLOCK_K];   // offset in x; d, h, w
+  int w[2][BLOCK_K];    // offset in w, or -1
+  int4 corner[BLOCK_N];  // of a pixel: offset in x, d, h, w of its first tap
+  int y[BLOCK_N];       // of a pixel in y, or -1
+};
+
+DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
+// Copies so many bytes, or zeros: then nothing is read, wherever `from` points.
+template <int bytes>
+DEVICE void copy(uint32_t to, const double* from, bool some) {
+  const int size = some ? bytes : 0;
+  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size));
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size));
+}
+DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int n>
+DEVICE void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
+
+DEVICE int4 load4(uint32_t at) {
+  int4 v;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+  return v;
+}
+DEVICE void load(double& a, uint32_t at) { asm volatile("ld.shared.f64 %0, [%1];" : "=d"(a) : "r"(at)); }
+
+// Where element k of a row of k lies.
+DEVICE int in_row(int row, int k) { return row * ROW + ((k / 4 ^ row % 4) << 5) + k % 4 * 8; }
+
+// d += a b for 16 rows, 8 columns and 16 of k; a[half of the rows][k], b[k].
+DEVICE void multiply(double (&d)[4], const double (&a)[2][4], const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, {%0,%1,%2,%3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+      : "d"(a[0][0]), "d"(a[1][0]), "d"(a[0][1]), "d"(a[1][1]), "d"(a[0][2]), "d"(a[1][2]), "d"(a[0][3]), "d"(a[1][3]), "d"(b[0]), "d"(b[1]),
+        "d"(b[2]), "d"(b[3]));
+#else
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                   : "+d"(d[2 * half]), "+d"(d[2 * half + 1])
+                   : "d"(a[half][k]), "d"(b[k]));
+#endif
+}
+
+// The entry of k for the table.
+DEVICE void tabulate(const DmmaArguments& p, int k, int4& of_x, int& of_w) {
+  const int outer = divided(k, p.by_inner), inner = k - outer * (int)p.inner;
+  const int c = p.channels_inside ? inner : outer, tap = p.channels_inside ? outer : inner;
+  const int t = divided(tap, p.by_rs), rs = tap - t * (int)p.rs, r = divided(rs, p.by_s), s = rs - r * (int)p.s;
+  const int d = t * (int)p.dilation_d, h = r * (int)p.dilation_h, w = s * (int)p.dilation_w;
+  const bool some = k < (int)p.reduction;
+  of_x = make_int4(c * (int)p.x_channel + ((d * (int)p.h + h) * (int)p.w + w) * (int)p.x_pixel, some ? d : OUTSIDE, h, w);
+  of_w = some ? (int)p.w_base + c * (int)p.w_channel + t * (int)p.w_t + r * (int)p.w_r + s * (int)p.w_s : -1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    dmma(const double* __restrict__ x, const double* __restrict__ w, const double* __restrict__ bias, const double* __restrict__ scale,
+         const double* residual, double* y, const __grid_constant__ DmmaArguments p) {
+  extern __shared__ __align__(128) uint8_t ring_memory[];
+  __shared__ Tables tables;
+  const uint32_t ring = shared_address(ring_memory);
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, group = lane / 4, c = lane % 4;
+  int block = blockIdx.x;
+  const int m0 = block % (int)p.tiles_m * BLOCK_M;
+  block /= (int)p.tiles_m;
+  const int split = block % (int)p.splits;
+  block /= (int)p.splits;
+  const int g = block % (int)p.groups, pixel0 = block / (int)p.groups * BLOCK_N;
+
+  for (int i = thread; i < BLOCK_N; i += THREADS) {
+    const int pixel = pixel0 + i, n = divided(pixel, p.by_opq), opq = pixel - n * (int)p.opq;
+    const int o = divided(opq, p.by_pq), pq = opq - o * (int)p.pq, row = divided(pq, p.by_q), column = pq - row * (int)p.q;
+    const int d = o * (int)p.stride_d - (int)p.pad_d, h = row * (int)p.stride_h - (int)p.pad_h, v = column * (int)p.stride_w - (int)p.pad_w;
+    const int corner = n * (int)p.x_image + g * (int)p.x_group + ((d * (int)p.h + h) * (int)p.w + v) * (int)p.x_pixel;
+    const bool some = pixel < (int)p.pixels;
+    tables.corner[i] = make_int4(corner, some ? d : OUTSIDE, h, v);
+    const int at = (int)p.y_base + o * (int)p.y_d + row * (int)p.y_h + column * (int)p.y_w;
+    tables.y[i] = some ? n * (int)p.y_image + g * (int)p.y_group + at * (int)p.y_pixel : -1;
+  }
+  AFTER_LAST_LAUNCH
+
+  const int steps = ((int)p.reduction + BLOCK_K - 1) / BLOCK_K, first = split * (int)p.split_steps;
+  const int count = max(0, min(steps - first, (int)p.split_steps));
+  auto write_table = [&](int step) {
+    if (thread < BLOCK_K) tabulate(p, (first + step) * BLOCK_K + thread, tables.x[step % 2][thread], tables.w[step % 2][thread]);
+  };
+
+  // this thread's copies: always the same k of a stage, and every so many rows
+  constexpr int A_COLUMNS = BLOCK_K / A_VEC, A_APART = THREADS / A_COLUMNS, A_COPIES = BLOCK_M / A_APART;
+  static_assert(A_APART % 8 == 0 && BLOCK_M % A_APART == 0, "the piece of a row is the same for all copies");
+  const int a_k = thread % A_COLUMNS * A_VEC, a_row = thread / A_COLUMNS;
+  const double* const w_row = w + (long_t)g * p.w_group + (long_t)(m0 + a_row) * p.w_row;
+  const long_t w_apart = A_APART * p.w_row;
+  const int rows = (int)p.rows - m0 - a_row;  // of this thread's first and below
+  const uint32_t tables_w = shared_address(tables.w[0] + a_k);
+  const uint32_t to_a = ring + in_row(a_row, a_k);
+
+  constexpr int B_COPIES = BLOCK_K * BLOCK_N / B_VEC / THREADS;
+#if B_IN_ROWS_OF_K
+  constexpr int B_COLUMNS = BLOCK_K / B_VEC, B_APART = THREADS / B_COLUMNS;  // every so many pixels
+  static_assert(B_APART % 8 == 0 && BLOCK_N % B_APART == 0, "the piece of a row is the same for all copies");
+  const int b_k = thread % B_COLUMNS * B_VEC, b_pixel = thread / B_COLUMNS;
+  const uint32_t to_b = ring + A_BYTES + in_row(b_pixel, b_k), corners = shared_address(tables.corner + b_pixel);
+#else
+  constexpr int B_COLUMNS = BLOCK_N / B_VEC;
+  static_assert(THREADS % B_COLUMNS == 0, "a thread has one pixel, or two neighbours");
+  const int b_pixel = thread % B_COLUMNS * B_VEC, b_k = thread / B_COLUMNS * B_COPIES;
+  const uint32_t to_b = ring + A_BYTES + b_k * B_PITCH + b_pixel * 8;
+  __syncthreads();
+  const int4 corner = tables.corner[b_pixel];
+  const double* const x_pixel = x + corner.x;
+#endif
+  const uint32_t tables_x = shared_address(tables.x[0] + b_k);
+  auto inside = [&](const int4& at, const int4& tap) {
+    return (unsigned)(at.y + tap.y) < (unsigned)p.d && (unsigned)(at.z + tap.z) < (unsigned)p.h && (unsigned)(at.w + tap.w) < (unsigned)p.w;
+  };
+  // The copies of a stage to the ring's slot that begins at `at`, in PARTS parts, each of which goes beside some of the products: what it
+  // reads of the tables comes before these, the copies after them.
+  constexpr int A_PART = (A_COPIES + PARTS - 1) / PARTS, B_PART = (B_COPIES + PARTS - 1) / PARTS;
+  static_assert(A_PART * PARTS % A_COPIES == 0 && B_PART * PARTS % B_COPIES == 0, "parts are alike, or empty");
+  int of_w;
+  [[maybe_unused]] int4 tap, of_x[B_PART];
+  auto look_up = [&](int step, int part) {
+    const uint32_t of_step = tables_x + step % 2 * (BLOCK_K * 16);
+    if (part == 0) {
+      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(of_w) : "r"(tables_w + step % 2 * (BLOCK_K * 4)));
+#if B_IN_ROWS_OF_K
+      tap = load4(of_step);
+#endif
+    }
+#pragma unroll
+    for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i)
+#if B_IN_ROWS_OF_K
+      of_x[i - part * B_PART] = load4(corners + i * B_APART * 16);
+#else
+      of_x[i - part * B_PART] = load4(of_step + i * 16);
+#endif
+  };
+  auto fetch = [&](uint32_t at, int part) {
+#pragma unroll
+    for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i)
+      copy<8 * A_VEC>(to_a + at + i * A_APART * ROW, w_row + of_w + i * w_apart, of_w >= 0 && i * A_APART < rows);
+#pragma unroll
+    for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i) {
+      const int4& of = of_x[i - part * B_PART];
+#if B_IN_ROWS_OF_K
+      copy<8 * B_VEC>(to_b + at + i * B_APART * ROW, x + of.x + tap.x, inside(of, tap));
+#else
+      copy<8 * B_VEC>(to_b + at + i * B_PITCH, x_pixel + of.x, inside(corner, of));
+#endif
+    }
+  };
+
+  for (int step = 0; step < STAGES - 1; ++step) {
+    write_table(step);
+    __syncthreads();
+    if (step < count) {
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) {
+        look_up(step, part);
+        fetch(step * STAGE_BYTES, part);
+      }
+    }
+    commit();
+  }
+  write_table(STAGES - 1);
+
+  double sum[FRAGMENTS_M][FRAGMENTS_N][4];
+#pragma unroll
+  for (int i = 0; i < FRAGMENTS_M; ++i)
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) sum[i][j][e] = 0;
+
+  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
+  uint32_t of_a[4], of_b[4];  // where this lane reads k = 4 i + c of the warp's first rows
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    of_a[i] = ring + in_row(warp_m + group, 4 * i + c);
+    of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, 4 * i + c) : (4 * i + c) * B_PITCH + (warp_n + group) * 8);
+  }
+  uint32_t slot = 0, free = (STAGES - 1) * STAGE_BYTES;
+#pragma unroll 1
+  for (int step = 0; step < count; ++step) {
+    wait<STAGES - 2>();
+    __syncthreads();
+    const bool more = step + STAGES - 1 < count;
+    double a[FRAGMENTS_M][2][4];
+#pragma unroll
+    for (int i = 0; i < 2 * FRAGMENTS_M; ++i)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) load(a[i / 2][i % 2][k], of_a[k] + slot + i * 8 * ROW);
+    double b[2][4];
+    auto load_b = [&](int j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) load(b[j % 2][k], of_b[k] + slot + j * 8 * (B_IN_ROWS_OF_K ? ROW : 8));
+    };
+    load_b(0);
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_N; ++j) {
+      if (j + 1 < FRAGMENTS_N) load_b(j + 1);
+      if (more) look_up(step + STAGES - 1, j);
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i) multiply(sum[i][j], a[i], b[j % 2]);
+      if (more) fetch(free, j);
+    }
+    commit();
+    write_table(step + STAGES);
+    free = slot;
+    slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+  }
+
+  // A lane has rows `group` of blocks of 8, and columns 2 c and 2 c + 1 of fragments: neighbours of one row of pixels.
+  y += split * p.size;
+  auto store = [&](auto finish) {
+#pragma unroll
+    for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
+      const int m = m0 + warp_m + i * 8 + group;
+      if (m >= (int)p.rows) continue;
+      const int channel = g * (int)p.rows + m, of_row = m * (int)p.y_channel;
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j) {
+        const int2 at = *(const int2*)&tables.y[warp_n + j * 8 + 2 * c];
+        double2 v = make_double2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
+        if (at.x >= 0) finish(v.x, channel, at.x + of_row);
+        if (at.y >= 0) finish(v.y, channel, at.y + of_row);
+        if (p.pairs) {
+          if (at.x >= 0) *(double2*)(y + at.x + of_row) = v;
+        } else {
+          if (at.x >= 0) y[at.x + of_row] = v.x;
+          if (at.y >= 0) y[at.y + of_row] = v.y;
+        }
+      }
+    }
+  };
+  if (p.splits > 1 || !(scale || bias || residual || p.relu)) {
+    store([](double&, int, int) {});
+  } else {
+    store([&](double& v, int channel, int at) {
+      if (scale) v *= scale[channel];
+      if (bias) v += bias[channel];
+      if (residual) v += residual[at];
+      if (p.relu && v < 0) v = 0;  // a NaN stays one
+    });
+  }
+}
+
+struct DmmaFilterArguments {
+  long_t rows, rows_group;                      // output channels, and those of a group
+  long_t channels, taps;
+  long_t w_group, w_row, w_channel, w_tap;      // elements of the filter as it comes
+};
+
+// The filter as rows of k whose innermost part are the channels: packed[row][tap][channel]. A thread -> an element.
+extern "C" __global__ void dmma_filter(const double* __restrict__ w, double* __restrict__ packed, const __grid_constant__ DmmaFilterArguments p) {
+  AFTER_LAST_LAUNCH
+  const long_t i = (long_t)blockIdx.x * blockDim.x + threadIdx.x;
+  const int channels = (int)p.channels, taps = (int)p.taps, row = (int)(i / channels / taps);
+  if (row >= (int)p.rows) return;
+  const int channel = (int)(i % channels), tap = (int)(i / channels % taps), group = row / (int)p.rows_group;
+  packed[i] = w[group * p.w_group + row % (int)p.rows_group * p.w_row + channel * p.w_channel + tap * p.w_tap];
+}

@@ -1,0 +1,370 @@
+"""float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/dmma.cu``).
+
+The arrays are read as they lie, and every sum is a chain of IEEE fused multiply-adds: there is nothing to scale, and no number needs
+a path of its own. A filter is packed only where its rows of gemm k would lie scattered in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import Phase, ceil, divider, filter_strides, phases, places, read_strides, written_strides
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    GRID_LIMIT,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Buffer,
+    Schedule,
+)
+from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+BLOCK_K = 16  # of gemm k, in a stage
+FILTER_THREADS = 256
+MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, a little past the end
+
+
+@dataclass(frozen=True)
+class Dmma(Config):
+    """One tile of ``dmma.cu``: its output channels, its pixels, and parts of a split sum."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    SPLIT: int = 1
+
+
+CONFIGS = (Dmma,)
+TENSOR_CORES = True
+
+@dataclass(frozen=True)
+class _Tile:
+    """What follows from a tile's size. `rate` and `start` were fitted to 600 timings on an H200.
+
+    WARP_M, WARP_N : the part of a warp
+    STAGES, stages_80 : of the ring, on Hopper and on Ampere, which has less shared memory
+    MIN_BLOCKS : that a multiprocessor runs at once
+    rate : TFLOP/s while all 132 multiprocessors are busy
+    start : microseconds of a block beside its products
+    """
+
+    WARP_M: int
+    WARP_N: int
+    STAGES: int
+    stages_80: int
+    MIN_BLOCKS: int
+    rate: float
+    start: float
+
+
+TILES = {
+    (128, 128): _Tile(32, 64, 5, 4, 1, 47.8, 4.3), (128, 64): _Tile(32, 64, 4, 3, 2, 53.4, 2.4),
+    (64, 128): _Tile(32, 64, 4, 3, 2, 51.0, 2.8), (64, 64): _Tile(32, 32, 4, 3, 3, 55.1, 2.9),
+}  # fmt: skip
+
+
+class DmmaArguments(NamedTuple):
+    """What the kernel takes by value."""
+
+    pixels: int
+    rows: int
+    reduction: int
+    groups: int
+    splits: int
+    split_steps: int
+    tiles_m: int
+    channels_inside: int
+    inner: int
+    rs: int
+    s: int
+    by_inner: int
+    by_rs: int
+    by_s: int
+    opq: int
+    pq: int
+    q: int
+    by_opq: int
+    by_pq: int
+    by_q: int
+    d: int
+    h: int
+    w: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    w_base: int
+    w_group: int
+    w_row: int
+    w_channel: int
+    w_t: int
+    w_r: int
+    w_s: int
+    x_image: int
+    x_group: int
+    x_channel: int
+    x_pixel: int
+    y_image: int
+    y_group: int
+    y_channel: int
+    y_pixel: int
+    y_base: int
+    y_d: int
+    y_h: int
+    y_w: int
+    size: int
+    pairs: int
+    relu: int
+
+
+class DmmaFilterArguments(NamedTuple):
+    """What ``dmma_filter`` takes: rows of all groups and of one, channels of a group, taps, and where they lie."""
+
+    rows: int
+    rows_group: int
+    channels: int
+    taps: int
+    w_group: int
+    w_row: int
+    w_channel: int
+    w_tap: int
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    # 8.6, 8.9 and 12.0 have a few double-precision units for compatibility alone
+    if device.capability not in ((8, 0), (9, 0), (10, 0)):
+        return "it takes a GPU of compute capability 8.0, 9.0 or 10.0"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Dmma) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if problem.dtype != "float64":
+        return "it takes float64 arrays"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    if problem.largest_array >= MOST or config.SPLIT * math.prod(problem.result_shape) >= MOST or _reduction(problem) >= MOST:
+        return "it counts elements in 32 bits"
+    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
+        return f"its tiles are {', '.join(f'{m} x {n}' for m, n in TILES)}"
+    if config.SPLIT < 1:
+        return "it has at least one split"
+    blocks = ceil(_pixels(problem), config.BLOCK_N) * problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_M)
+    if blocks * config.SPLIT > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+def _pixels(problem: ConvProblem) -> int:
+    return problem.N * math.prod(problem.result_size)
+
+
+def _reduction(problem: ConvProblem) -> int:
+    """gemm k of a phase with all taps."""
+    return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How the operands are read: see the head of the kernel.
+
+    packs: the filter is packed as rows of k, whose innermost part are the channels; it may lie so already.
+    """
+
+    packs: bool
+    A_VEC: int
+    B_IN_ROWS_OF_K: int
+    B_VEC: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem) -> _Form:
+        channels, taps = problem.operand_channels // problem.groups, math.prod(problem.filter_size)
+        unshifted = problem.dilation == (1, 1, 1) and not any(problem.padding_before)
+        if problem.layout == "CNHW":
+            # k runs along rows of dy and of x; pairs of pixels can be copied where no tap shifts them
+            even = taps % 2 == 0
+            return cls(False, 1 + even, 1, 1 + (even and unshifted and problem.operand_size == problem.filter_size))
+        packs = problem.layout == "NHWC" or problem.direction == "dgrad"
+        a_vec = 1 + ((channels if packs else channels * taps) % 2 == 0)
+        if problem.layout == "NHWC":
+            return cls(True, a_vec, 1, 1 + (channels % 2 == 0))
+        unshifted = unshifted and taps == 1 and problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size
+        return cls(packs, a_vec, 0, 1 + (unshifted and math.prod(problem.operand_size) % 2 == 0))
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: Dmma, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config` for `problem`."""
+    form, split = _Form.of(problem), config.SPLIT
+    workspace, target = (8 * math.prod(problem.result_shape) * split, WORKSPACE) if split > 1 else (0, RESULT)
+    after = [[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else []
+
+    def steps(weight: Buffer, packed: bool) -> list[list[KernelLaunch]]:
+        return [[_product(problem, config, form, phase, weight, packed, target, device) for phase in _phases(problem)], *after]
+
+    if not form.packs:
+        return Schedule.plain(steps(WEIGHT, False), workspace)
+    packed, filter_last = steps(PACKED, True), None
+    if problem.layout == "NHWC" and math.prod(problem.filter_size) > 1:  # a filter with its channels last lies as it would be packed
+        filter_last = steps(WEIGHT, True) if problem.direction == "fprop" else [[_pack(problem, True)], *packed]
+    pack = [[_pack(problem, False)]]
+    return Schedule(pack, packed, pack + packed, workspace, 8 * math.prod(problem.weight_shape), filter_last=filter_last)
+
+
+def filter_key(problem: ConvProblem, config: Dmma) -> Hashable:
+    """Equal for problems whose filter is packed alike."""
+    return ("rows of k", problem.direction, problem.C, problem.K, problem.groups, problem.filter_size) if _Form.of(problem).packs else None
+
+
+def _phases(problem: ConvProblem) -> list[Phase]:
+    """The phases, the longest first."""
+    return sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
+
+
+def _pack(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
+    """The launch that packs the filter, whose channels are last with `filter_last`."""
+    groups, taps = problem.groups, math.prod(problem.filter_size)
+    rows, channels = problem.result_channels // groups, problem.operand_channels // groups
+    w_group, w_row, w_channel = filter_strides(problem)
+    arguments = DmmaFilterArguments(groups * rows, rows, channels, taps, w_group, w_row, w_channel, 1)
+    if filter_last:  # [K][taps][C / groups] of the convolution
+        last = problem.weight_shape[1]
+        w_row, w_channel = (taps * last, 1) if problem.direction == "fprop" else (1, taps * last)
+        arguments = arguments._replace(w_row=w_row, w_channel=w_channel, w_tap=last)
+    blocks = ceil(math.prod(problem.weight_shape), FILTER_THREADS)
+    return KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=arguments)
+
+
+def _product(
+    problem: ConvProblem, config: Dmma, form: _Form, phase: Phase, weight: Buffer, packed: bool, target: Buffer, device: Device
+) -> KernelLaunch:
+    """The launch of a phase."""
+    defines, arguments = _defines(config, form, device), _arguments(problem, config, phase, packed)
+    shared = defines["STAGES"] * stage_bytes(config, form)
+    grid = ceil(arguments.pixels, config.BLOCK_N) * arguments.groups * arguments.splits * arguments.tiles_m
+    buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
+    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=arguments)
+
+
+def stage_bytes(config: Dmma, form: _Form) -> int:
+    """Shared memory of a stage."""
+    return 8 * BLOCK_K * (config.BLOCK_M + config.BLOCK_N + (0 if form.B_IN_ROWS_OF_K else 4))
+
+
+def _threads(config: Dmma) -> int:
+    tile = TILES[config.BLOCK_M, config.BLOCK_N]
+    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
+
+
+def _defines(config: Dmma, form: _Form, device: Device) -> dict[str, int]:
+    tile = TILES[config.BLOCK_M, config.BLOCK_N]
+    return {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N,
+        "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": tile.MIN_BLOCKS,
+        "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
+    }
+
+
+def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -> DmmaArguments:
+    """What the kernel is told of a phase; `packed`: the filter lies as :func:`_pack` leaves it."""
+    groups, (t, r, s) = problem.groups, problem.filter_size
+    rows, channels = problem.result_channels // groups, problem.operand_channels // groups
+    taps, taps_here = t * r * s, math.prod(phase.taps)
+    w_group, w_row, w_channel = (rows * taps * channels, taps * channels, 1) if packed else filter_strides(problem)
+    tap = channels if packed else 1
+    tap_strides = (r * s * tap, s * tap, tap)
+    of_taps = [step * stride for step, stride in zip(phase.every, tap_strides, strict=True)]
+    inner = max(channels if packed else taps_here, 1)
+    rs_here, s_here = max(phase.taps[1] * phase.taps[2], 1), max(phase.taps[2], 1)
+    o, p, q = phase.size
+    reduction = channels * taps_here
+    x, y = read_strides(problem), written_strides(problem)
+    _, y_base, *y_steps = places(problem, phase)
+    pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
+    axes = {
+        "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
+    }
+    return DmmaArguments(
+        pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
+        split_steps=ceil(ceil(reduction, BLOCK_K), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
+        inner=inner, rs=rs_here, s=s_here, by_inner=divider(inner), by_rs=divider(rs_here), by_s=divider(s_here),
+        opq=o * p * q, pq=p * q, q=q, by_opq=divider(o * p * q), by_pq=divider(p * q), by_q=divider(q),
+        w_base=sum(first * stride for first, stride in zip(phase.first, tap_strides, strict=True)),
+        w_group=w_group, w_row=w_row, w_channel=w_channel, **dict(zip(("w_t", "w_r", "w_s"), of_taps, strict=True)),
+        x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
+        y_image=y.image, y_group=y.group, y_channel=y.channel, y_pixel=y.pixel, y_base=y_base,
+        size=math.prod(problem.result_shape), pairs=int(pairs), relu=int(problem.activation == "relu"),
+        **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
+    )
+
+
+def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
+    """Where a split sum is cut."""
+    return config.SPLIT
+
+
+# ---- the choice
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
+    """The configurations worth comparing for `problem`."""
+    for m, n in TILES:
+        for split in splits(problem, _reduction(problem) // 128):
+            config = Dmma(m, n, split)
+            if refusal(problem, config) is None:
+                yield config
+
+
+def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
+    """Microseconds that `config` should take: rounds of blocks, of which the last may leave multiprocessors half empty.
+
+    A multiprocessor with n of the m blocks that fit runs at (n/m)^0.59 of its full rate. Phases run side by side, and what is left over at
+    the end is most of the longest block. A split sum is written and read once more, mostly in the L2 cache.
+    """
+    tile, multiprocessors = TILES[config.BLOCK_M, config.BLOCK_N], device.multiprocessors
+    stage = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (tile.rate * 1e6 / 132)
+    channels, groups = problem.operand_channels // problem.groups, problem.groups
+    across = groups * config.SPLIT * ceil(problem.result_channels // groups, config.BLOCK_M)
+    blocks = [
+        (ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * across,
+         ceil(ceil(channels * math.prod(phase.taps), BLOCK_K), config.SPLIT) * stage + tile.start)
+        for phase in phases(problem)
+    ]  # fmt: skip
+    us = 8.0
+    if len(blocks) == 1:
+        ((count, length),) = blocks
+        rounds, rest = divmod(count, multiprocessors * tile.MIN_BLOCKS)
+        last = ceil(rest, multiprocessors)
+        us += length * (rounds * tile.MIN_BLOCKS + (last / (last / tile.MIN_BLOCKS) ** 0.59 if last else 0))
+    else:
+        us += sum(count * length for count, length in blocks) / multiprocessors
+        us += 0.8 * tile.MIN_BLOCKS * max(length for _, length in blocks)
+    if config.SPLIT > 1:
+        us += 2 + math.prod(problem.result_shape) * 8 * (2 * config.SPLIT + 1) / 10e6
+    return us
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
+    """The configuration that should be the fastest; None if none runs it."""
+    return min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
