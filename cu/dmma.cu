@@ -6,24 +6,25 @@
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
 // It is direct_gemm.cu's product with other arithmetic: a sum is a chain of IEEE fused multiply-adds, as on the plain cores, at up to
-// four times their rate. Nothing is packed, scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the
-// gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels.
+// four times their rate. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
+// of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows of k would
+// lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8.
 // Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
 //          from a pixel's corner and a channel's row: one warp writes a table of the 16 k of a stage, two stages ahead.
-// Memory   a ring of STAGES stages of 16 of k, 16 KB for 128 channels and about as much for 128 pixels. A lies as rows of k: 128 bytes, whose
-//          chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4 apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
+// Memory   shared: a ring of STAGES stages of 16 of k, 16 KB for 128 channels and about as much for 128 pixels. A lies as rows of k: 128
+//          bytes, whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
+//          apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
 //          arrives in the register where the instruction wants it.
 // Registers  64 sums of 8 bytes a thread in tiles of 128 x 128: 128 of 255 registers.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
-// By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu (or sm_80)
-#include <stdint.h>
-
+// By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
 #include "division.cuh"
 #include "launch.cuh"
+#include "numbers.cuh"
 
 #ifndef BLOCK_M
 #define BLOCK_M 128

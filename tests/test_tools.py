@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -164,10 +165,10 @@ def test_the_suite_s_labels_are_unique():
 
 @pytest.mark.parametrize("mode, words", [
     ("fp32", "float32 with fp32 arithmetic, NCHW"), ("tf32", "float32 with tf32 arithmetic, NCHW"), ("tf32-nhwc", "float32 with tf32 arithmetic, channels last"), ("fp16", "float16, NCHW"),
-    ("fp16-nhwc", "float16, channels last"), ("bf16", "bfloat16, NCHW"), ("bf16-nhwc", "bfloat16, channels last"),
+    ("fp16-nhwc", "float16, channels last"), ("bf16", "bfloat16, NCHW"), ("bf16-nhwc", "bfloat16, channels last"), ("fp64", "float64, NCHW"),
 ])
 def test_a_mode_s_problems_are_what_its_words_say(mode, words):
-    assert suite.mode_words(mode) == words and len(suite.MODES) == 7
+    assert suite.mode_words(mode) == words and len(suite.MODES) == 8
     for problem in (suite.in_mode(p, mode) for p in suite.suite()):
         assert problem.dtype == words.split()[0].rstrip(",") and (problem.precision == "tf32") == ("tf32" in words)
         assert problem.layout == ("NHWC" if "last" in words and problem.operand_channels > 1 else "NCHW")
@@ -690,7 +691,7 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tm
         assert strides == ((100, 1, 20, 4) if "nhwc" in mode else (100, 25, 5, 1))
         for name in ("ratios", "roofline"):
             assert "</svg>" in (tmp_path / f"{name}-{mode}.svg").read_text()[-12:]
-    limits = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+    limits = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "float64": 1e-15}
     assert all(r["error"] < limits[p.dtype] and r["torch_error"] < limits[p.dtype] for r, (p, *_) in zip(facts["rows"], seen, strict=True))
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
@@ -737,6 +738,20 @@ def test_the_truth_of_some_channels_is_that_of_the_whole(torch, monkeypatch, pro
         broken = result.clone()
         broken[-1, channel].view(-1)[-1] += 1
         assert not whole.errors(broken).correct and some.errors(broken).correct == (channel not in checked)
+
+
+def test_the_truth_of_float64_has_twice_its_precision(torch):
+    """Against fractions; a result with the errors of float64 sums is then told from one that is rounded once."""
+    generator = torch.Generator().manual_seed(2)
+    x, w = (torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((1, 7, 6, 5), (3, 7, 3, 3)))
+    high, low = bench.doubled(torch, torch.nn.functional.conv2d, x, w)
+    for k, p, q in ((0, 0, 0), (2, 3, 1)):
+        taps = [(c, r, s) for c in range(7) for r in range(3) for s in range(3)]
+        right = sum(Fraction(float(x[0, c, p + r, q + s])) * Fraction(float(w[k, c, r, s])) for c, r, s in taps)
+        assert abs(Fraction(float(high[0, k, p, q])) + Fraction(float(low[0, k, p, q])) - right) < Fraction(1, 2**66)
+    problem = ConvProblem.forward(2, tuple(x.shape), tuple(w.shape), dtype="float64")
+    truth = bench.Truth(torch, problem, x, w)
+    assert 0 < truth.errors(high).relative < 1.2e-16 < truth.errors(high * (1 + 2**-51)).relative
 
 
 @pytest.mark.parametrize("modes, words", [(("fp32",), "{0}"), (("tf32", "tf32-nhwc"), "{1}"), (("fp32", "tf32", "fp16"), "{0} in fp32, fp16 and {1} in tf32")])

@@ -311,7 +311,7 @@ def run(settings: bench.Settings, devices: Any = None) -> int:
 
     rows: list[HostRow] = []
     scaling: list[ScalingRow] = []
-    with torch.no_grad(), bench.cudnn_benchmark(torch, True), torch_precision("fp32") as words:
+    with torch.no_grad(), bench.cudnn_set(torch, "benchmark", True), torch_precision("fp32") as words:
         machine = bench.describe(torch, device, "fp32", words, seed)
         bus = measure_bus(torch, device.name)
         machine |= {

@@ -48,9 +48,9 @@ class ErrorSums:
         self._largest = self._of_bound = 0.0
         self._within = True
 
-    def add(self, out: Any, reference: Any, magnitude: Any) -> None:
-        """Compare one piece; all three are float64 arrays of one shape."""
-        error, limit = abs(out - reference), bound(self.problem, reference, magnitude)
+    def add(self, out: Any, reference: Any, magnitude: Any, rest: Any = 0.0) -> None:
+        """Compare one piece; all are float64 arrays of one shape. `rest` is what a reference of float64 lacks, if it is known."""
+        error, limit = abs((out - reference) - rest), bound(self.problem, reference, magnitude)
         self._within = self._within and bool((error <= limit).all())  # <=: NaN fails
         self._count += math.prod(error.shape)
         self._sum += float(error.sum())

@@ -17,6 +17,7 @@ MODES: dict[str, dict[str, Any]] = {
     "fp16-nhwc": {"dtype": "float16", "layout": "NHWC"},
     "bf16": {"dtype": "bfloat16"},
     "bf16-nhwc": {"dtype": "bfloat16", "layout": "NHWC"},
+    "fp64": {"dtype": "float64"},
 }
 
 

@@ -125,7 +125,7 @@ def measure_gradient(torch: Any, plan: Plan, effort: Effort, seed: int) -> Row:
 
     ours(0)
     theirs(0)
-    with bench.cudnn_benchmark(torch, False):  # to try all of cuDNN's float64 kernels would take longer than the reference
+    with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
         reference = backward(dy.double(), x.double(), w.double())
         magnitude = backward(dy.double().abs(), x.double().abs(), w.double().abs())
 
@@ -322,7 +322,7 @@ def run(settings: bench.Settings) -> int:
     out = console()
     rows: list[Row] = []
     problems = [replace(problem, precision=mode) for mode in MODES for problem in gradients(settings.only)]
-    with bench.cudnn_benchmark(torch, True):
+    with bench.cudnn_set(torch, "benchmark", True):
         machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
         machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
         machine["method"] = (
