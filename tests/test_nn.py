@@ -19,7 +19,6 @@ import pycuda_conv as pc
 
 torch = pytest.importorskip("torch", reason="the modules are torch's")
 import pycuda_conv.nn as pn  # noqa: E402
-from pycuda_conv.nn.convert import FusedForward  # noqa: E402
 
 F = torch.nn.functional
 NAMES = ["Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"]
@@ -460,7 +459,7 @@ def network():
 def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     theirs, ours = (network().to(where) for _ in range(2))
     parameters = {name: id(p) for name, p in ours.named_parameters()}
-    done = pn.convert(ours)
+    done = pn.report(pn.convert(ours))
     assert str(done) == (
         "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1\n  1.conv1 (Conv2d) + bn1 + relu\n"
         "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2.0 (ConvTranspose2d) + 1 + 2"
@@ -480,11 +479,17 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     torch.save(ours, file)
     file.seek(0)
     with torch.no_grad():
-        for twin in (*twins, torch.load(file, weights_only=False)):
-            assert isinstance(twin[1].forward, FusedForward) and twin[1].forward.module is twin[1]
+        for twin in (ours, *twins, torch.load(file, weights_only=False)):
+            assert is_fused(twin[1]) and str(pn.report(twin)) == str(done)
             assert torch.equal(twin(x), ours(x))
         compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
         close(compiled(x), theirs(x))
+
+
+def is_fused(module):
+    """Whether a fused forward is taken in evaluation."""
+    with torch.no_grad():
+        return "_fusion" in module.__dict__ and module._fusion.chosen(module, (torch.zeros(1),), {}) is not None
 
 
 def same_buffers(ours, theirs):
@@ -495,7 +500,7 @@ def same_buffers(ours, theirs):
 @pytest.fixture
 def layers(monkeypatch):
     """The convolutions that are computed as fused layers."""
-    module = sys.modules["pycuda_conv.nn.convert"]
+    module = sys.modules["pycuda_conv.nn.chains"]
     original, called = module.conv_bn_relu, []
     monkeypatch.setattr(module, "conv_bn_relu", lambda conv, *args: (called.append(conv), original(conv, *args))[1])
     return called
@@ -503,7 +508,7 @@ def layers(monkeypatch):
 
 def test_a_model_trained_with_fused_layers_is_trained_as_by_torch(where, layers):
     theirs, ours = (network().to(where) for _ in range(2))
-    assert pn.convert(ours, fuse_training=True).converted[0].fused == ("1",)
+    assert pn.report(pn.convert(ours, fuse_training=True)).converted[0].fused == ("1",)
     ours = pickle.loads(pickle.dumps(ours))
     x = randn(2, 3, 6, 6, where=where, grad=False)
     for step in range(3):
@@ -557,7 +562,7 @@ def test_a_forward_that_cannot_be_traced_in_training_is_left_there(layers):
 
     theirs = Trying(torch.nn.Conv2d(2, 3, 1), torch.nn.BatchNorm2d(3)).double()
     ours = copy.deepcopy(theirs)
-    done = pn.convert(ours, fuse_training=True)
+    done = pn.report(pn.convert(ours, fuse_training=True))
     assert done.converted[0].fused == ("1",) and len(done.notes) == 1 and "in training" in done.notes[0] and "control flow" in done.notes[0]
     same_gradients(ours, theirs, [randn(2, 2, 3, 3)])
     assert not layers
@@ -632,18 +637,17 @@ class Keeping(Odd):
         return self.kept
 
 
-class Optional(Odd):
-    def forward(self, x, scale=None):
-        x = super().forward(x)
-        return x if scale is None else x * scale
+class Variadic(Odd):
+    def forward(self, *arrays):
+        return super().forward(*arrays)
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Branching, "control flow"), (Keeping, "sets attributes"), (Optional, "optional arguments")])
+@pytest.mark.parametrize(("kind", "reason"), [(Branching, "control flow"), (Keeping, "sets attributes"), (Variadic, "any number of arguments")])
 def test_a_forward_that_cannot_be_traced_is_left(kind, reason):
     model = kind(0).eval()
-    done = pn.convert(model)
+    done = pn.report(pn.convert(model))
     assert [one.fused for one in done.converted] == [()] and len(done.notes) == 1 and reason in done.notes[0]
-    assert "forward" not in model.__dict__ and model.kept is None and not model.training
+    assert type(model) is kind and model.kept is None and not model.training
     assert str(done).endswith(f"  note: {done.notes[0]}")
     with torch.no_grad():
         model(torch.zeros(1, 1, 2, 2))
@@ -660,7 +664,7 @@ def test_a_sum_that_the_epilogue_does_not_take_is_torch_s():
 
     theirs = Adding().eval()
     ours = copy.deepcopy(theirs)
-    assert pn.convert(ours).converted[0].fused == ("norm", "sum")
+    assert pn.report(pn.convert(ours)).converted[0].fused == ("norm", "sum")
     x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
     with torch.no_grad():
         for other in (torch.ones(2, 3, 1, 1), torch.ones(2, 3, 3, 3, dtype=torch.float64), torch.ones(2, 3, 3, 3)):
@@ -687,7 +691,7 @@ class Misleading(torch.nn.Module):
 def test_chains_are_what_they_seem():
     theirs = Misleading().eval()
     ours = copy.deepcopy(theirs)
-    assert pn.convert(ours).converted[0].fused == ("bn",)
+    assert pn.report(pn.convert(ours)).converted[0].fused == ("bn",)
     x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
     with torch.no_grad():
         close(ours(x), theirs(x))
@@ -703,15 +707,14 @@ def test_what_is_not_converted_or_fused():
             y = self.conv(x)  # used twice
             return self.norm(y) + y
 
-    done = pn.convert(torch.nn.ModuleList([Own(1, 1, 1), Shared(), torch.nn.Linear(2, 2)]))
-    assert [str(one) for one in done.converted] == ["1.conv (Conv2d)"]
-    assert len(done.notes) == 1 and "0 is a" in done.notes[0] and "Own" in done.notes[0]
+    done = pn.report(pn.convert(torch.nn.ModuleList([Own(1, 1, 1), Shared(), torch.nn.Linear(2, 2)])))
+    assert [str(one) for one in done.converted] == ["0 (Own)", "1.conv (Conv2d)"] and not done.notes
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.BatchNorm2d(1))
-    assert not pn.convert(model, fuse=False, precision="tf32").converted[0].fused and "forward" not in model.__dict__
+    assert not pn.report(pn.convert(model, fuse=False, precision="tf32")).converted[0].fused and type(model) is torch.nn.Sequential
     assert model[0].precision == "tf32"
-    assert pn.convert(model).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
+    assert pn.report(pn.convert(model)).converted[0].fused and model[0].precision == "fp32"  # again, otherwise
     layer = pn.FusedConvBnReLU2d(1, 1, 1)
-    done = pn.convert(torch.nn.Sequential(layer), precision="tf32")
+    done = pn.report(pn.convert(torch.nn.Sequential(layer), precision="tf32"))
     assert not done.converted and not done.notes and layer.precision == "tf32" and type(layer.conv) is torch.nn.Conv2d
     layer = torch.nn.Conv2d(1, 1, 1)
     pn.convert(layer)  # a model may be one convolution
@@ -749,7 +752,7 @@ def test_models_of_torchvision(name, order):
     model = torchvision_model(name)
     count = sum(isinstance(m, torch.nn.Conv2d) for m in model.modules())
     exact = copy.deepcopy(model).double()
-    done = pn.convert(model.to(memory_format=order))
+    done = pn.report(pn.convert(model.to(memory_format=order)))
     assert len(done.converted) == count and not done.notes
     if name.startswith(("resnet", "mobilenet")):
         assert all(one.fused for one in done.converted)
@@ -783,7 +786,7 @@ def losses(model, x, labels, steps=20, lr=0.001):
 def test_a_resnet_is_trained_as_by_torch(fused):
     ours = torchvision_model("resnet18")
     exact = copy.deepcopy(ours).double()
-    assert not pn.convert(ours, fuse_training=fused).notes
+    assert not pn.report(pn.convert(ours, fuse_training=fused)).notes
     x, labels = randn(16, 3, 64, 64, where="cuda", grad=False), torch.arange(16, device="cuda")
     curve, expected = losses(ours, x.float(), labels), losses(exact, x, labels)
     assert curve[-1] < curve[0] == pytest.approx(expected[0], rel=1e-5)
@@ -870,7 +873,7 @@ def test_tf32_is_for_the_gradients_too():
 
 
 def test_docstring_examples():
-    for module in ("modules", "convert"):
+    for module in ("modules", "convert", "routing"):
         found = doctest.testmod(sys.modules[f"pycuda_conv.nn.{module}"])
         assert found.attempted > 1 and not found.failed
 

@@ -6,11 +6,12 @@ torch; ``import pycuda_conv`` does not.
 """
 
 from pycuda_conv.nn import autograd as autograd  # which makes the operators
-from pycuda_conv.nn.convert import Conversion, Converted, convert
+from pycuda_conv.nn.convert import Conversion, Converted, convert, report
 from pycuda_conv.nn.fused import FusedConvBnReLU1d, FusedConvBnReLU2d, FusedConvBnReLU3d
 from pycuda_conv.nn.modules import Conv1d, Conv2d, Conv3d, ConvTranspose1d, ConvTranspose2d, ConvTranspose3d
+from pycuda_conv.nn.routing import routed
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Conversion", "Converted", "FusedConvBnReLU1d",
-    "FusedConvBnReLU2d", "FusedConvBnReLU3d", "convert",
+    "FusedConvBnReLU2d", "FusedConvBnReLU3d", "convert", "report", "routed",
 ]

@@ -1,55 +1,56 @@
 """Putting this package's convolutions into a model that is there.
 
-Convolutions change their class and nothing else: they stay the objects they were, with their parameters, hooks and names.
+A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Three
+kinds of classes are made:
 
-Batch normalisations and ReLUs that follow them are found with ``torch.fx`` in the forward of each module by itself, whose children
-stay calls, so that what is hooked, replaced or called alone later is not bypassed. Such a module gets a `forward` of its own, a
-:class:`FusedForward`, which takes the convolution and what follows it in one step where that may be: evaluating, without gradients,
-and, if asked for, training; not in ``torch.compile``. Else it does what the model's author wrote, so a converted model is trained and
-evaluated as before.
+- a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
+- a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
+- a module whose convolutions can be fused with what follows them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It is
+  taken in evaluation without gradients, and, if asked for, in training; not in ``torch.compile``. Else the author's forward runs, so a
+  converted model is trained and evaluated as before.
 """
 
 from __future__ import annotations
 
-import inspect
-import operator
-from collections.abc import Callable, Collection
+import copyreg
+import functools
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.fx
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
 
-from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.errors import brief
 from pycuda_conv.nn import modules
-from pycuda_conv.nn.fused import _FusedConvBnReLU, conv_bn_relu
+from pycuda_conv.nn.chains import Fusion, Traces, is_convolution, is_worth_tracing, origin
+from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
+from pycuda_conv.nn.routing import routed
+from pycuda_conv.typing import Precision
 
 _OURS: dict[type, type] = {
     getattr(torch.nn, name): getattr(modules, name)
     for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d")
 }
-_CONVOLUTIONS = set(_OURS.values())
-_NORMS = {torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d}
-#: What is fused in training: a convolution, its batch norm, and their spatial axes.
-_LAYERS = {
-    (modules.Conv1d, torch.nn.BatchNorm1d): 1, (modules.Conv2d, torch.nn.BatchNorm2d): 2, (modules.Conv3d, torch.nn.BatchNorm3d): 3,
-}
-_RELUS = {torch.nn.functional.relu, torch.nn.functional.relu_, torch.relu, torch.relu_, "relu", "relu_"}
-_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_IN_PLACE = {operator.iadd, "add_"}
+Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 @dataclass(frozen=True)
 class Converted:
-    """One convolution of the model: its `name` there, its class before, and the names of what is fused with it."""
+    """One convolution of the model: its `name` there, its class before, and the names of what is fused with it.
+
+    `by_its_own_forward` is True for a subclass that computes something of its own, inside :class:`routed`.
+    """
 
     name: str
     was: str
     fused: tuple[str, ...] = ()
+    by_its_own_forward: bool = False
 
     def __str__(self) -> str:
-        return " + ".join((f"{self.name} ({self.was})", *self.fused))
+        text = " + ".join((f"{self.name or 'the model'} ({self.was})", *self.fused))
+        return f"{text}, by its own forward" if self.by_its_own_forward else text
 
 
 @dataclass
@@ -60,39 +61,73 @@ class Conversion:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        fused = sum(bool(one.fused) for one in self.converted)
-        lines = [f"{len(self.converted)} convolutions converted, {fused} of them fused with what follows"]
+        count, fused = len(self.converted), sum(bool(one.fused) for one in self.converted)
+        lines = [f"{count} convolution{'' if count == 1 else 's'} converted, {fused} of them fused with what follows"]
         return "\n".join(lines + [f"  {one}" for one in self.converted] + [f"  note: {note}" for note in self.notes])
 
 
-def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, fuse_training: bool = False) -> Conversion:
+def report(model: torch.nn.Module) -> Conversion:
+    """What :func:`convert` did to a model: ``print`` it.
+
+    Raises
+    ------
+    TypeError
+        `model` is not a module.
+    ValueError
+        It was not converted.
+
+    Examples
+    --------
+    >>> import torch, pycuda_conv.nn
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
+    >>> print(pycuda_conv.nn.report(pycuda_conv.nn.convert(model)))
+    1 convolution converted, 1 of them fused with what follows
+      0 (Conv2d) + 1 + 2
+    """
+    _check_module(model)
+    done = model.__dict__.get("_conversion")
+    if done is None:
+        raise ValueError(f"model, a {type(model).__name__}, was not converted: call convert(model) first")
+    assert isinstance(done, Conversion)
+    return done
+
+
+def _check_module(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
+
+
+def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse_training: bool = False) -> Model:
     """Let this package compute a model's convolutions, in place.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Its ``nn.Conv*`` and ``nn.ConvTranspose*`` modules become those of :mod:`pycuda_conv.nn`; parameters, buffers and
-        state dict are what they were. Subclasses of those are left, with a note.
+        Its ``nn.Conv*`` and ``nn.ConvTranspose*`` modules become those of :mod:`pycuda_conv.nn`. So do their subclasses that override
+        nothing that computes. Subclasses with a forward of their own keep it, and the convolutions in it are computed by this package:
+        see :class:`routed`. Parameters, buffers and state dict are what they were.
     precision : {"fp32", "tf32"}
         Arithmetic for float32: see :func:`pycuda_conv.conv2d`.
     fuse : bool
         Compute convolution, batch normalisation and, where they follow, the sum with a residual and ReLU in one step wherever the
         model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
-        Found by tracing the forward of each module; one that can't be traced is left, with a note. What changes parameters and
-        statistics is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again after those.
+        Batch normalisations that apply an activation themselves are fused too. Chains are found by tracing the forward of each module,
+        here and once. A module that cannot be traced is left with a note, and its convolutions are still converted one by one. What
+        changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again
+        after those. A module whose children or attributes change later runs its own forward until it is converted again.
     fuse_training : bool
         Compute convolution, batch normalisation and ReLU in one step in training too, as :class:`FusedConvBnReLU2d` and the like
         do: in less time and memory, but without second derivatives. Modules with hooks are called as before.
 
     Returns
     -------
-    Conversion
-        What was done. ``print`` it.
+    torch.nn.Module
+        `model`. :func:`report` tells what was done to it.
 
     Raises
     ------
     TypeError
-        A `model` that is no ``torch.nn.Module``.
+        `model` is not a module.
     ValueError
         `fuse_training` without `fuse`; a precision that there is not.
 
@@ -100,12 +135,12 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, 
     --------
     >>> import torch, pycuda_conv.nn
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.ReLU())
-    >>> print(pycuda_conv.nn.convert(model))
-    1 convolutions converted, 1 of them fused with what follows
-      0 (Conv2d) + 1 + 2
+    >>> model = pycuda_conv.nn.convert(model)
+    >>> with torch.no_grad():
+    ...     model.eval()(torch.zeros(1, 3, 8, 8)).shape
+    torch.Size([1, 8, 6, 6])
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
+    _check_module(model)
     checked_precision(precision)
     if fuse_training and not fuse:
         raise ValueError(f"fuse_training={fuse_training} needs fuse=True, but got fuse={fuse}")
@@ -117,232 +152,153 @@ def convert(model: torch.nn.Module, precision: str = "fp32", fuse: bool = True, 
     owned = {part for layer in ours for part in layer.modules()}
     rest = [(name, module) for name, module in model.named_modules() if module not in owned]
     for name, module in rest:
-        module.__dict__.pop("_scale_and_shift", None)  # see there
-        was = type(module)
-        if was in _OURS or was in _OURS.values():
-            module.__class__ = _OURS.get(was, was)
-            module.precision = precision
-            found[module] = Converted(name, was.__name__)
-        elif isinstance(module, tuple(_OURS)):
-            done.notes.append(f"{name} is a {was.__module__}.{was.__qualname__}, a subclass, and was left as it is")
+        module.__class__ = origin(type(module))
+        for kept in ("_scale_and_shift", "_fusion", "_conversion"):
+            module.__dict__.pop(kept, None)
+        if isinstance(module, tuple(_OURS)):
+            try:
+                found[module] = _convert_convolution(name, module, precision)
+            except TypeError as error:
+                done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
     if fuse:
+        traces = Traces()
         for name, module in rest:
-            _fuse(name, module, found, done.notes, fuse_training)
+            if is_worth_tracing(module):
+                _fuse(name, module, found, done.notes, fuse_training, traces)
     done.converted.extend(found.values())
-    return done
+    model.__dict__["_conversion"] = done
+    return model
 
 
-def _fuse(name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool) -> None:
+def _convert_convolution(name: str, module: torch.nn.Module, precision: str) -> Converted:
+    """Let this package compute a convolution; a TypeError if it cannot."""
+    if isinstance(module, LazyModuleMixin):
+        raise TypeError("its parameters have no sizes yet; call the model once, then convert it")
+    was: Any = type(module)
+    own = not is_convolution(was) and not is_convolution(_converted_class(was, "ours"))
+    _change_class(module, "routed" if own else "ours")
+    module.__dict__["precision"] = precision
+    return Converted(name, was.__name__, by_its_own_forward=own)
+
+
+def _fuse(
+    name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool, traces: Traces
+) -> None:
     """Give `module` a fused forward if its own has chains to fuse; add a note if they can't be looked for."""
-    kinds = {type(child) for child in module.children()}
-    if not (kinds & _CONVOLUTIONS and kinds & _NORMS) or isinstance(module, torch.nn.ModuleList):
-        return
-    who = f"{name or 'the model'} ({type(module).__name__}) can't be traced"
+    who = f"nothing in {name or 'the model'} ({type(module).__name__}) is fused"
     try:
-        forward = module.__dict__.get("forward")
-        if not (forward is None or isinstance(forward, FusedForward)):
+        if "forward" in module.__dict__:
             raise TypeError("its forward was replaced")
-        _, chains = _traced(module, False)
-    except Exception as error:  # whatever a forward does when it is called with a stand-in for its argument
-        reason = str(error).partition("\n")[0]
-        notes.append(f"{who}, so nothing in it is fused: {reason}")
+        fusion = Fusion(module, in_training, traces)
+    except TypeError as error:
+        notes.append(f"{who}: {error}")
         return
-    if chains and in_training:
-        try:
-            _traced(module, True)
-        except Exception as error:
-            in_training, reason = False, str(error).partition("\n")[0]
-            notes.append(f"{who} in training, so nothing in it is fused there: {reason}")
-    if chains:
-        module.forward = FusedForward(module, in_training)
-    for target, *followers in chains:
-        convolution = module.get_submodule(target)
-        found[convolution] = replace(found[convolution], fused=tuple(followers))
+    for training, problem in fusion.problems.items():
+        notes.append(f"{who}{' in training' if training else ''}, because its forward can't be traced: {problem}")
+    if not fusion.variants:
+        return
+    _change_class(module, "fused")
+    module.__dict__["_fusion"] = fusion
+    for variant in fusion.variants.values():
+        for target, *followers in variant.chains:
+            convolution = module.get_submodule(target)
+            if len(followers) > len(found[convolution].fused):
+                found[convolution] = replace(found[convolution], fused=tuple(followers))
 
 
-class FusedForward:
-    """The forward of a module with its convolutions fused with what follows them where they may be; else the module's own."""
+# ---- classes
 
-    def __init__(self, module: torch.nn.Module, in_training: bool) -> None:
-        self.module, self.in_training = module, in_training
-        #: for evaluation and for training
-        self._functions: dict[bool, Callable[..., Any]] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        training = module.training
-        if torch.compiler.is_compiling() or not (self.in_training if training else not torch.is_grad_enabled()):
-            return type(module).forward(module, *args, **kwargs)
-        if training not in self._functions:
-            self._functions[training], _ = _traced(module, training)
-        return self._functions[training](module, *args, **kwargs)
-
-    # torch.export asks a forward, as if it were a method, for its text and its arguments: those of the module's own
-
-    @property
-    def __code__(self) -> Any:
-        return type(self.module).forward.__code__
-
-    @property
-    def __wrapped__(self) -> Any:
-        return type(self.module).forward.__get__(self.module)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"module": self.module, "in_training": self.in_training, "_functions": {}}  # these have no names to pickle them by
+_remembered: Any = functools.lru_cache(maxsize=1024)
 
 
-class _Tracer(torch.fx.Tracer):
-    def is_leaf_module(self, m: torch.nn.Module, module_qualified_name: str) -> bool:
-        return True
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _traced(module: torch.nn.Module, training: bool) -> tuple[Callable[..., Any], list[tuple[str, ...]]]:
-    """The module's forward with its chains fused, a function of the module and its arguments; and each chain's names."""
-    _, *parameters = inspect.signature(type(module).forward).parameters.values()
-    if any(p.kind is not p.POSITIONAL_OR_KEYWORD or p.default is not p.empty for p in parameters):
-        raise TypeError("its forward has optional arguments")
-    modes, attributes = [(m, m.training) for m in module.modules()], dict(module.__dict__)
-    try:
-        module.train(training)
-        graph = _Tracer().trace(module)
-    finally:
-        changed = any(module.__dict__.get(key) is not value for key, value in attributes.items() if key != "training")
-        changed |= len(module.__dict__) != len(attributes)
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
-        for one, mode in modes:
-            one.training = mode
-    if changed:
-        raise TypeError("its forward sets attributes")
-    function = trained if training else fused
-    chains = [_fuse_chain(module, graph, node, function) for node in list(graph.nodes) if _calls(module, node, _CONVOLUTIONS)]
-    code = graph.python_code("self")
-    exec(code.src, code.globals)
-    return code.globals["forward"], [chain for chain in chains if chain]
+class _Changed:
+    """What all classes made here have: they are pickled as the class they were made from."""
+
+    _kind: str
+    _origin: type
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parts: Any = super().__reduce_ex__(max(int(protocol), 2))
+        function, arguments, *rest = parts
+        if function is copyreg.__newobj__ and arguments[0] is type(self):  # type: ignore[attr-defined]
+            return _new, (self._kind, self._origin, *arguments[1:]), *rest
+        return function, arguments, *rest
 
 
-def _calls(module: torch.nn.Module, node: torch.fx.Node, classes: Collection[type]) -> bool:
-    """Whether the node calls a submodule of one of these classes with one array."""
-    return (
-        node.op == "call_module" and type(module.get_submodule(str(node.target))) in classes and len(node.args) == 1 and not node.kwargs
-    )
+def _new(kind: str, cls: type, *arguments: Any) -> Any:
+    made = _converted_class(cls, kind)
+    return made.__new__(made, *arguments)
 
 
-def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
-    """Whether the node calls one of these functions or methods."""
-    return node.op in ("call_function", "call_method") and node.target in targets
+class _Routed(_Changed):
+    """A convolution with a forward of its own."""
+
+    precision: Precision
+
+    @staticmethod
+    def forward_of(cls: Any) -> Any:
+        @functools.wraps(cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with routed(self.precision):
+                return cls.forward(self, *args, **kwargs)
+
+        return forward
 
 
-def _may_wait(module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node, until: torch.fx.Node) -> bool:
-    """Whether nothing before that node may write over the convolution's input."""
-    nodes = list(graph.nodes)
-    between = nodes[nodes.index(convolution) + 1 : nodes.index(until)]
-    return all(
-        convolution.args[0] not in node.all_input_nodes or _calls(module, node, _CONVOLUTIONS | _NORMS) for node in between
-    )
+class _Fused(_Changed):
+    """A module whose convolutions are fused with what follows them."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        fusion = self.__dict__.get("_fusion")
+        if fusion is not None and "variants" not in fusion.__dict__:  # it comes from a file
+            self.__dict__["_fusion"] = Fusion(self, fusion.in_training, Traces())
+
+    @staticmethod
+    def forward_of(cls: Any) -> Any:
+        @functools.wraps(cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                fusion = self.__dict__.get("_fusion")
+                chosen = None if fusion is None else fusion.chosen(self, args, kwargs)
+                if chosen is not None:
+                    function, arrays = chosen
+                    return function(self, *arrays)
+            return cls.forward(self, *args, **kwargs)
+
+        return forward
 
 
-def _fuse_chain(
-    module: torch.nn.Module, graph: torch.fx.Graph, convolution: torch.fx.Node, function: Callable[..., Any]
-) -> tuple[str, ...]:
-    """Make one call of `function` of a convolution and what follows it, if that can be fused; the names of all."""
-
-    def follower(node: torch.fx.Node) -> torch.fx.Node | None:
-        return next(iter(node.users)) if len(node.users) == 1 else None
-
-    norm = follower(convolution)
-    if norm is None or not _calls(module, norm, _NORMS):
-        return ()
-    last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
-    following = follower(last)
-    if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
-        first, second = following.args
-        other = second if first is last else first
-        kept = first is last or following.target not in _IN_PLACE  # the sum is not written over the other operand
-        if isinstance(other, torch.fx.Node) and other is not last and kept and _may_wait(module, graph, convolution, following):
-            last, residual = following, other
-            names.append("sum")
-            following = follower(last)
-    if following is not None and (_calls(module, following, {torch.nn.ReLU}) or _is_one_of(following, _RELUS)):
-        last, relu = following, True
-        names.append(str(last.target) if last.op == "call_module" else "relu")
-    with graph.inserting_before(convolution if residual is None else last):
-        arrays = (convolution.args[0], residual)
-        one = graph.call_function(function, (graph.get_attr(names[0]), graph.get_attr(names[1]), *arrays, relu))
-    last.replace_all_uses_with(one)
-    node: Any = last
-    while node is not convolution:
-        before = next(n for n in node.all_input_nodes if n is not residual)
-        graph.erase_node(node)
-        node = before
-    graph.erase_node(convolution)
-    return tuple(names)
+@_remembered
+def _converted_class(cls: Any, kind: str) -> Any:
+    """The class that modules of class `cls` get: "ours", "routed" or "fused"."""
+    bases: tuple[type, ...]
+    members: dict[str, Any]
+    if kind == "ours":
+        ours = next(ours for base, ours in _OURS.items() if issubclass(cls, base))
+        if issubclass(cls, ours):
+            return cls
+        if cls in _OURS:
+            return ours
+        bases, members = (_Changed, cls, ours), {}
+    else:
+        mixin: Any = {"routed": _Routed, "fused": _Fused}[kind]
+        bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, bases, {**members, **names, "_kind": kind, "_origin": cls})
 
 
-def trained(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
-    """As :func:`fused`, in training."""
-    ndim, alone = _LAYERS.get((type(convolution), type(norm))), residual is None
-    if ndim is None or _hooked(convolution) or _hooked(norm):
-        return _finished(norm(convolution(input)), residual, relu)
-    result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, ndim)
-    return _finished(result, residual, relu and not alone)
-
-
-def _finished(result: Any, residual: Any, relu: bool) -> Any:
-    """What follows a batch normalisation, after it."""
-    if residual is None:
-        return torch.relu(result) if relu else result
-    result = result + residual
-    return torch.relu_(result) if relu else result  # the sum is nobody else's
-
-
-def _hooked(module: Any) -> bool:
-    """Whether something else than the module's forward runs when it is called, or when gradients go through it."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or torch.nn.modules.module._has_any_global_hook()
-
-
-def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
-    """Convolution, batch normalisation, sum with a residual (or None), ReLU (or not): what a traced forward calls."""
-    found = _scale_and_shift(convolution, norm)
-    if found is not None:
-        scale, shift = found
-        try:
-            activation = "relu" if relu else None
-            return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
-        except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
-            pass
-    return _finished(norm(convolution(input)), residual, relu)
-
-
-def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
-    """What `norm` does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
-
-    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
-    """
-    if (
-        type(convolution) not in _CONVOLUTIONS or type(norm) not in _NORMS or norm.training or norm.running_mean is None
-        or convolution._forward_hooks or convolution._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks
-    ):
-        return None
-    weight, bias = convolution.weight, convolution.bias
-    parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
-    statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
-    sources = bias, parameters["weight"], parameters["bias"], *statistics
-    try:
-        state = [weight.dtype, *(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)]
-    except RuntimeError:  # tensors of inference mode have no version
-        return None
-    kept = norm.__dict__.get("_scale_and_shift")
-    if kept is not None and kept[0] == state:
-        return kept[2]
-    bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
-    assert mean is not None and variance is not None
-    scale = torch.rsqrt(variance.double() + norm.eps)
-    scale = scale if gamma is None else scale * gamma
-    shift = -mean * scale if bias is None else (bias - mean) * scale
-    shift = shift if beta is None else shift + beta
-    made = scale.to(weight.dtype), shift.to(weight.dtype)
-    if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        norm.__dict__["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
-    return made
+def _change_class(module: torch.nn.Module, kind: str) -> None:
+    """Give a module the class of that kind."""
+    cls: Any = type(module)
+    metaclass: Any = type(cls)
+    if parametrize.is_parametrized(module):  # torch made the class for this module, and takes it away by its first base
+        members = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+        module.__class__ = metaclass(cls.__name__, (_converted_class(cls.__bases__[0], kind),), {**members, "_origin": cls})
+    else:
+        module.__class__ = _converted_class(cls, kind)

@@ -1,0 +1,607 @@
+"""Finding convolutions that can be fused with what follows them, and computing them so.
+
+``torch.fx`` traces the forward of one module at a time. Its children stay calls, so hooks on them run and a child may be replaced
+later. In the graph a *chain* is a convolution, the batch normalisation that follows it and, where they follow, the sum with a residual
+and a ReLU. Each chain becomes one call of :func:`fused` or :func:`trained`.
+
+A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at, and where something
+of it has changed the module's own forward runs.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+import random
+from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.fx
+from torch import nn
+from torch.fx import _symbolic_trace
+
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.nn import modules
+from pycuda_conv.nn.fused import conv_bn_relu
+
+_NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
+_CONVOLUTIONS = (
+    modules.Conv1d, modules.Conv2d, modules.Conv3d, modules.ConvTranspose1d, modules.ConvTranspose2d, modules.ConvTranspose3d,
+)
+_ALL_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_F = nn.functional
+_RELUS = {_F.relu, _F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_IN_PLACE = {operator.iadd, "add_"}
+_DROPOUTS = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
+
+
+# ---- classes of modules
+
+_remembered: Any = lru_cache(maxsize=1024)
+
+
+def origin(cls: type) -> Any:
+    """The class that a module had before it was converted."""
+    return cls.__dict__.get("_origin", cls)
+
+
+@_remembered
+def overrides(cls: type, base: type, names: tuple[str, ...] = ("forward", "__call__", "_conv_forward", "_output_padding")) -> bool:
+    """True if `cls` computes something else than its base class `base`, as far as the methods of these names tell."""
+    return any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
+
+
+@_remembered
+def is_convolution(cls: type) -> bool:
+    """True if modules of this class are convolutions computed by this package."""
+    return any(issubclass(cls, base) and not overrides(cls, base) for base in _CONVOLUTIONS)
+
+
+@_remembered
+def _norm_base(cls: type) -> Any:
+    """torch's batch normalisation that this class is, or is a subclass of; None if there is no such."""
+    return next((base for base in _NORMS if issubclass(cls, base)), None)
+
+
+@_remembered
+def _is_plain_norm(cls: type) -> bool:
+    """True if modules of this class compute what torch's batch normalisation computes."""
+    base = _norm_base(cls)
+    return base is not None and not overrides(cls, base)
+
+
+# ---- tracing
+
+
+class _Ranked(torch.fx.Proxy):
+    """The input of a batch normalisation, whose number of axes is known."""
+
+    def dim(self) -> int:
+        ndim: int = self.tracer.ndim
+        return ndim
+
+    @property
+    def ndim(self) -> int:
+        return self.dim()
+
+
+class _Tracer(torch.fx.Tracer):
+    """Calls a module's forward with a proxy for each argument in `given`; the others have their defaults."""
+
+    proxy_buffer_attributes = True  # so that changes of buffers are in the graph instead of being made here
+
+    def __init__(self, given: Collection[str], ndim: int | None) -> None:
+        super().__init__()
+        self.given, self.ndim = given, ndim
+        self.modes = _modes()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+    def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
+        return _Ranked(node, self) if self.ndim is not None and node.op == "placeholder" else super().proxy(node)
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        if _modes() != self.modes:
+            raise TypeError("its forward switches gradients or autocast on or off")
+        return super().create_node(*args, **kwargs)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        given = {name: self.create_proxy("placeholder", name, (), {}) for name in self.given}
+        module = self.root
+        return lambda: origin(type(module)).forward(module, **given), []
+
+
+def _modes() -> tuple[Any, ...]:
+    """What a graph does not record."""
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+def _random_states() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
+
+
+def _traced(module: nn.Module, training: bool, given: Collection[str], ndim: int | None = None) -> torch.fx.Graph:
+    """The graph of the module's forward in training or evaluation. The module is left as it was."""
+    modes, attributes, drawn = [(m, m.training) for m in module.modules()], dict(module.__dict__), _random_states()
+    try:
+        for one, _ in modes:
+            one.training = training
+        graph = _Tracer(given, ndim).trace(module)
+    finally:
+        changed = any(module.__dict__.get(key) is not value for key, value in attributes.items() if key != "training")
+        changed |= len(module.__dict__) != len(attributes)
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+        for one, mode in modes:
+            one.training = mode
+    if changed:
+        raise TypeError("its forward sets attributes")
+    if drawn != _random_states():
+        raise TypeError("its forward draws random numbers")
+    return graph
+
+
+def _only_argument(module: nn.Module) -> tuple[str, ...]:
+    """The name of the argument that a forward must be given; a ValueError if it is not one."""
+    _, *parameters = inspect.signature(origin(type(module)).forward).parameters.values()
+    (name,) = (p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD)
+    return (name,)
+
+
+# ---- modules that compute no more than one step of a chain
+
+
+_STEPS: dict[type, str | None] = {
+    nn.Identity: "identity", nn.ReLU: "relu",
+    **dict.fromkeys((nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.LeakyReLU, nn.MaxPool2d, nn.AvgPool2d)),
+}
+
+
+def acts_as(module: nn.Module, training: bool) -> str | None:
+    """What a module without parameters computes: "identity", "relu", or None for everything else."""
+    if type(module) in _STEPS:
+        return _STEPS[type(module)]
+    if any(True for _ in module.parameters()) or any(True for _ in module.buffers()) or "forward" in module.__dict__:
+        return None
+    try:
+        graph = _traced(module, training, _only_argument(module))
+    except Exception:  # whatever a forward does when it is called with a stand-in for its argument
+        return None
+    placeholder, *rest, end = graph.nodes
+    (result,) = end.args
+    if not rest and result is placeholder:
+        return "identity"
+    if len(rest) == 1 and rest[0] is result and _is_one_of(result, _RELUS) and result.args[:1] == (placeholder,):
+        return "relu"
+    if len(rest) == 1 and rest[0] is result and _is_idle_dropout(result) and result.args[:1] == (placeholder,):
+        return "identity"
+    return None
+
+
+def _is_idle_dropout(node: torch.fx.Node) -> bool:
+    if not _is_one_of(node, _DROPOUTS):
+        return False
+    given = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    return given.arguments["training"] is False
+
+
+def _norm_and_rest(norm: nn.Module, training: bool) -> torch.fx.Graph | None:
+    """What a batch normalisation with a forward of its own computes, if that is torch's and then something else.
+
+    In the graph the batch normalisation is the placeholder's value, so what follows it is all there is.
+    """
+    base = _norm_base(type(norm))
+    if base is None or "forward" in norm.__dict__:
+        return None
+    try:
+        graph = _traced(norm, training, _only_argument(norm), _NORMS[base] + 2)
+        return graph if _begins_with_norm(norm, graph, training) else None
+    except Exception:  # as above
+        return None
+
+
+def _begins_with_norm(norm: Any, graph: torch.fx.Graph, training: bool) -> bool:
+    """True if the graph's only use of its input is torch's batch normalisation by this module; that node is then taken out."""
+    placeholder, *nodes = graph.nodes
+    if len(placeholder.users) != 1 or not _is_one_of(next(iter(placeholder.users)), {_F.batch_norm}):
+        return False
+    (call,) = placeholder.users
+    given = inspect.signature(_F.batch_norm).bind(*call.args, **call.kwargs)
+    given.apply_defaults()
+    found = {name: value.target if isinstance(value, torch.fx.Node) else value for name, value in given.arguments.items()}
+    tracked = norm.running_mean is not None and (norm.track_running_stats or not training)
+    expected = {
+        "input": placeholder.target, "running_mean": "running_mean" if tracked else None, "running_var": "running_var" if tracked else None,
+        "weight": None if norm.weight is None else "weight", "bias": None if norm.bias is None else "bias",
+        "training": training or norm.running_mean is None, "eps": norm.eps,
+    }
+    if any(found[name] != value for name, value in expected.items()) or (tracked and training and found["momentum"] != norm.momentum):
+        return False
+    counts = [n for n in nodes if n.op == "call_method" and n.target == "add_" and n.args[0].target == "num_batches_tracked"]
+    if [n.args[1:] for n in counts] != [(1,)] * (training and norm.num_batches_tracked is not None) or any(n.users for n in counts):
+        return False
+    call.replace_all_uses_with(placeholder)
+    for node in (call, *counts):
+        graph.erase_node(node)
+    for node in [n for n in nodes if n.op == "get_attr" and not n.users]:
+        graph.erase_node(node)
+    (result,) = nodes[-1].args
+    return isinstance(result, torch.fx.Node) and not any(node.op == "get_attr" for node in graph.nodes)
+
+
+# ---- what is looked at, and whether it has changed
+
+
+class Seen:
+    """A module that a trace depends on: its class, its children, its own attributes.
+
+    Modules that are `taken_in` are computed as a part of a chain instead of called. They must have no hooks, and where `training` is
+    not None be in that mode.
+    """
+
+    def __init__(self, module: Any, taken_in: bool = False, training: bool | None = None) -> None:
+        self.module, self.cls, self.taken_in, self.training = module, origin(type(module)), taken_in, training
+        self.children = tuple(module._modules.values())
+        self.names = tuple(name for name in module.__dict__ if name not in _COMMON)
+        self.values = tuple(module.__dict__[name] for name in self.names)
+
+    def unchanged(self) -> bool:
+        module, attributes = self.module, self.module.__dict__
+        children = attributes["_modules"].values()
+        return (
+            origin(type(module)) is self.cls and "forward" not in attributes
+            and len(children) == len(self.children) and all(map(operator.is_, children, self.children))
+            and all(map(operator.is_, map(attributes.get, self.names), self.values))
+            and not (self.taken_in and (hooked(module) or (self.training is not None and module.training is not self.training)))
+        )
+
+
+#: The attributes that all modules have, and those that a conversion adds.
+_COMMON = {*nn.Module().__dict__, "_scale_and_shift", "_fusion", "_conversion"}
+
+
+class _Recipe(NamedTuple):
+    """A fused function, and the names of what it depends on in the module that it is called with."""
+
+    function: Callable[..., Any]
+    chains: list[tuple[str, ...]]
+    #: The module itself, whose name is empty, and the containers in it.
+    looked_into: tuple[str, ...]
+    #: Modules that are computed as a part of a chain, and the mode in which they are; None if they are the same in both.
+    taken_in: dict[str, bool | None]
+
+
+class _Variant(NamedTuple):
+    """One way of calling a module: the fused function, what it depends on, and its chains."""
+
+    function: Callable[..., Any]
+    seen: list[Seen]
+    chains: list[tuple[str, ...]]
+
+
+class Traces:
+    """Remembers what was found for modules that are alike: a trace takes milliseconds, and networks repeat themselves."""
+
+    def __init__(self) -> None:
+        self.found: dict[Any, Any] = {}
+
+    def of(self, find: Callable[..., Any], module: nn.Module, *arguments: Any) -> Any:
+        """The result of ``find(module, *arguments)``."""
+        try:
+            key = find, _likeness(module), arguments
+            known = key in self.found
+        except TypeError:  # an attribute that has no hash
+            return find(module, *arguments)
+        if not known:
+            self.found[key] = find(module, *arguments)
+        return self.found[key]
+
+
+def _likeness(module: nn.Module) -> Any:
+    """What a forward may depend on while it is traced. Of modules that have it in common one trace is enough."""
+    own = tuple((name, type(value), value) for name, value in module.__dict__.items() if name not in _COMMON)
+    tensors = tuple(name for kept in (module._parameters, module._buffers) for name, tensor in kept.items() if tensor is not None)
+    return type(module), own, tensors, tuple((name, child and _likeness(child)) for name, child in module._modules.items())
+
+
+class Fusion:
+    """The fused forwards of one module, for evaluation and, if asked for, for training."""
+
+    def __init__(self, module: nn.Module, in_training: bool, traces: Traces) -> None:
+        self.in_training = in_training
+        self.signature = inspect.signature(origin(type(module)).forward)
+        _, *parameters = self.signature.parameters.values()
+        if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise TypeError("its forward takes any number of arguments")
+        named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+        self.defaults = {p.name: p.default for p in named if p.default is not p.empty}
+        self.required = tuple(p.name for p in named if p.default is p.empty)
+        #: by mode and by the names of the arguments given
+        self.variants: dict[tuple[bool, tuple[str, ...]], _Variant] = {}
+        #: by mode, why it could not be traced
+        self.problems: dict[bool, str] = {}
+        for training in (False, True) if in_training else (False,):
+            self._trace(module, training, [p.name for p in named], traces)
+
+    def _trace(self, module: nn.Module, training: bool, names: list[str], traces: Traces) -> None:
+        """Trace the calls to expect: without optional arguments, with one of those whose default is None, and with all of those."""
+        optional = [name for name, default in self.defaults.items() if default is None]
+        calls = {tuple(n for n in names if n in self.required or n in more) for more in ((), optional, *((n,) for n in optional))}
+        problems = []
+        for given in sorted(calls, key=len):
+            recipe = traces.of(_recipe, module, training, given, traces)
+            if isinstance(recipe, str):
+                problems.append(recipe)
+            elif recipe.chains:
+                seen = [Seen(module.get_submodule(name)) for name in recipe.looked_into]
+                seen += [Seen(module.get_submodule(name), True, mode) for name, mode in recipe.taken_in.items()]
+                self.variants[training, given] = _Variant(recipe.function, seen, recipe.chains)
+        if len(problems) == len(calls):
+            self.problems[training] = problems[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fusion:
+        twin = memo[id(self)] = object.__new__(Fusion)
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"in_training": self.in_training}  # for a file: generated functions have no names to pickle them by
+
+    def chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+        """The fused function for this call, and its arguments; None if the module's own forward is to run."""
+        training = module.training
+        if not (self.in_training if training else not torch.is_grad_enabled()) or _symbolic_trace._is_fx_tracing_flag:
+            return None
+        given = self.required
+        if kwargs or len(args) != len(given):
+            try:
+                bound = self.signature.bind(module, *args, **kwargs).arguments
+            except TypeError:  # which the module's own forward explains
+                return None
+            _, *named = bound.items()
+            values = {name: value for name, value in named if name in given or value is not self.defaults.get(name, inspect)}
+            given, args = tuple(values), tuple(values.values())
+            if not all(isinstance(value, torch.Tensor) for name, value in values.items() if name not in self.required):
+                return None
+        variant = self.variants.get((training, given))
+        if variant is None or variant.seen[0].module is not module or not all(seen.unchanged() for seen in variant.seen):
+            return None
+        return variant.function, args
+
+
+def _is_container(module: nn.Module) -> bool:
+    """True for a ModuleList and the like, which have no forward."""
+    return origin(type(module)).forward is nn.Module.forward
+
+
+def parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The children that a module's forward calls: those in a ModuleList and the like are called one by one."""
+    for child in module.children():
+        yield child
+        if _is_container(child):
+            yield from parts(child)
+
+
+def is_worth_tracing(module: nn.Module) -> bool:
+    """True if the module may have chains: it has a convolution of ours and a batch normalisation, and computes something."""
+    if _is_container(module) or isinstance(module, _ALL_CONVOLUTIONS):
+        return False
+    classes = {type(part) for part in parts(module)}
+    return any(map(is_convolution, classes)) and any(_norm_base(cls) is not None for cls in classes)
+
+
+def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: Traces) -> _Recipe | str:
+    """The module's forward, called with these arguments, with its chains fused; or why it cannot be traced."""
+    try:
+        graph = _traced(module, training, given)
+        called = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
+        looked_into = dict.fromkeys(["", *(".".join(name[:depth]) for name in called for depth in range(len(name)))])
+        finder = _Finder(module, graph, training, traces)
+        chains = [chain for node in list(graph.nodes) if finder.calls(node, finder.is_convolution) and (chain := finder.fuse(node))]
+        code = graph.python_code("self")
+        exec(code.src, code.globals)
+    except Exception as error:  # whatever a forward does when it is called with stand-ins
+        return str(error).partition("\n")[0] or type(error).__name__
+    return _Recipe(code.globals["forward"], chains, tuple(looked_into), finder.taken_in)
+
+
+def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
+    """True if the node calls one of these functions or methods."""
+    return node.op in ("call_function", "call_method") and node.target in targets
+
+
+class _Finder:
+    """Finds the chains in a module's graph, and puts one call in the place of each."""
+
+    def __init__(self, module: nn.Module, graph: torch.fx.Graph, training: bool, traces: Traces) -> None:
+        self.module, self.graph, self.training, self.traces = module, graph, training, traces
+        #: See :class:`_Recipe`.
+        self.taken_in: dict[str, bool | None] = {}
+
+    def child(self, node: torch.fx.Node) -> nn.Module:
+        return self.module.get_submodule(str(node.target))
+
+    def calls(self, node: torch.fx.Node, wanted: Callable[[nn.Module], bool]) -> bool:
+        """True if the node calls a submodule of the wanted kind with one array."""
+        return node.op == "call_module" and len(node.args) == 1 and not node.kwargs and wanted(self.child(node))
+
+    @staticmethod
+    def is_convolution(module: nn.Module) -> bool:
+        return is_convolution(type(module)) and "forward" not in module.__dict__
+
+    @staticmethod
+    def is_norm(module: nn.Module) -> bool:
+        return _is_plain_norm(type(module)) and "forward" not in module.__dict__ and {"weight", "bias"} <= set(module._parameters)
+
+    def acts_as(self, module: nn.Module) -> str | None:
+        found: str | None = self.traces.of(acts_as, module, self.training)
+        return found
+
+    def follower(self, node: torch.fx.Node, passed: list[torch.fx.Node]) -> torch.fx.Node | None:
+        """The only user of a node. Modules between them that compute nothing are added to `passed`."""
+        while len(node.users) == 1:
+            node = next(iter(node.users))
+            if not self.calls(node, lambda child: self.acts_as(child) == "identity"):
+                return node
+            passed.append(node)
+        return None
+
+    def may_wait(self, convolution: torch.fx.Node, until: torch.fx.Node) -> bool:
+        """True if nothing between the two nodes may write over the convolution's input."""
+        nodes = list(self.graph.nodes)
+        between = nodes[nodes.index(convolution) + 1 : nodes.index(until)]
+
+        def reads_only(module: nn.Module) -> bool:
+            return self.is_convolution(module) or self.is_norm(module)
+
+        return all(convolution.args[0] not in node.all_input_nodes or self.calls(node, reads_only) for node in between)
+
+    def fuse(self, convolution: torch.fx.Node) -> tuple[str, ...]:
+        """Fuse the chain that begins with this node, if there is one. The names of its links."""
+        passed: list[torch.fx.Node] = []
+        norm = self.follower(convolution, passed)
+        if norm is None or not (self.calls(norm, self.is_norm) or self.unfold(norm)):
+            return ()
+        last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
+        chain = [*passed, norm]
+        passed = []
+        following = self.follower(last, passed)
+        if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
+            first, second = following.args
+            before = passed[-1] if passed else last
+            other = second if first is before else first
+            kept = first is before or following.target not in _IN_PLACE  # the sum is not written over the other operand
+            if isinstance(other, torch.fx.Node) and other is not before and kept and self.may_wait(convolution, following):
+                last, residual = following, other
+                names.append("sum")
+                chain += [*passed, last]
+                passed = []
+                following = self.follower(last, passed)
+        if following is not None and (
+            _is_one_of(following, _RELUS) or self.calls(following, lambda child: self.acts_as(child) == "relu")
+        ):
+            last, relu = following, True
+            names.append(str(last.target) if last.op == "call_module" else "relu")
+            chain += [*passed, last]
+        for node in chain:
+            if node is not norm and node.op == "call_module":
+                child = self.child(node)
+                always = self.traces.of(acts_as, child, not self.training) == self.acts_as(child)
+                self.taken_in[str(node.target)] = None if always else self.training
+        with self.graph.inserting_before(convolution if residual is None else last):
+            arrays = (convolution.args[0], residual)
+            parts = (self.graph.get_attr(names[0]), self.graph.get_attr(names[1]))
+            one = self.graph.call_function(trained if self.training else fused, (*parts, *arrays, relu))
+        last.replace_all_uses_with(one)
+        for node in (*reversed(chain), convolution):
+            self.graph.erase_node(node)
+        return tuple(names)
+
+    def unfold(self, node: torch.fx.Node) -> bool:
+        """Put what a batch normalisation of its own kind does after normalising behind its node; False if that is not known."""
+        if not self.calls(node, lambda child: {"weight", "bias"} <= set(child._parameters)):
+            return False
+        norm = self.child(node)
+        rest = self.traces.of(_norm_and_rest, norm, self.training)
+        if rest is None:
+            return False
+        users = list(node.users)
+        placeholder, *steps, end = rest.nodes
+        made, at = {placeholder: node}, node.next
+        for step in steps:
+            with self.graph.inserting_before(at):
+                copied = made[step] = self.graph.node_copy(step, made.__getitem__)
+            if copied.op == "call_module":
+                copied.target = f"{node.target}.{step.target}"
+        for user in users:
+            user.replace_input_with(node, made[end.args[0]])
+        self.taken_in[str(node.target)] = self.training
+        return True
+
+
+# ---- what is computed
+
+
+def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
+    """Convolution, batch normalisation, sum with a residual (or None), ReLU (or not): what a traced forward calls."""
+    found = _scale_and_shift(convolution, norm) if input.dim() == len(convolution.kernel_size) + 2 else None
+    if found is not None:
+        scale, shift = found
+        try:
+            activation = "relu" if relu else None
+            return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
+        except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
+            pass
+    return _finished(_normalised(norm, convolution(input)), residual, relu)
+
+
+def trained(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
+    """As :func:`fused`, in training."""
+    alone = residual is None
+    known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and _norm_base(type(norm)) is not None
+    if not known or hooked(convolution) or hooked(norm):
+        return _finished(_normalised(norm, convolution(input)), residual, relu)
+    result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, len(convolution.kernel_size))
+    return _finished(result, residual, relu and not alone)
+
+
+def _normalised(norm: Any, y: Any) -> Any:
+    """The batch normalisation alone, without what a subclass does after it."""
+    base = None if _is_plain_norm(type(norm)) else _norm_base(type(norm))
+    return norm(y) if base is None else base.forward(norm, y)
+
+
+def _finished(result: Any, residual: Any, relu: bool) -> Any:
+    """What follows a batch normalisation, after it."""
+    if residual is None:
+        return torch.relu(result) if relu else result
+    result = result + residual
+    return torch.relu_(result) if relu else result  # the sum is nobody else's
+
+
+def hooked(module: Any) -> bool:
+    """True if something else than the module's forward runs when it is called, or when gradients go through it."""
+    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return bool(own) or nn.modules.module._has_any_global_hook()
+
+
+def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
+    """What `norm` does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
+
+    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    """
+    if (
+        not is_convolution(type(convolution)) or _norm_base(type(norm)) is None or norm.training or norm.running_mean is None
+        or convolution._forward_hooks or convolution._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks
+    ):
+        return None
+    weight, bias = convolution.weight, convolution.bias
+    parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
+    statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
+    sources = bias, parameters["weight"], parameters["bias"], *statistics
+    try:
+        state = [weight.dtype, *(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)]
+    except RuntimeError:  # tensors of inference mode have no version
+        return None
+    kept = norm.__dict__.get("_scale_and_shift")
+    if kept is not None and kept[0] == state:
+        return kept[2]
+    bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
+    assert mean is not None and variance is not None
+    scale = torch.rsqrt(variance.double() + norm.eps)
+    scale = scale if gamma is None else scale * gamma
+    shift = -mean * scale if bias is None else (bias - mean) * scale
+    shift = shift if beta is None else shift + beta
+    made = scale.to(weight.dtype), shift.to(weight.dtype)
+    if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
+        norm.__dict__["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
+    return made

@@ -1,0 +1,641 @@
+"""Converted models: networks built as those of the model collections are, in evaluation and in training, beside their originals."""
+
+import copy
+import math
+import pickle
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the modules are torch's")
+import pycuda_conv.nn as pn  # noqa: E402
+from pycuda_conv.nn import chains, routing  # noqa: E402
+
+nn, F = torch.nn, torch.nn.functional
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def where(request):
+    """Where tensors lie."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    return request.param
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What this package computes: "plain" or "epilogue" for a module's convolution, "layer" for a fused one in training, "routed"."""
+    made = []
+
+    def noted(function, word):
+        def call(*args, **options):
+            made.append("epilogue" if options.get("scale") is not None else word)
+            return function(*args, **options)
+
+        return call
+
+    for name in ("Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"):
+        ours = getattr(pn, name)
+        monkeypatch.setattr(ours, "function", staticmethod(noted(ours.function, "plain")))
+    for theirs, ours in routing._ROUTES.items():
+        monkeypatch.setitem(routing._ROUTES, theirs, noted(ours, "routed"))
+    monkeypatch.setattr(chains, "conv_bn_relu", noted(chains.conv_bn_relu, "layer"))
+    return made
+
+
+def numbers(*shape, where="cpu", seed=0, grad=False):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(where).requires_grad_(grad)
+
+
+def close(got, expected):
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+
+
+def ready(model, where="cpu"):
+    """The model in float64, with statistics and parameters that are not those of a new one."""
+    generator = torch.Generator().manual_seed(0)
+    for norm in model.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            norm.running_mean.normal_(std=0.3, generator=generator)
+            norm.running_var.uniform_(0.5, 2, generator=generator)
+            nn.init.uniform_(norm.weight, 0.5, 1.5, generator=generator)
+            nn.init.normal_(norm.bias, generator=generator)
+    return model.double().to(where).eval()
+
+
+def same(ours, theirs, *inputs):
+    """Results in evaluation, with gradients and without, in training, gradients, and running statistics agree."""
+    with torch.no_grad():
+        close(ours.eval()(*inputs), theirs.eval()(*inputs))
+    for training in (False, True):
+        found = []
+        for model in (ours.train(training), theirs.train(training)):
+            given = [x.detach().requires_grad_() for x in inputs]
+            y = model(*given)
+            weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+            found.append((y, *torch.autograd.grad((y * weights).sum(), [*given, *model.parameters()])))
+        for got, expected in zip(*found, strict=True):
+            close(got, expected)
+    for got, expected in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(got, expected)
+    ours.eval(), theirs.eval()
+
+
+# ---- networks
+
+
+class NormAct(nn.BatchNorm2d):
+    """A batch normalisation with its activation, which calls the function itself."""
+
+    def __init__(self, channels, act=nn.ReLU, drop=None):
+        super().__init__(channels)
+        self.drop = nn.Identity() if drop is None else drop
+        self.act = nn.Identity() if act is None else act(inplace=True)
+
+    def forward(self, x):
+        torch._assert(x.ndim == 4, f"expected 4D input (got {x.ndim}D input)")
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        of_batch = self.training or (self.running_mean is None and self.running_var is None)
+        tracked = not self.training or self.track_running_stats
+        x = F.batch_norm(
+            x, self.running_mean if tracked else None, self.running_var if tracked else None, self.weight, self.bias, of_batch, momentum,
+            self.eps,
+        )  # fmt: skip
+        return self.act(self.drop(x))
+
+
+class SuperNormAct(nn.BatchNorm2d):
+    """The same by way of the base class."""
+
+    def forward(self, input):
+        return F.relu(super().forward(input))
+
+
+class PlainNorm(nn.BatchNorm2d):
+    """A subclass that computes what its base does."""
+
+    def extra_repr(self):
+        return "plain"
+
+
+class PlainReLU(nn.ReLU):
+    pass
+
+
+class OwnReLU(nn.Module):
+    def forward(self, x):
+        return F.relu(x)
+
+
+class DropPath(nn.Module):
+    """Does something in training, here without random numbers, and nothing in evaluation."""
+
+    def __init__(self, p):
+        super().__init__()
+        self.p = p
+
+    def forward(self, x):
+        return x * (1 - self.p) if self.p > 0.0 and self.training else x
+
+
+class SameConv(nn.Conv2d):
+    """Pads by the input's size, as TensorFlow does."""
+
+    def forward(self, x):
+        pads = []
+        for n, k, s, d in zip(x.shape[:1:-1], self.kernel_size[::-1], self.stride[::-1], self.dilation[::-1], strict=True):
+            pad = max((math.ceil(n / s) - 1) * s + (k - 1) * d + 1 - n, 0)
+            pads += pad // 2, pad - pad // 2
+        return F.conv2d(F.pad(x, pads), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+class StandardConv(nn.Conv2d):
+    """Standardises its filter."""
+
+    def forward(self, x):
+        weight = F.batch_norm(self.weight.reshape(1, self.out_channels, -1), None, None, training=True, momentum=0.0, eps=1e-6)
+        return self._conv_forward(x, weight.reshape_as(self.weight), self.bias)
+
+
+class VideoConv(nn.Conv3d):
+    """A subclass that overrides nothing that computes."""
+
+    def __init__(self, inputs, outputs, midplanes=None, stride=1, padding=1):
+        super().__init__(inputs, outputs, (3, 3, 3), stride, padding, bias=False)
+
+    @staticmethod
+    def get_downsample_stride(stride):
+        return stride, stride, stride
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.reduce, self.act, self.expand = nn.Conv2d(channels, 2, 1), nn.SiLU(inplace=True), nn.Conv2d(2, channels, 1)
+
+    def forward(self, x):
+        return x * torch.sigmoid(self.expand(self.act(self.reduce(x.mean((2, 3), keepdim=True)))))
+
+
+class InvertedResidual(nn.Module):
+    """EfficientNet's block."""
+
+    def __init__(self, channels, expanded, act=nn.SiLU):
+        super().__init__()
+        self.conv_pw, self.bn1 = nn.Conv2d(channels, expanded, 1, bias=False), NormAct(expanded, act)
+        self.conv_dw, self.bn2 = nn.Conv2d(expanded, expanded, 3, padding=1, groups=expanded, bias=False), NormAct(expanded, act)
+        self.aa, self.se = nn.Identity(), SqueezeExcite(expanded)
+        self.conv_pwl, self.bn3 = nn.Conv2d(expanded, channels, 1, bias=False), NormAct(channels, None)
+        self.drop_path = nn.Identity()
+
+    def forward(self, x):
+        shortcut = x
+        x = self.se(self.aa(self.bn2(self.conv_dw(self.bn1(self.conv_pw(x))))))
+        return self.drop_path(self.bn3(self.conv_pwl(x))) + shortcut
+
+
+class EfficientNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv_stem, self.bn1 = SameConv(3, 4, 3, stride=2, bias=False), NormAct(4, nn.SiLU)
+        self.blocks = nn.Sequential(InvertedResidual(4, 6), InvertedResidual(4, 6, nn.ReLU))
+        self.conv_head, self.bn2 = nn.Conv2d(4, 8, 1, bias=False), SuperNormAct(8)
+        self.drop_rate = 0.0
+
+    def forward(self, x):
+        x = self.bn2(self.conv_head(self.blocks(self.bn1(self.conv_stem(x)))))
+        x = x.mean((2, 3))
+        return F.dropout(x, self.drop_rate, self.training) if self.drop_rate > 0 else x
+
+
+class ConvNormAct(nn.Module):
+    def __init__(self, inputs, outputs, size, act=nn.ReLU, **options):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(inputs, outputs, size, bias=False, **options), NormAct(outputs, act)
+
+    def forward(self, x):
+        x = self.bn(self.conv(x))
+        aa = getattr(self, "aa", None)
+        return x if aa is None else aa(x)
+
+
+class RepVGGBlock(nn.Module):
+    """Three branches that become one convolution when the model is made ready for use."""
+
+    def __init__(self, channels):
+        super().__init__()
+        self.reparam = None
+        self.identity = nn.BatchNorm2d(channels)
+        self.conv, self.bn = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.pointwise, self.act = ConvNormAct(channels, channels, 1, None), PlainReLU(inplace=True)
+
+    def forward(self, x):
+        if self.reparam is not None:
+            return self.act(self.reparam(x))
+        y = self.bn(self.conv(x))
+        y += self.pointwise(x) + self.identity(x)
+        return self.act(y)
+
+    @torch.no_grad()
+    def reparameterize(self):
+        self.reparam = nn.Conv2d(self.conv.in_channels, self.conv.out_channels, 3, padding=1).to(self.conv.weight)
+        self.reparam.weight.fill_(0.1), self.reparam.bias.fill_(0.2)
+        del self.conv, self.bn, self.pointwise, self.identity
+
+
+class ResNetBlock(nn.Module):
+    """A block with layers that can be switched on, between those that are there."""
+
+    def __init__(self, channels, drop_path=0.0, conv=nn.Conv2d):
+        super().__init__()
+        self.conv1, self.bn1 = conv(channels, channels, 3, padding=1, bias=False), PlainNorm(channels)
+        self.drop_block, self.act1 = nn.Identity(), OwnReLU()
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.drop_path, self.act2 = DropPath(drop_path), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.act1(self.drop_block(self.bn1(self.conv1(x))))
+        y = self.drop_path(self.bn2(self.conv2(y)))
+        y += x
+        return self.act2(y)
+
+
+class DLABlock(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv2, self.bn2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x, shortcut: torch.Tensor | None = None, children: list | None = None):
+        if shortcut is None:
+            shortcut = x
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += shortcut
+        return self.relu(out)
+
+
+class DLARoot(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.conv, self.bn, self.relu = nn.Conv2d(inputs, outputs, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(inplace=True)
+
+    def forward(self, x_children: list):
+        return self.relu(self.bn(self.conv(torch.cat(x_children, 1))))
+
+
+class DLATree(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.tree1, self.tree2, self.root = DLABlock(channels), DLABlock(channels), DLARoot(2 * channels, channels)
+
+    def forward(self, x, shortcut: torch.Tensor | None = None, children: list | None = None):
+        first = self.tree1(x, 2 * x)
+        return self.root([self.tree2(first), first, *(children or [])])
+
+
+class HRNet(nn.Module):
+    """Branches of several resolutions, in lists, and a child whose forward is called past its hooks."""
+
+    def __init__(self):
+        super().__init__()
+
+        def step(inputs, outputs, stride=1):
+            return nn.Sequential(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU())
+
+        self.conv1, self.bn1, self.act1 = nn.Conv2d(3, 2, 3, padding=1, bias=False), nn.BatchNorm2d(2), nn.ReLU(inplace=True)
+        self.transition = nn.ModuleList([step(2, 2), step(2, 4, 2)])
+        self.fuse = nn.ModuleList([
+            nn.ModuleList([nn.Identity(), nn.Sequential(nn.Conv2d(4, 2, 1, bias=False), nn.BatchNorm2d(2), nn.Upsample(scale_factor=2))]),
+            nn.ModuleList([step(2, 4, 2), nn.Identity()]),
+        ])  # fmt: skip
+        self.incre, self.down = nn.ModuleList([step(2, 2), step(4, 4)]), nn.ModuleList([step(2, 4, 2)])
+
+    def forward(self, x):
+        x = self.act1(self.bn1(self.conv1(x)))
+        branches = [step(x) for step in self.transition]
+        fused = []
+        for row in self.fuse:
+            y = row[0](branches[0])
+            for j in range(1, len(row)):
+                y = y + row[j](branches[j])
+            fused.append(F.relu(y))
+        y = self.incre[0](fused[0])
+        for i, down in enumerate(self.down):
+            y = self.incre[i + 1](fused[i + 1]) + down.forward(y)
+        return y
+
+
+def video():
+    return nn.Sequential(VideoConv(2, 3), nn.BatchNorm3d(3), nn.ReLU(inplace=True), nn.Conv3d(3, 2, (1, 3, 3)), nn.BatchNorm3d(2))
+
+
+def residual():
+    return nn.Sequential(
+        SameConv(3, 4, 3, stride=2, bias=False), PlainNorm(4), nn.ReLU(), ResNetBlock(4), ResNetBlock(4, 0.5), ResNetBlock(4, 0.0, StandardConv)
+    )  # fmt: skip
+
+
+#: How many convolutions there are, how many of them are fused in evaluation and in training, how many keep their own forward; input.
+NETWORKS = {
+    "EfficientNet": (EfficientNet, 12, 7, 7, 1, (2, 3, 9, 8)),
+    "RepVGG": (lambda: nn.Sequential(ConvNormAct(3, 4, 3), RepVGGBlock(4), RepVGGBlock(4)), 5, 5, 5, 0, (2, 3, 7, 8)),
+    "ResNet": (residual, 7, 5, 5, 2, (2, 3, 9, 8)),
+    "DLA": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), DLATree(4)), 6, 6, 6, 0, (2, 3, 7, 6)),
+    "HRNet": (HRNet, 8, 8, 8, 0, (2, 3, 8, 8)),
+    "video": (video, 2, 2, 2, 0, (2, 2, 4, 5, 6)),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks_are_converted_and_fused(where, name, calls):
+    make, count, evaluated, trained, own, shape = NETWORKS[name]
+    theirs = ready(make(), where)
+    ours = copy.deepcopy(theirs)
+    assert pn.convert(ours, fuse_training=True) is ours
+    done = pn.report(ours)
+    assert (len(done.converted), sum(bool(one.fused) for one in done.converted)) == (count, evaluated) and not done.notes, str(done)
+    assert sum(one.by_its_own_forward for one in done.converted) == own
+    x = numbers(*shape, where=where)
+    assert list(ours.state_dict()) == list(theirs.state_dict()) and repr(ours) == repr(theirs)
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        calls.clear()
+        with torch.no_grad():
+            close(model(x), theirs(x))
+        assert calls.count("epilogue") == evaluated and calls.count("routed") == own and len(calls) == count
+        calls.clear()
+        model.train()(x)
+        assert calls.count("layer") == trained and calls.count("routed") == own
+        model.load_state_dict(theirs.state_dict())
+        model.eval()
+    same(ours, theirs, x)
+
+
+def test_the_report_is_asked_for():
+    model = nn.Sequential(SameConv(3, 4, 3, stride=2), nn.Conv2d(4, 4, 1), NormAct(4), nn.Sequential(nn.Identity()))
+    with pytest.raises(ValueError, match=r"model, a Sequential, was not converted: call convert\(model\) first"):
+        pn.report(model)
+    assert pn.convert(model) is model
+    assert str(pn.report(model)) == (
+        "2 convolutions converted, 1 of them fused with what follows\n  0 (SameConv), by its own forward\n  1 (Conv2d) + 2 + 2.act"
+    )
+    assert str(pn.report(pn.convert(nn.Conv2d(1, 1, 1)))) == (
+        "1 convolution converted, 0 of them fused with what follows\n  the model (Conv2d)"
+    )
+    for function in (pn.convert, pn.report):
+        with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
+            function(None)
+
+
+# ---- what a trace does not hold
+
+
+class OneLayer(nn.Module):
+    """A chain with something more in its forward."""
+
+    def __init__(self, way=None):
+        super().__init__()
+        self.conv, self.bn, self.relu, self.way = nn.Conv2d(2, 3, 1), nn.BatchNorm2d(3), nn.ReLU(), way
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x, scale=None, *, twice: bool = False, **more):
+        if self.way == "no_grad":
+            with torch.no_grad():
+                total = self.bn(self.conv(x)).sum()
+            x = x + total
+        elif self.way == "autocast":
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                x = x + torch.ones(2, 2).to(x.device).mm(torch.ones(2, 2).to(x.device)).sum()
+        elif self.way == "random":
+            x = x * torch.rand(1).item()
+        elif self.way == "loop":
+            for _ in range(int(x.sum())):
+                x = x + 1
+        elif self.way == "count":
+            self.count.add_(1)
+        y = self.relu(self.bn(self.conv(x)))
+        y = y if scale is None else y * scale
+        return 2 * y if twice else y
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"), [("no_grad", "gradients or autocast"), ("autocast", "gradients or autocast"), ("random", "random"), ("loop", "argument")]
+)
+def test_a_forward_that_a_trace_does_not_hold_is_left(way, reason, calls):
+    theirs = ready(OneLayer(way))
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    (one,), notes = pn.report(ours).converted, pn.report(ours).notes
+    assert not one.fused and len(notes) == 2 and all(note.startswith("nothing in the model (OneLayer) is fused") for note in notes)
+    assert all(reason in note for note in notes) and "in training" in notes[1]
+    results = []
+    for model in (ours, theirs):
+        torch.manual_seed(0)
+        x = numbers(1, 2, 2, 2, grad=True)
+        results.append((y := model.train()(x.abs()), *torch.autograd.grad(y.square().sum(), (x, *model.parameters()))))
+    for got, expected in zip(*results, strict=True):
+        close(got, expected)
+    assert "layer" not in calls
+
+
+def test_arguments_with_defaults(calls):
+    theirs = ready(OneLayer())
+    ours = pn.convert(copy.deepcopy(theirs))
+    x, scale = numbers(1, 2, 3, 3), numbers(1, 3, 3, 3)
+    with torch.no_grad():
+        for args, kwargs, fused in (
+            ((x,), {}, True), ((x, scale), {}, True), ((x,), {"scale": scale}, True), ((), {"x": x}, True), ((x, None), {}, True),
+            ((x,), {"twice": False}, True), ((x,), {"twice": True}, False), ((x, 2.0), {}, False), ((x,), {"other": 1}, False),
+        ):  # fmt: skip
+            calls.clear()
+            close(ours(*args, **kwargs), theirs(*args, **kwargs))
+            assert ("epilogue" in calls) is fused
+        for args, kwargs in (((), {}), ((x, None, True), {}), ((x, None), {"scale": None})):
+            with pytest.raises(TypeError) as expected:
+                theirs(*args, **kwargs)
+            with pytest.raises(TypeError) as got:
+                ours(*args, **kwargs)
+            assert str(got.value) == str(expected.value)
+
+
+def test_buffers_that_a_forward_changes_are_changed_once_a_call():
+    ours = pn.convert(ready(OneLayer("count")))
+    with torch.no_grad():
+        ours(numbers(1, 2, 3, 3)), ours(numbers(1, 2, 3, 3))
+    assert pn.report(ours).converted[0].fused and ours.count == 2
+
+
+# ---- what changes later
+
+
+def test_a_model_that_is_changed_after_its_conversion(calls):
+    theirs = ready(nn.Sequential(RepVGGBlock(2), ResNetBlock(2, 0.5), ConvNormAct(2, 2, 1)))
+    ours = pn.convert(copy.deepcopy(theirs))
+    x = numbers(1, 2, 4, 4)
+
+    def changed(change, fused):
+        for model in (ours, theirs):
+            change(model)
+        calls.clear()
+        with torch.no_grad():
+            close(ours(x), theirs(x))
+        assert calls.count("epilogue") == fused
+
+    seen = []
+    changed(lambda model: None, 5)
+    changed(lambda model: model[1].drop_path.train(), 3)  # as for an estimate of uncertainty: that block runs its own forward
+    changed(lambda model: model[1].drop_path.eval(), 5)
+    handles = []
+    changed(lambda model: handles.append(model[2].bn.act.register_forward_hook(lambda *_: seen.append(1))), 4)
+    changed(lambda model: handles.append(model[2].bn.register_forward_hook(lambda *args: args[2] * 2)), 4)
+    assert len(seen) == 4
+    changed(lambda model: [handle.remove() for handle in handles], 5)
+    changed(lambda model: setattr(model[1], "act2", nn.LeakyReLU(0.5)), 3)
+    changed(lambda model: setattr(model[2].bn, "act", nn.Sigmoid()), 2)
+    changed(lambda model: model[0].reparameterize(), 0)
+    twin = copy.copy(ours[1])
+    with torch.no_grad():
+        close(twin(x), theirs[1](x))
+    pn.convert(ours)
+    changed(lambda model: None, 3)
+    assert type(pn.convert(ours, fuse=False)[1]) is ResNetBlock
+
+
+def test_batch_normalisations_of_other_kinds_are_called():
+    class Split(nn.BatchNorm2d):
+        def forward(self, x):
+            return torch.cat([super(Split, self).forward(half) for half in x.chunk(2)]) if self.training else super().forward(x)
+
+    class Scaled(nn.BatchNorm2d):
+        def forward(self, x):
+            return super().forward(x * 2)
+
+    class Shifted(nn.BatchNorm2d):
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps + 1)
+
+    class Cumulative(NormAct):
+        def __init__(self, channels):
+            super().__init__(channels, drop=nn.Dropout(0.0))
+            self.momentum = None
+
+    for norm, fused in ((Split, True), (Scaled, False), (Shifted, False), (Cumulative, True)):
+        theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1), norm(3), nn.ReLU()))
+        ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+        assert bool(pn.report(ours).converted[0].fused) is fused and not pn.report(ours).notes
+        same(ours, theirs, numbers(4, 2, 3, 3))
+
+
+# ---- convolutions of other classes
+
+
+def test_subclasses_of_convolutions():
+    class Weighted(nn.ConvTranspose2d):
+        def forward(self, x, output_size=None):
+            return super().forward(x * 2, output_size)
+
+    for theirs, shape in ((VideoConv(2, 3), (1, 2, 3, 4, 4)), (Weighted(2, 3, 2, 2), (1, 2, 3, 3)), (StandardConv(2, 3, 3), (1, 2, 5, 5))):
+        theirs = ready(theirs)
+        ours = pn.convert(copy.deepcopy(theirs))
+        assert isinstance(ours, type(theirs)) and repr(ours) == repr(theirs) and isinstance(ours, pn.Conv3d) is isinstance(ours, VideoConv)
+        same(ours, theirs, numbers(*shape))
+        if isinstance(ours, VideoConv):
+            assert type(ours).get_downsample_stride(2) == (2, 2, 2)
+            twin = pickle.loads(pickle.dumps(ours))
+            assert type(twin) is type(ours) and twin.precision == "fp32"
+    assert pn.convert(ours, precision="tf32").precision == "tf32"
+    lazy = nn.Sequential(nn.LazyConv2d(3, 1))
+    (note,) = pn.report(pn.convert(lazy)).notes
+    assert note.startswith("0 (torch.nn.modules.conv.LazyConv2d) was left as it is: its parameters have no sizes yet")
+    lazy(torch.zeros(1, 2, 3, 3))
+    assert type(pn.convert(lazy)[0]) is pn.Conv2d
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, StandardConv])
+def test_parametrised_convolutions(kind, calls):
+    theirs = ready(nn.Sequential(nn.utils.parametrizations.weight_norm(kind(2, 3, 1)), nn.BatchNorm2d(3)))
+    ours = pn.convert(copy.deepcopy(theirs))
+    same(ours, theirs, numbers(2, 2, 3, 3))
+    assert "plain" in calls or "epilogue" in calls or "routed" in calls
+    for model in (ours, theirs):
+        nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert type(ours[0]) is pn.Conv2d or kind is not nn.Conv2d
+    same(ours, theirs, numbers(2, 2, 3, 3))
+
+
+# ---- torch's functions
+
+
+FUNCTIONS = {
+    "conv1d": ((2, 4, 7), (6, 2, 3), 6, {"stride": 2, "padding": 1, "groups": 2}),
+    "conv2d": ((2, 3, 6, 5), (4, 3, 3, 2), 4, {"stride": (2, 1), "padding": "valid", "dilation": (1, 2)}),
+    "conv3d": ((1, 2, 3, 4, 3), (2, 1, 2, 2, 2), 2, {"padding": 1, "groups": 2}),
+    "conv_transpose1d": ((2, 4, 3), (4, 2, 3), 4, {"stride": 2, "padding": 1, "output_padding": 1, "groups": 2}),
+    "conv_transpose2d": ((1, 2, 3, 2), (2, 2, 2, 2), 2, {"dilation": (2, 3), "padding": 1}),
+    "conv_transpose3d": ((1, 2, 2, 2, 3), (2, 3, 2, 1, 2), 3, {"stride": (1, 2, 1)}),
+    "conv_tbc": ((5, 2, 3), (3, 3, 4), 4, {"pad": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("of", [F, torch], ids=["functional", "torch"])
+def test_functions_are_routed(name, of, where, calls):
+    *shapes, bias, options = FUNCTIONS[name]
+    inputs = [numbers(*shape, where=where, grad=True) for shape in (*shapes, (bias,))]
+    function = getattr(of, name)
+
+    def results():
+        y = function(*inputs, **options)
+        return y, *torch.autograd.grad(y.sin().sum(), inputs)
+
+    expected = results()
+    assert not calls
+    with pn.routed():
+        got = results()
+    assert calls == ["routed"]
+    for ours, theirs in zip(got, expected, strict=True):
+        close(ours, theirs)
+
+
+def test_what_routes(calls):
+    layer, x = nn.Conv2d(2, 3, 3, padding_mode="reflect", padding=1).double(), numbers(1, 2, 5, 5)
+
+    @pn.routed(precision="tf32")
+    def decorated(depth):
+        return decorated(depth - 1) if depth else layer(x)
+
+    expected = layer(x)
+    close(decorated(2), expected)
+    assert calls == ["routed"] and layer(x) is not None and len(calls) == 1
+    with pn.routed(), pytest.raises(RuntimeError, match="channels"):
+        layer(x[:, :1])
+    rest = layer.weight, layer.bias, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    with pn.routed():
+        close(torch.convolution(x, *rest), F.conv2d(x, layer.weight, layer.bias, padding=1))
+        calls.clear()
+        assert F.conv2d(x.to(torch.complex128), layer.weight.to(torch.complex128)).dtype == torch.complex128 and not calls  # is torch's
+        torch.convolution(numbers(1, 3, 5, 5), layer.weight, None, *rest[2:5], True, [0, 0], 1)
+        assert calls == ["routed"]
+    layer(x)
+    assert len(calls) == 1
+    with pytest.raises(ValueError, match="precision must be one of"):
+        pn.routed("fp8")
+
+
+def test_models_of_timm(calls):
+    """Where timm is installed, with torchvision that fits torch."""
+    try:
+        import timm
+    except Exception as error:  # torchvision, which it imports, raises a RuntimeError for another torch
+        pytest.skip(f"timm can't be imported: {error}")
+    x = numbers(1, 3, 64, 64)
+    for name, fused in (("repvgg_a0", 44), ("tf_efficientnet_b0", 44), ("dla34", 37), ("hrnet_w18_small", 91), ("resnet18", 20)):
+        torch.manual_seed(0)
+        theirs = timm.create_model(name).double().eval()
+        ours = pn.convert(copy.deepcopy(theirs))
+        calls.clear()
+        with torch.no_grad():
+            close(ours(x), theirs(x))
+        assert calls.count("epilogue") == fused and not pn.report(ours).notes, name
