@@ -1,19 +1,20 @@
 // direct_batched.cu, step 3 of the ladder: a whole batch of many channels in one launch.
 //
-//   y[n,k,o,p,q] = bias[k] + sum over c,t,r,s of x[n, g*CG + c, o*STRIDE_D - PAD_D + t*DIL_D, p*STRIDE_H - PAD_H + r*DIL_H,
-//                                               q*STRIDE_W - PAD_W + s*DIL_W] * w[k,c,t,r,s],   g = k / KG
+//   y[n,k,o,p,q] = bias[k] + sum over c,t,r,s of x[n, g*cg + c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h,
+//                                               q*stride_w - pad_w + s*dil_w] * w[k,c,t,r,s],   g = k / kg
 //
 // Instead of a launch per image, output channel and input channel, as a loop around step 1 would make, the grid
-// covers N, K and the pixels, and the sum over input channels stays in registers. This is the engine's general
-// kernel: any rank, group count, stride, dilation and padding. A 2-d convolution has D = T = O = 1, a 1-d one
-// H = R = P = 1 too; their loops vanish.
+// covers n, k and the pixels, and the sum over input channels stays in registers. This is the engine's general
+// kernel: any rank, group count, stride, dilation and padding. A 2-d convolution has d = t = o = 1, a 1-d one
+// h = r = p = 1 too.
 //
-// Layout   x [N][GROUPS*CG][D][H][W], w [GROUPS*KG][CG][T][R][S], y [N][GROUPS*KG][O][P][Q].
-// Mapping  block -> THREADS consecutive pixels of the batch, numbered n*O*P*Q + o*P*Q + p*Q + q, times BLOCK_K output
-//          channels of one group; GID_0 = (pixel tile * GROUPS + g) * K_TILES + k tile: the blocks that read the
+// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled.
+// Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
+// Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
+//          channels of one group; GID_0 = (pixel tile * groups + g) * k_tiles + k tile: the blocks that read the
 //          same pixels run side by side and meet in the L2 cache.
 //          thread -> one pixel times BLOCK_K channels: each x value it loads is used BLOCK_K times.
-// Memory   shared: the weights of BLOCK_C channels, [BLOCK_C*T*R*S][BLOCK_K], so that a thread reads its BLOCK_K
+// Memory   shared: ROOM elements, the weights of block_c channels, [block_c*t*r*s][BLOCK_K], so that a thread reads its BLOCK_K
 //          weights of a tap as neighbours and a warp reads them as a broadcast. Registers: BLOCK_K sums.
 //
 // By hand: nvcc -cubin cu/direct_batched.cu
@@ -22,85 +23,88 @@
 #ifndef THREADS
 #define THREADS 128
 #define BLOCK_K 8
-#define BLOCK_C 4
-#define GROUPS 1
-#define CG 4
-#define KG 8
-#define D 1
-#define H 5
-#define W 5
-#define T 1
-#define R 3
-#define S 3
-#define O 1
-#define P 5
-#define Q 5
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#define PAD_D 0
-#define PAD_H 1
-#define PAD_W 1
-#define DIL_D 1
-#define DIL_H 1
-#define DIL_W 1
-#define HAS_BIAS 1
-#define HAS_SCALE 0
+#define ROOM 1536
 #define HAS_RESIDUAL 0
-#define RELU 0
 #endif
 
-#define TAPS (T * R * S)
-#define K_TILES ((KG + BLOCK_K - 1) / BLOCK_K)
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct BatchedArguments {
+  long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // pixels of the batch, of an image (o * p * q) and its rows
+  long_t groups, by_groups, cg, kg, k_tiles, by_k_tiles;
+  long_t block_c, block_taps, by_block_taps;            // channels whose weights are in shared memory at once, and these weights
+  long_t d, h, w, t, r, s;
+  long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
+  long_t has_scale, has_bias, relu;                     // the epilogue
+} BatchedArguments;
+
+#ifdef R
+#if R * S <= 64
+#define UNROLL_TAPS _Pragma("unroll")
+#endif
+#if R * S <= 9
+// two channels at once, so that a small problem, which has few warps to hide it, waits for memory less often
+#define UNROLL_CHANNELS _Pragma("unroll 2")
+#endif
+#else
+#define R ((int)arg.r)
+#define S ((int)arg.s)
+#endif
+#ifndef UNROLL_TAPS
+#define UNROLL_TAPS
+#endif
+#ifndef UNROLL_CHANNELS
+#define UNROLL_CHANNELS
+#endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                            const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
-                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const long_t n_pixels) {
+                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const BatchedArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t filter[BLOCK_C * TAPS * BLOCK_K];
-  const int k0 = (int)(GID_0 % K_TILES) * BLOCK_K, g = (int)(GID_0 / K_TILES % GROUPS);
-  const long_t pixel = (long_t)(GID_0 / (K_TILES * GROUPS)) * THREADS + LID_0;
-  const bool inside = pixel < n_pixels;
-  const index_t n = (index_t)(pixel / ((long_t)O * P * Q));
-  const int opq = (int)(pixel % ((long_t)O * P * Q));  // a plane has fewer than 2^31 pixels
-  const int d0 = opq / (P * Q) * STRIDE_D - PAD_D, h0 = opq / Q % P * STRIDE_H - PAD_H, w0 = opq % Q * STRIDE_W - PAD_W;
-  const index_t x_image = (n * GROUPS + g) * CG * ((index_t)D * H * W);
+  LOCAL_MEM acc_t filter[ROOM];
+  const int cg = (int)arg.cg, kg = (int)arg.kg, h_end = (int)arg.h, w_end = (int)arg.w, t_end = (int)arg.t;
+  const int taps = t_end * R * S, block_c = (int)arg.block_c, block_taps = (int)arg.block_taps;
+  const int tile = divided((int)GID_0, arg.by_k_tiles), k0 = ((int)GID_0 - tile * (int)arg.k_tiles) * BLOCK_K;
+  const int n_tile = divided(tile, arg.by_groups), g = tile - n_tile * (int)arg.groups;
+  const index_t pixel = (index_t)n_tile * THREADS + LID_0;
+  const bool inside = pixel < (index_t)arg.n_pixels;
+  const index_t n = DIVIDED(pixel, arg.plane, arg.by_plane);
+  const int number = (int)(pixel - n * (index_t)arg.plane);
+  const int o = divided(number, arg.by_pq), row = divided(number, arg.by_q), p = row - o * (int)arg.p, q = number - row * (int)arg.q;
+  const int d0 = o * (int)arg.stride_d - (int)arg.pad_d, h0 = p * (int)arg.stride_h - (int)arg.pad_h;
+  const int w0 = q * (int)arg.stride_w - (int)arg.pad_w;
+  const index_t plane = (index_t)h_end * w_end, x_image = (n * (index_t)arg.groups + g) * cg * ((index_t)arg.d * plane);
 
   acc_t sum[BLOCK_K];
   for (int j = 0; j < BLOCK_K; ++j) sum[j] = 0;
 
-  for (int c0 = 0; c0 < CG; c0 += BLOCK_C) {
+  for (int c0 = 0; c0 < cg; c0 += block_c) {
     // stage the weights of this channel block; channels and filters past the end count as zero
-    for (int i = LID_0; i < BLOCK_C * TAPS * BLOCK_K; i += THREADS) {
-      const int j = i / (BLOCK_C * TAPS), ct = i % (BLOCK_C * TAPS);
+    for (int i = LID_0; i < block_taps * BLOCK_K; i += THREADS) {
+      const int j = divided(i, arg.by_block_taps), ct = i - j * block_taps;
       acc_t v = 0;
-      if (k0 + j < KG && c0 * TAPS + ct < CG * TAPS) v = LOAD(w, ((index_t)(g * KG + k0 + j) * CG + c0) * TAPS + ct);
+      if (k0 + j < kg && c0 * taps + ct < cg * taps) v = LOAD(w, ((index_t)(g * kg + k0 + j) * cg + c0) * taps + ct);
       filter[ct * BLOCK_K + j] = v;
     }
     local_barrier();
     if (inside) {
-      // two channels at once, so that a small problem, which has few warps to hide it, waits for memory less often
-#if R * S <= 9
-#pragma unroll 2
-#endif
-      for (int c = 0; c < BLOCK_C; ++c)
-        for (int t = 0; t < T; ++t) {
-          const int d = d0 + t * DIL_D;
-          if (d >= 0 && d < D && (CG % BLOCK_C == 0 || c0 + c < CG)) {
-#if R * S <= 64
-#pragma unroll
-#endif
+      const int c_end = c0 + block_c < cg ? block_c : cg - c0;
+      UNROLL_CHANNELS
+      for (int c = 0; c < c_end; ++c)
+        for (int t = 0; t < t_end; ++t) {
+          const int d = d0 + t * (int)arg.dil_d;
+          if (d >= 0 && d < (int)arg.d) {
+            const index_t x_plane = x_image + ((c0 + c) * (index_t)arg.d + d) * plane;
+            UNROLL_TAPS
             for (int r = 0; r < R; ++r) {
-#if R * S <= 64
-#pragma unroll
-#endif
+              const int h = h0 + r * (int)arg.dil_h;
+              const index_t x_row = x_plane + (index_t)h * w_end + w0;
+              UNROLL_TAPS
               for (int s = 0; s < S; ++s) {
-                const int h = h0 + r * DIL_H, col = w0 + s * DIL_W;
+                const int col = w0 + s * (int)arg.dil_w;
                 acc_t v = 0;
-                if (h >= 0 && h < H && col >= 0 && col < W)
-                  v = LOAD(x, x_image + (((index_t)(c0 + c) * D + d) * H + h) * W + col);
+                if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, x_row + s * (int)arg.dil_w);
 #pragma unroll
-                for (int j = 0; j < BLOCK_K; ++j) sum[j] += v * filter[((c * T + t) * R * S + r * S + s) * BLOCK_K + j];
+                for (int j = 0; j < BLOCK_K; ++j) sum[j] += v * filter[((c * t_end + t) * R * S + r * S + s) * BLOCK_K + j];
               }
             }
           }
@@ -110,11 +114,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
   }
 
   if (inside) {
+    EPILOGUE_FLAGS
 #pragma unroll
     for (int j = 0; j < BLOCK_K; ++j)
-      if (k0 + j < KG) {
-        const index_t at = (n * (GROUPS * KG) + g * KG + k0 + j) * ((index_t)O * P * Q) + opq;
-        EPILOGUE(sum[j], LOAD(scale, g * KG + k0 + j), LOAD(bias, g * KG + k0 + j), LOAD(residual, at))
+      if (k0 + j < kg) {
+        const int k = g * kg + k0 + j;
+        const index_t at = (n * (index_t)arg.groups * kg + k) * (index_t)arg.plane + number;
+        FINISH_AT(sum[j], k, at)
         STORE(y, at, sum[j]);
       }
   }

@@ -1,94 +1,98 @@
 // direct_dgrad.cu, step 5 of the ladder: the gradient of the input, which is the transposed convolution.
 //
 //   x[n,c,d,h,w] = bias[c] + sum over k,t,r,s of y[n,k,o,p,q] * w[k,c,t,r,s]
-//                  where o*STRIDE_D = d + PAD_D - t*DIL_D, p*STRIDE_H = h + PAD_H - r*DIL_H, q*STRIDE_W = w + PAD_W - s*DIL_W
+//                  where o*stride_d = d + pad_d - t*dil_d, p*stride_h = h + pad_h - r*dil_h, q*stride_w = w + pad_w - s*dil_w
 //
 // The forward pass scatters x[h] into every p that reads it; turned round, one would add with atomics, in an order
 // that changes from run to run. Here each thread gathers instead: it looks up which outputs p,q its own input pixel
 // fed and adds their gradients in a fixed order, so the result is the same bits every time.
 //
-// Layout   y (the operand) [N][GROUPS*KG][O][P][Q], w [GROUPS*KG][CG][T][R][S], x (the result) [N][GROUPS*CG][D][H][W].
-// Mapping  block -> THREADS consecutive pixels of the batch, n*D*H*W + d*H*W + h*W + w, times BLOCK_C channels of one
-//          group; GID_0 = (pixel tile * GROUPS + g) * C_TILES + c tile. thread -> one pixel times BLOCK_C channels.
-// Memory   shared: the weights of BLOCK_K filters, [BLOCK_K*T*R*S][BLOCK_C]. Registers: BLOCK_C sums.
+// Sizes    They are arguments. R, S, STRIDE_H and STRIDE_W may be defined.
+// Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
+// Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
+//          group; GID_0 = (pixel tile * groups + g) * c_tiles + c tile. thread -> one pixel times BLOCK_C channels.
+// Memory   shared: ROOM elements, the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums.
 //
 // By hand: nvcc -cubin cu/direct_dgrad.cu
 #include "portable.cuh"
 
 #ifndef THREADS
 #define THREADS 128
-#define BLOCK_K 4
 #define BLOCK_C 8
-#define GROUPS 1
-#define CG 8
-#define KG 4
-#define D 1
-#define H 5
-#define W 5
-#define T 1
-#define R 3
-#define S 3
-#define O 1
-#define P 5
-#define Q 5
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#define PAD_D 0
-#define PAD_H 1
-#define PAD_W 1
-#define DIL_D 1
-#define DIL_H 1
-#define DIL_W 1
-#define HAS_BIAS 1
-#define HAS_SCALE 0
+#define ROOM 1536
 #define HAS_RESIDUAL 0
-#define RELU 0
 #endif
 
-#define TAPS (T * R * S)
-#define C_TILES ((CG + BLOCK_C - 1) / BLOCK_C)
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct DgradArguments {
+  long_t n_pixels, plane, by_plane, by_hw, h, w, by_w;  // pixels of the batch, of an image of x (d * h * w) and its rows
+  long_t groups, by_groups, cg, kg, c_tiles, by_c_tiles;
+  long_t block_k;                                       // filters whose weights are in shared memory at once
+  long_t o, p, q;                                       // an image of y
+  long_t t, r, s, by_taps, by_filters;                  // the filter's taps; t * r * s, and that times BLOCK_C, as divisors
+  long_t stride_d, by_stride_d, stride_h, by_stride_h, stride_w, by_stride_w;
+  long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
+  long_t has_scale, has_bias, relu;                     // the epilogue
+} DgradArguments;
+
+#ifdef R
+#define OVER_STRIDE_H(n) ((n) / STRIDE_H)
+#define OVER_STRIDE_W(n) ((n) / STRIDE_W)
+#else
+#define R ((int)arg.r)
+#define S ((int)arg.s)
+#define STRIDE_H ((int)arg.stride_h)
+#define STRIDE_W ((int)arg.stride_w)
+#define OVER_STRIDE_H(n) divided(n, arg.by_stride_h)
+#define OVER_STRIDE_W(n) divided(n, arg.by_stride_w)
+#endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT w,
                          const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
-                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const long_t n_pixels) {
+                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const DgradArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t filter[BLOCK_K * TAPS * BLOCK_C];
-  const int c0 = (int)(GID_0 % C_TILES) * BLOCK_C, g = (int)(GID_0 / C_TILES % GROUPS);
-  const long_t pixel = (long_t)(GID_0 / (C_TILES * GROUPS)) * THREADS + LID_0;
-  const bool inside = pixel < n_pixels;
-  const index_t n = (index_t)(pixel / ((long_t)D * H * W));
-  const int dhw = (int)(pixel % ((long_t)D * H * W));
-  const int d0 = dhw / (H * W) + PAD_D, h0 = dhw / W % H + PAD_H, w0 = dhw % W + PAD_W;
-  const index_t y_image = (n * GROUPS + g) * KG * ((index_t)O * P * Q);
+  LOCAL_MEM acc_t filter[ROOM];
+  const int cg = (int)arg.cg, kg = (int)arg.kg, p_end = (int)arg.p, q_end = (int)arg.q, t_end = (int)arg.t;
+  const int taps = t_end * R * S, block_k = (int)arg.block_k;
+  const int tile = divided((int)GID_0, arg.by_c_tiles), c0 = ((int)GID_0 - tile * (int)arg.c_tiles) * BLOCK_C;
+  const int n_tile = divided(tile, arg.by_groups), g = tile - n_tile * (int)arg.groups;
+  const index_t pixel = (index_t)n_tile * THREADS + LID_0;
+  const bool inside = pixel < (index_t)arg.n_pixels;
+  const index_t n = DIVIDED(pixel, arg.plane, arg.by_plane);
+  const int number = (int)(pixel - n * (index_t)arg.plane);
+  const int d = divided(number, arg.by_hw), row = divided(number, arg.by_w), h = row - d * (int)arg.h, v_w = number - row * (int)arg.w;
+  const int d0 = d + (int)arg.pad_d, h0 = h + (int)arg.pad_h, w0 = v_w + (int)arg.pad_w;
+  const index_t y_image = (n * (index_t)arg.groups + g) * kg * ((index_t)arg.o * p_end * q_end);
 
   acc_t sum[BLOCK_C];
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = 0;
 
-  for (int k0 = 0; k0 < KG; k0 += BLOCK_K) {
-    for (int i = LID_0; i < BLOCK_K * TAPS * BLOCK_C; i += THREADS) {
-      const int k = i / (TAPS * BLOCK_C), c = i / TAPS % BLOCK_C, tap = i % TAPS;
+  for (int k0 = 0; k0 < kg; k0 += block_k) {
+    for (int i = LID_0; i < block_k * taps * BLOCK_C; i += THREADS) {
+      const int k = divided(i, arg.by_filters), rest = i - k * (taps * BLOCK_C), c = divided(rest, arg.by_taps), tap = rest - c * taps;
       acc_t v = 0;
-      if (k0 + k < KG && c0 + c < CG) v = LOAD(w, ((index_t)(g * KG + k0 + k) * CG + c0 + c) * TAPS + tap);
-      filter[(k * TAPS + tap) * BLOCK_C + c] = v;
+      if (k0 + k < kg && c0 + c < cg) v = LOAD(w, ((index_t)(g * kg + k0 + k) * cg + c0 + c) * taps + tap);
+      filter[(k * taps + tap) * BLOCK_C + c] = v;
     }
     local_barrier();
     if (inside) {
-      for (int k = 0; k < BLOCK_K && k0 + k < KG; ++k)
-        for (int t = 0; t < T; ++t) {
-          const int od = d0 - t * DIL_D;  // = o * STRIDE_D where tap t meets an output
-          if (od >= 0 && od % STRIDE_D == 0 && od / STRIDE_D < O)
+      for (int k = 0; k < block_k && k0 + k < kg; ++k)
+        for (int t = 0; t < t_end; ++t) {
+          const int od = d0 - t * (int)arg.dil_d, o = od < 0 ? 0 : divided(od, arg.by_stride_d);  // o * stride_d = od where tap t meets an output
+          if (od >= 0 && o * (int)arg.stride_d == od && o < (int)arg.o)
             for (int r = 0; r < R; ++r) {
-              const int ph = h0 - r * DIL_H;
-              if (ph >= 0 && ph % STRIDE_H == 0 && ph / STRIDE_H < P)
+              const int ph = h0 - r * (int)arg.dil_h, p = ph < 0 ? 0 : OVER_STRIDE_H(ph);
+              if (ph >= 0 && p * STRIDE_H == ph && p < p_end) {
+                const index_t y_row = y_image + (((k0 + k) * (index_t)arg.o + o) * p_end + p) * q_end;
                 for (int s = 0; s < S; ++s) {
-                  const int qw = w0 - s * DIL_W;
-                  if (qw >= 0 && qw % STRIDE_W == 0 && qw / STRIDE_W < Q) {
-                    const acc_t v = LOAD(y, y_image + (((index_t)(k0 + k) * O + od / STRIDE_D) * P + ph / STRIDE_H) * Q + qw / STRIDE_W);
+                  const int qw = w0 - s * (int)arg.dil_w, q = qw < 0 ? 0 : OVER_STRIDE_W(qw);
+                  if (qw >= 0 && q * STRIDE_W == qw && q < q_end) {
+                    const acc_t v = LOAD(y, y_row + q);
 #pragma unroll
-                    for (int j = 0; j < BLOCK_C; ++j) sum[j] += v * filter[((k * T + t) * R * S + r * S + s) * BLOCK_C + j];
+                    for (int j = 0; j < BLOCK_C; ++j) sum[j] += v * filter[((k * t_end + t) * R * S + r * S + s) * BLOCK_C + j];
                   }
                 }
+              }
             }
         }
     }
@@ -96,11 +100,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_dgrad(const GLOBAL_MEM data_t* REST
   }
 
   if (inside) {
+    EPILOGUE_FLAGS
 #pragma unroll
     for (int j = 0; j < BLOCK_C; ++j)
-      if (c0 + j < CG) {
-        const index_t at = (n * (GROUPS * CG) + g * CG + c0 + j) * ((index_t)D * H * W) + dhw;
-        EPILOGUE(sum[j], LOAD(scale, g * CG + c0 + j), LOAD(bias, g * CG + c0 + j), LOAD(residual, at))
+      if (c0 + j < cg) {
+        const int c = g * cg + c0 + j;
+        const index_t at = (n * (index_t)arg.groups * cg + c) * (index_t)arg.plane + number;
+        FINISH_AT(sum[j], c, at)
         STORE(x, at, sum[j]);
       }
   }

@@ -4,10 +4,11 @@
 // fetches the window of its whole tile once and every thread reads it from shared memory. And what each column of the
 // filter gives is added up by itself, unless the result has 16 bits: short sums lose less.
 //
+// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are unrolled.
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
-// Memory   shared: the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
+// Memory   shared: ROOM elements: the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
 // By hand: nvcc -cubin cu/direct_tile.cu
@@ -17,51 +18,62 @@
 #define TILE_P 8
 #define TILE_Q 32
 #define ROWS 4
-#define C 1
-#define K 1
-#define MULTIPLIER 1
-#define H 5
-#define W 5
-#define R 3
-#define S 3
-#define P 3
-#define Q 3
-#define STRIDE_H 1
-#define STRIDE_W 1
-#define PAD_H 0
-#define PAD_W 0
-#define DIL_H 1
-#define DIL_W 1
-#define HAS_BIAS 0
-#define HAS_SCALE 0
+#define ROOM 1536
 #define HAS_RESIDUAL 0
-#define RELU 0
+#endif
+
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct TileArguments {
+  long_t tiles_p, by_tiles_p, tiles_q, by_tiles_q;  // tiles down and across a plane of y
+  long_t c, k, by_k, by_multiplier;                 // channels of x and y; y's of one of x
+  long_t h, w, p, q;                                // sizes of a plane of x and y
+  long_t pad_h, pad_w;
+  long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
+  long_t has_scale, has_bias, relu;                 // the epilogue
+} TileArguments;
+
+#ifdef R
+#define HALO_ROW(i) ((i) / HALO_W)
+#if R * S <= 64
+#define UNROLL_TAPS _Pragma("unroll")
+#endif
+#else
+#define R ((int)arg.r)
+#define S ((int)arg.s)
+#define STRIDE_H ((int)arg.stride_h)
+#define STRIDE_W ((int)arg.stride_w)
+#define DIL_H ((int)arg.dil_h)
+#define DIL_W ((int)arg.dil_w)
+#define HALO_ROW(i) divided(i, arg.by_halo_w)
+#endif
+#ifndef UNROLL_TAPS
+#define UNROLL_TAPS
 #endif
 
 #define THREADS (TILE_P / ROWS * TILE_Q)
-#define TILES_P ((P + TILE_P - 1) / TILE_P)
-#define TILES_Q ((Q + TILE_Q - 1) / TILE_Q)
 #define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
-                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y) {
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t filter[R * S];
-  LOCAL_MEM acc_t tile[HALO_H * HALO_W];
-  const int tile_q = (int)(GID_0 % TILES_Q) * TILE_Q, tile_p = (int)(GID_0 / TILES_Q % TILES_P) * TILE_P;
-  const index_t plane = (index_t)(GID_0 / (TILES_Q * TILES_P));  // n*K + k
-  const int k = (int)(plane % K);
-  const index_t x_plane = (plane / K * C + k / MULTIPLIER) * (index_t)(H * W);
 
-  for (int i = LID_0; i < R * S; i += THREADS) filter[i] = LOAD(w, (index_t)k * (R * S) + i);
-  const int h0 = tile_p * STRIDE_H - PAD_H, w0 = tile_q * STRIDE_W - PAD_W;
+  LOCAL_MEM acc_t tile[ROOM];
+  const int filter = HALO_H * HALO_W;  // where it starts in there
+  const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
+  const int plane = divided(row, arg.by_tiles_p), tile_p = (row - plane * (int)arg.tiles_p) * TILE_P;
+  const int n = divided(plane, arg.by_k), k = plane - n * (int)arg.k;  // plane = n*K + k
+  const int h_end = (int)arg.h, w_end = (int)arg.w, p_end = (int)arg.p, q_end = (int)arg.q;
+
+  for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + i);
+  const int h0 = tile_p * STRIDE_H - (int)arg.pad_h, w0 = tile_q * STRIDE_W - (int)arg.pad_w;
+  const index_t corner = (n * (index_t)arg.c + divided(k, arg.by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
-    const int h = h0 + i / HALO_W, col = w0 + i % HALO_W;
+    const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;
     acc_t v = 0;
-    if (h >= 0 && h < H && col >= 0 && col < W) v = LOAD(x, x_plane + (index_t)h * W + col);
+    if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, corner + (index_t)down * (w_end - HALO_W) + i);
     tile[i] = v;
   }
   local_barrier();
@@ -69,9 +81,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
   const int tx = LID_0 % TILE_Q, ty = LID_0 / TILE_Q * ROWS;
   acc_t sum[ROWS];
   for (int i = 0; i < ROWS; ++i) sum[i] = 0;
-#if R * S <= 64
-#pragma unroll
-#endif
+  UNROLL_TAPS
   for (int s = 0; s < S; ++s) {
 #if DTYPE >= 32
     acc_t part[ROWS];
@@ -79,25 +89,26 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
 #else  // rounding the result loses more
     acc_t* const part = sum;
 #endif
-#if R * S <= 64
-#pragma unroll
-#endif
+    UNROLL_TAPS
     for (int r = 0; r < R; ++r)
 #pragma unroll
       for (int i = 0; i < ROWS; ++i)
-        part[i] += tile[((ty + i) * STRIDE_H + r * DIL_H) * HALO_W + tx * STRIDE_W + s * DIL_W] * filter[r * S + s];
+        part[i] += tile[((ty + i) * STRIDE_H + r * DIL_H) * HALO_W + tx * STRIDE_W + s * DIL_W] * tile[filter + r * S + s];
 #if DTYPE >= 32
     for (int i = 0; i < ROWS; ++i) sum[i] += part[i];
 #endif
   }
 
+  EPILOGUE_FLAGS
+  const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);
   const int q = tile_q + tx;
 #pragma unroll
   for (int i = 0; i < ROWS; ++i) {
     const int p = tile_p + ty + i;
-    if (p < P && q < Q) {
-      const index_t at = plane * (index_t)(P * Q) + p * Q + q;
-      EPILOGUE(sum[i], LOAD(scale, k), LOAD(bias, k), LOAD(residual, at))
+    if (p < p_end && q < q_end) {
+      const index_t at = plane * (index_t)(p_end * q_end) + p * q_end + q;
+      const acc_t r = HAS_RESIDUAL ? LOAD(residual, at) : 0;
+      FINISH(sum[i], times, plus, r)
       STORE(y, at, sum[i]);
     }
   }

@@ -1,17 +1,19 @@
 // direct_wgrad.cu: the gradient of the filter of few channels a group, a depthwise convolution's above all.
 //
-//   w[k,c,o,p,q] = sum over n,t,r,s of x[n, g*IMAGES + c, o*STRIDE_D - PAD_D + t*DIL_D, p*STRIDE_H - PAD_H + r*DIL_H,
-//                                       q*STRIDE_W - PAD_W + s*DIL_W] * y[n,k,t,r,s],   g = k / KG
+//   w[k,c,o,p,q] = sum over n,t,r,s of x[n, g*images + c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h,
+//                                       q*stride_w - pad_w + s*dil_w] * y[n,k,t,r,s],   g = k / kg
 //
 // The letters are those of the convolution that it is launched as (ConvProblem.launched): y, the gradient of the result, is the
-// filter of T x R x S taps there, the filter's O x P x Q taps are the pixels, x's C/groups channels the IMAGES and its N = CG images
+// filter of t x r x s taps there, the filter's o x p x q taps are the pixels, x's C/groups channels the images and its N = cg images
 // the channels. direct_gemm.cu computes the same, but wants tiles of 64 k by 64 (c,o,p,q), which a group of one channel leaves empty.
 //
-// Mapping  block -> one k and c, TAPS of the (o,p,q), and one of SLICES runs of images n;
-//          GID_0 = ((k * IMAGES + c) * chunks of taps + chunk) * SLICES + slice.
+// Sizes    They are arguments. Q may be defined, for o = 1, TAPS = p * Q and strides of 1: then no table of taps is needed.
+// Mapping  block -> one k and c, TAPS of the (o,p,q), and one of `slices` runs of images n;
+//          GID_0 = ((k * images + c) * chunks of taps + chunk) * slices + slice.
 //          thread -> every THREADS-th pixel of y: one value of y meets TAPS of x, neighbours of what the threads beside it read.
-// Memory   registers: TAPS sums. Shared: [TAPS][THREADS] of them at the end, added in two steps, always in the same order.
-//          With SLICES > 1 each slice writes its part to a workspace [SLICES][size of w] and direct_reduce.cu adds them.
+// Memory   registers: TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps, always in
+//          the same order.
+//          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_wgrad.cu
 #include "portable.cuh"
@@ -19,65 +21,84 @@
 #ifndef THREADS
 #define THREADS 128
 #define TAPS 9
-#define SLICES 4
-#define GROUPS 64
-#define CG 64
-#define KG 1
-#define IMAGES 1
-#define D 1
-#define H 56
-#define W 56
-#define T 1
-#define R 56
-#define S 56
-#define O 1
-#define P 3
-#define Q 3
-#define STRIDE_D 1
-#define STRIDE_H 1
-#define STRIDE_W 1
-#define PAD_D 0
-#define PAD_H 1
-#define PAD_W 1
-#define DIL_D 1
-#define DIL_H 1
-#define DIL_W 1
 #endif
 
-#define CHUNKS ((O * P * Q + TAPS - 1) / TAPS)
-#define PARTS 8  // in which a tap's sums are added first
-#define PIXELS (T * R * S)
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct WgradArguments {
+  long_t slices, by_slices, chunks, by_chunks, images, by_images;
+  long_t groups, cg, kg, by_kg;
+  long_t d, h, w;                                     // an image of x
+  long_t pixels, by_rs, r, s, by_s;                   // of y: t * r * s
+  long_t taps, by_pq, p, q, by_q;                     // of the filter: o * p * q
+  long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
+} WgradArguments;
 
-#if SLICES > 1
-typedef acc_t out_t;
-#define OUT_STORE(p, i, v) ((p)[i] = (v))
+#define PARTS 8  // in which a tap's sums are added first
+
+// Where a tap lies from the first element that a pixel of y meets.
+typedef struct ALIGNED Tap {
+  int d, h, w;
+  index_t x;
+} Tap;
+
+#if DTYPE < 32
+#define STORE_SUM(at, v)                                             \
+  {                                                                  \
+    if (arg.slices > 1) ((GLOBAL_MEM acc_t*)w)[at] = (v);            \
+    else STORE(w, at, v);                                            \
+  }
 #else
-typedef data_t out_t;
-#define OUT_STORE STORE
+#define STORE_SUM(at, v) STORE(w, at, v);
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT y,
-                                                   GLOBAL_MEM out_t* RESTRICT w) {
+                                                   GLOBAL_MEM data_t* RESTRICT w, const WgradArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[TAPS * THREADS];
-  const int slice = (int)(GID_0 % SLICES), chunk = (int)(GID_0 / SLICES % CHUNKS);
-  const int c = (int)(GID_0 / (SLICES * CHUNKS) % IMAGES), k = (int)(GID_0 / (SLICES * CHUNKS) / IMAGES);
+  const int d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, pixels = (int)arg.pixels;
+  const int of_slice = divided((int)GID_0, arg.by_slices), slice = (int)GID_0 - of_slice * (int)arg.slices;
+  const int of_chunk = divided(of_slice, arg.by_chunks), first_tap = (of_slice - of_chunk * (int)arg.chunks) * TAPS;
+  const int k = divided(of_chunk, arg.by_images), c = of_chunk - k * (int)arg.images;
+#ifndef Q
+  LOCAL_MEM Tap places[TAPS];
+  for (int i = LID_0; i < TAPS; i += THREADS) {
+    const int tap = first_tap + i, o = divided(tap, arg.by_pq), row = divided(tap, arg.by_q);
+    Tap place;
+    place.d = o * (int)arg.stride_d;
+    place.h = (row - o * (int)arg.p) * (int)arg.stride_h;
+    place.w = (tap - row * (int)arg.q) * (int)arg.stride_w;
+    place.x = (place.d * (index_t)h_end + place.h) * w_end + place.w;
+    places[i] = place;
+  }
+  local_barrier();
+#endif
   acc_t sum[TAPS];
 #pragma unroll
   for (int i = 0; i < TAPS; ++i) sum[i] = 0;
-  const int first = (int)((long_t)CG * slice / SLICES), last = (int)((long_t)CG * (slice + 1) / SLICES);
+  const int first = (int)(arg.cg * slice / arg.slices), last = (int)(arg.cg * (slice + 1) / arg.slices);
   for (int n = first; n < last; ++n) {
-    const index_t x_plane = ((index_t)n * (GROUPS * IMAGES) + k / KG * IMAGES + c) * ((index_t)D * H * W);
-    const index_t y_plane = ((index_t)n * (GROUPS * KG) + k) * (index_t)PIXELS;
-    for (int pixel = LID_0; pixel < PIXELS; pixel += THREADS) {
+    const index_t x_plane = (n * (index_t)(arg.groups * arg.images) + divided(k, arg.by_kg) * (int)arg.images + c) * ((index_t)d_end * h_end * w_end);
+    const index_t y_plane = (n * (index_t)(arg.groups * arg.kg) + k) * (index_t)pixels;
+    for (int pixel = LID_0; pixel < pixels; pixel += THREADS) {
       const acc_t v = LOAD(y, y_plane + pixel);
-      const int d0 = pixel / (R * S) * DIL_D - PAD_D, h0 = pixel / S % R * DIL_H - PAD_H, w0 = pixel % S * DIL_W - PAD_W;
+      const int t = divided(pixel, arg.by_rs), row = divided(pixel, arg.by_s);
+      const int d0 = t * (int)arg.dil_d - (int)arg.pad_d, h0 = (row - t * (int)arg.r) * (int)arg.dil_h - (int)arg.pad_h;
+      const int w0 = (pixel - row * (int)arg.s) * (int)arg.dil_w - (int)arg.pad_w;
+      const index_t corner = x_plane + (d0 * (index_t)h_end + h0) * w_end + w0;
+#ifdef Q
+      const bool inside = (unsigned)d0 < (unsigned)d_end;
+#endif
 #pragma unroll
       for (int i = 0; i < TAPS; ++i) {
-        const int tap = chunk * TAPS + i;
-        const int d = d0 + tap / (P * Q) * STRIDE_D, h = h0 + tap / Q % P * STRIDE_H, col = w0 + tap % Q * STRIDE_W;
         acc_t u = 0;
-        if ((unsigned)d < D && (unsigned)h < H && (unsigned)col < W) u = LOAD(x, x_plane + ((index_t)d * H + h) * W + col);
+#ifdef Q
+        const index_t x_row = corner + i / Q * (index_t)w_end;
+        if (inside && (unsigned)(h0 + i / Q) < (unsigned)h_end && (unsigned)(w0 + i % Q) < (unsigned)w_end) u = LOAD(x + i % Q, x_row);
+#else
+        const Tap place = places[i];
+        if ((unsigned)(d0 + place.d) < (unsigned)d_end && (unsigned)(h0 + place.h) < (unsigned)h_end && (unsigned)(w0 + place.w) < (unsigned)w_end)
+          u = LOAD(x, corner + place.x);
+#endif
         sum[i] += v * u;
       }
     }
@@ -92,9 +113,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   }
   local_barrier();
   for (int i = LID_0; i < TAPS; i += THREADS)
-    if (chunk * TAPS + i < O * P * Q) {
+    if (first_tap + i < (int)arg.taps) {
       acc_t all = 0;
       for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
-      OUT_STORE(w, ((index_t)slice * (GROUPS * KG) * IMAGES + (index_t)k * IMAGES + c) * (O * P * Q) + chunk * TAPS + i, all);
+      const index_t filter = (slice * (index_t)(arg.groups * arg.kg) + k) * (index_t)arg.images + c;
+      STORE_SUM(filter * (index_t)arg.taps + first_tap + i, all)
     }
 }

@@ -7,11 +7,13 @@ are the kernel's tuning constants under the same names. No model predicts their 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections import namedtuple
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
-from pycuda_conv.engines.geometry import accumulator_bytes, ceil, needs_64_bits
+from pycuda_conv.engines.geometry import accumulator_bytes, ceil, divider, needs_64_bits
 from pycuda_conv.engines.schedule import (
     BIAS,
     GRID_LIMIT,
@@ -28,8 +30,6 @@ from pycuda_conv.engines.schedule import (
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
-
-_OPERANDS = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)  # as a kernel takes them
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,11 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
+#: Bytes of shared memory that kernels are compiled with.
+ROOMS = (3 << 10, 6 << 10, 12 << 10, 24 << 10, STATIC_SHARED_BYTES)
+#: Taps at once of filters that :func:`_square` does not know.
+WGRAD_TAPS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
 TENSOR_CORES = False
-
-
-def _letters(problem: ConvProblem) -> dict[str, int]:
-    """The problem in the kernels' letters."""
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "GROUPS": problem.groups}
-    defines |= {"CG": problem.C // problem.groups, "KG": problem.K // problem.groups} | epilogue(problem)
-    for names, values in (
-        ("DHW", problem.input_size), ("TRS", problem.filter_size), ("OPQ", problem.output_size),
-        (("STRIDE_D", "STRIDE_H", "STRIDE_W"), problem.stride), (("PAD_D", "PAD_H", "PAD_W"), problem.padding_before),
-        (("DIL_D", "DIL_H", "DIL_W"), problem.dilation),
-    ):
-        defines |= dict(zip(names, values, strict=True))
-    return defines
 
 
 def _pixels(problem: ConvProblem) -> int:
@@ -134,7 +125,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     elif isinstance(config, (Batched, Dgrad)):
         shared = config.BLOCK_K * config.BLOCK_C * taps * acc
     elif isinstance(config, Wgrad):
-        shared = config.TAPS * config.THREADS * acc
+        shared = config.TAPS * (config.THREADS * acc + 32)  # 32 for the place of a tap
     if shared > STATIC_SHARED_BYTES:
         return f"it needs {shared:,} bytes of shared memory; a block has {STATIC_SHARED_BYTES:,}"
     if _grid(problem, config) > GRID_LIMIT:
@@ -166,28 +157,147 @@ def _grid(problem: ConvProblem, config: Config) -> int:
 # ---- launches
 
 
+# The structs of the kernels, which say what their members are.
+
+SingleArguments = namedtuple(
+    "SingleArguments",
+    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias relu",
+)
+TileArguments = namedtuple(
+    "TileArguments",
+    "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
+    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias relu",
+)
+BatchedArguments = namedtuple(
+    "BatchedArguments",
+    "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
+    "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
+)
+DgradArguments = namedtuple(
+    "DgradArguments",
+    "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k o p q t r s by_taps by_filters "
+    "stride_d by_stride_d stride_h by_stride_h stride_w by_stride_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
+)
+WgradArguments = namedtuple(
+    "WgradArguments",
+    "slices by_slices chunks by_chunks images by_images groups cg kg by_kg d h w pixels by_rs r s by_s taps by_pq p q by_q "
+    "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
+)
+
+Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, arguments, and constants that the layer may add
+
+
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    defines, grid = _letters(problem) | asdict(config), _grid(problem, config)
-    if isinstance(config, (Single, Tile)):
-        for name in ("CG", "KG", "GROUPS", "D", "T", "O", "STRIDE_D", "PAD_D", "DIL_D"):
-            del defines[name]
-        defines |= {"C": problem.C, "K": problem.K, "MULTIPLIER": problem.K // problem.C}
-        block = config.THREADS if isinstance(config, Single) else config.TILE_P // config.ROWS * config.TILE_Q
-        kernel = "direct_single" if isinstance(config, Single) else "direct_tile"
-        return Schedule.plain([[KernelLaunch(kernel, defines, grid, block, _OPERANDS, ())]])
+    kernel, make = _KERNELS[type(config)]
+    defines, arguments, layer = make(problem, config)
+    threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
+    slices = config.SLICES if isinstance(config, Wgrad) else 1
+    size = math.prod(problem.result_shape)
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or slices * size >= 2**31)} | defines
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)
     if isinstance(config, Wgrad):
-        del defines["HAS_BIAS"]
-        size = math.prod(problem.result_shape)
-        defines |= {"IMAGES": problem.N, "INDEX_64": int(needs_64_bits(problem) or config.SLICES * size >= 2**31)}
-        if config.SLICES == 1:
-            return Schedule.plain([[KernelLaunch("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, RESULT), ())]])
-        launch = KernelLaunch("direct_wgrad", defines, grid, config.THREADS, (INPUT, WEIGHT, WORKSPACE), ())
-        add = reduce_launch(problem, config.SLICES, WORKSPACE)
-        return Schedule.plain([[launch], [add]], config.SLICES * size * accumulator_bytes(problem))
-    assert isinstance(config, (Batched, Dgrad))
-    kernel = "direct_batched" if isinstance(config, Batched) else "direct_dgrad"
-    return Schedule.plain([[KernelLaunch(kernel, defines, grid, config.THREADS, _OPERANDS, (_pixels(problem),))]])
+        buffers = (INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE)
+    else:
+        defines["HAS_RESIDUAL"] = int(problem.has_residual)
+    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), arguments=arguments, layer=layer)
+    if slices == 1:
+        return Schedule.plain([[launch]])
+    return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
+
+
+def _single(problem: ConvProblem, config: Single) -> Made:
+    (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
+    tiles = ceil(p * q, config.THREADS)
+    arguments = SingleArguments(
+        tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
+        *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], *_finish(problem),
+    )
+    return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, {}
+
+
+def _tile(problem: ConvProblem, config: Tile) -> Made:
+    (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
+    (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.stride, problem.dilation
+    halo_h, halo_w = _halo(problem, config)
+    tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
+    arguments = TileArguments(
+        tiles_p, divider(tiles_p), tiles_q, divider(tiles_q), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C),
+        h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), *_finish(problem),
+    )
+    elements = r * s + halo_h * halo_w
+    layer = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w, "DIL_H": dil_h, "DIL_W": dil_w}
+    if r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
+        return asdict(config) | layer | {"ROOM": elements}, arguments, {}
+    return asdict(config) | {"ROOM": _room(problem, elements)}, arguments, layer
+
+
+def _batched(problem: ConvProblem, config: Batched) -> Made:
+    (t, r, s), (_, p, q) = problem.filter_size, problem.output_size
+    plane, groups = math.prod(problem.output_size), problem.groups
+    cg, kg = problem.C // groups, problem.K // groups
+    k_tiles, block_taps = ceil(kg, config.BLOCK_K), config.BLOCK_C * t * r * s
+    arguments = BatchedArguments(
+        _pixels(problem), plane, divider(plane), divider(p * q), p, q, divider(q), groups, divider(groups), cg, kg,
+        k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *problem.input_size, t, r, s,
+        *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem),
+    )
+    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, block_taps * config.BLOCK_K)}
+    layer = {"R": r, "S": s}
+    return (defines | layer, arguments, {}) if r == s and r in (1, 3) else (defines, arguments, layer)
+
+
+def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
+    (t, r, s), (_, h, w) = problem.filter_size, problem.input_size
+    plane, groups = math.prod(problem.input_size), problem.groups
+    cg, kg = problem.C // groups, problem.K // groups
+    c_tiles, taps = ceil(cg, config.BLOCK_C), t * r * s
+    stride_d, stride_h, stride_w = problem.stride
+    arguments = DgradArguments(
+        _pixels(problem), plane, divider(plane), divider(h * w), h, w, divider(w), groups, divider(groups), cg, kg,
+        c_tiles, divider(c_tiles), config.BLOCK_K, *problem.output_size, t, r, s, divider(taps), divider(taps * config.BLOCK_C),
+        stride_d, divider(stride_d), stride_h, divider(stride_h), stride_w, divider(stride_w),
+        *problem.padding_before, *problem.dilation, *_finish(problem),
+    )
+    elements = config.BLOCK_K * taps * config.BLOCK_C
+    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
+    layer = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w}
+    return (defines | layer, arguments, {}) if r == s == 3 and stride_h == stride_w <= 2 else (defines, arguments, layer)
+
+
+def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
+    (_, r, s), (_, p, q), groups = problem.filter_size, problem.output_size, problem.groups
+    taps = math.prod(problem.output_size)
+    chunks, kg = ceil(taps, config.TAPS), problem.K // groups
+    arguments = WgradArguments(
+        config.SLICES, divider(config.SLICES), chunks, divider(chunks), problem.N, divider(problem.N), groups, problem.C // groups,
+        kg, divider(kg), *problem.input_size, math.prod(problem.filter_size), divider(r * s), r, s, divider(s),
+        taps, divider(p * q), p, q, divider(q), *problem.stride, *problem.padding_before, *problem.dilation,
+    )
+    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS}
+    return defines | ({"Q": q} if _square(problem) and config.TAPS == taps else {}), arguments, {}
+
+
+def _square(problem: ConvProblem) -> bool:
+    """Whether a filter whose gradient is asked for has one of the common sizes, without dilation."""
+    return problem.output_size in ((1, 3, 3), (1, 5, 5), (1, 7, 7)) and problem.stride[1:] == (1, 1)
+
+
+_KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
+    Single: ("direct_single", _single), Tile: ("direct_tile", _tile), Batched: ("direct_batched", _batched),
+    Dgrad: ("direct_dgrad", _dgrad), Wgrad: ("direct_wgrad", _wgrad),
+}  # fmt: skip
+
+
+def _finish(problem: ConvProblem) -> tuple[int, int, int]:
+    asked = epilogue(problem)
+    return asked["HAS_SCALE"], asked["HAS_BIAS"], asked["RELU"]
+
+
+def _room(problem: ConvProblem, elements: int) -> int:
+    """So many sums of shared memory, rounded up to one of few sizes: each is a text of its own."""
+    acc = accumulator_bytes(problem)
+    return next(nbytes for nbytes in ROOMS if nbytes >= elements * acc) // acc
 
 
 def filter_key(problem: ConvProblem, config: Config) -> None:
@@ -244,10 +354,12 @@ def _for_little_work(problem: ConvProblem, multiprocessors: int) -> Iterator[Con
 
 
 def wgrad_config(problem: ConvProblem, multiprocessors: int) -> Wgrad:
-    """The best configuration of ``direct_wgrad.cu``: all taps at once if the sums fit, and slices that fill the machine."""
+    """The best configuration of ``direct_wgrad.cu``: few idle sums, and slices that fill the machine."""
     taps, images = math.prod(problem.output_size), problem.operand_channels // problem.groups
-    most = STATIC_SHARED_BYTES // (128 * accumulator_bytes(problem))
-    at_once = ceil(taps, ceil(taps, min(most, 64)))
+    # a chunk of taps costs about two taps more, for reading y
+    at_once = min(WGRAD_TAPS, key=lambda n: ceil(taps, n) * (n + 2))
+    if _square(problem) and refusal(problem, Wgrad(128, taps)) is None:
+        at_once = taps
     blocks = max(problem.K * problem.N * ceil(taps, at_once), 1)
     return Wgrad(128, at_once, max(1, min(images, ceil(8 * multiprocessors, blocks))))
 
