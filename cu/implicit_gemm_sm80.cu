@@ -24,25 +24,20 @@
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/implicit_gemm_sm80.cu
-#include "packed.cuh"
-
 #ifndef ROWS
 #define ROWS 128     // 64 or 128
 #define PIXELS 128   // 64 or 128; 256 with 128 rows and one product
 #define STAGES 3     // 2 or more
 #define PRODUCTS 3   // 3 or 1
-#define KC 64        // channels of a block of the packed filter: 64, 32 or 16
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define SCALED 1     // there are scales
-#define HAS_BIAS 1
-#define HAS_SCALE 0
 #define HAS_RESIDUAL 0
-#define RELU 0
 #define NHWC 0       // layout of y
-#define VEC 1        // elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
+#define VEC 1        // elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #endif
+#include "finish.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
 constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
@@ -59,21 +54,29 @@ static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hol
 
 typedef element<OUT> out_t;
 
-// Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
-struct Shape {
-  long long tiles_m, splits, tiles_pixels;              // how many tiles: along the channels, splits, along the pixels
-  long long chunks, chunks_group, chunks_pixel;         // chunks of gemm k, of a group's channels, of a pixel of x
-  long long rows_group, rows;                           // output channels of a group, and of all
-  long long blocks_group, channel_blocks, w_block;      // blocks of 64 rows of w of a group, of KC channels of a tap; chunks of 64 rows
-  long long x_limb;                                     // chunks from one limb of x to the other
-  long long tap_r, tap_s;                               // taps along r and s
+// What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
+struct GemmPhase {
+  long long tiles_m, by_tiles_m;                           // tiles along the channels of a group
+  long long splits, by_splits, split_stages;               // splits; steps of 32 of gemm k in one
+  long long tiles_pixels, by_tiles_pixels;                 // tiles along the pixels
+  long long chunks, chunks_group, by_chunks_group;         // chunks of gemm k, of a group's channels,
+  long long chunks_pixel;                                  // of a pixel of x
+  long long rows_group, rows;                              // output channels of a group, and of all
+  long long blocks_group, channel_blocks, w_block;         // of w: blocks of 64 rows of a group, of channels of a tap; chunks of 64 rows
+  long long pieces;                                        // chunks of a row of such a block: 8, 4 or 2
+  long long x_limb;                                        // chunks from one limb of x to the other
+  long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
-  long long d, h, w;                                    // x
-  long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long dilation_d, dilation_h, dilation_w;         // offset in x from one tap to the next
-  long long pixels, plane, pq, q;                       // pixels of the launch, an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
-  long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
+  long long size_d, size_h, size_w;                        // x
+  long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long low_d, low_h, low_w;
+  long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
+  long long pixels, plane, by_plane;                       // pixels of the launch, an image,
+  long long pq, by_pq, q, by_q;                            // a slice and a row, as y is written
+  long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
+  long long out_part;                                      // and from one part of a split sum to the next
+  long long has_bias, has_scale, relu;                     // what finishes a sum, beside HAS_RESIDUAL
 };
 
 // ---- what the hardware is told in PTX
@@ -110,15 +113,16 @@ DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_
 // Where this thread's loads stand in gemm k.
 struct Cursor {
   int chunk, c, s, r, t;  // of gemm k; of the tap's channels; the tap
-  DEVICE Cursor(const Shape& shape, int step) {
+  DEVICE Cursor(const GemmPhase& shape, int step) {
     chunk = 4 * step + threadIdx.x % 4;
-    c = chunk % (int)shape.chunks_group;
-    const int tap = chunk / (int)shape.chunks_group;
-    s = tap % (int)shape.tap_s;
-    r = tap / (int)shape.tap_s % (int)shape.tap_r;
-    t = tap / (int)(shape.tap_s * shape.tap_r);
+    const Divided tap(chunk, shape.chunks_group, shape.by_chunks_group), row(tap.quotient, shape.tap_s, shape.by_tap_s);
+    const Divided slice(row.quotient, shape.tap_r, shape.by_tap_r);
+    c = tap.rest;
+    s = row.rest;
+    r = slice.rest;
+    t = slice.quotient;
   }
-  DEVICE void next(const Shape& shape) {
+  DEVICE void next(const GemmPhase& shape) {
     chunk += 4;
     c += 4;
     while (c >= (int)shape.chunks_group) {  // more than once where a tap has fewer than 4 chunks
@@ -137,12 +141,13 @@ struct Cursor {
 // Where in x the first tap of a pixel lies; may be outside. Unsigned: what lies before the image is past its end too.
 struct alignas(16) Corner {
   unsigned d, h, w, pixel;  // the place in its image, and in all of x
-  DEVICE void find(const Shape& shape, int at) {
-    const int image = at / (int)shape.plane, inside = at % (int)shape.plane;
-    d = inside / (int)shape.pq * (unsigned)shape.stride_d + (unsigned)shape.low_d;
-    h = inside % (int)shape.pq / (int)shape.q * (unsigned)shape.stride_h + (unsigned)shape.low_h;
-    w = inside % (int)shape.q * (unsigned)shape.stride_w + (unsigned)shape.low_w;
-    pixel = ((image * (unsigned)shape.d + d) * (unsigned)shape.h + h) * (unsigned)shape.w + w;
+  DEVICE void find(const GemmPhase& shape, int at) {
+    const Divided of_image(at, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq), row(slice.rest, shape.q, shape.by_q);
+    const unsigned image = of_image.quotient;
+    d = slice.quotient * (unsigned)shape.stride_d + (unsigned)shape.low_d;
+    h = row.quotient * (unsigned)shape.stride_h + (unsigned)shape.low_h;
+    w = row.rest * (unsigned)shape.stride_w + (unsigned)shape.low_w;
+    pixel = ((image * (unsigned)shape.size_d + d) * (unsigned)shape.size_h + h) * (unsigned)shape.size_w + w;
     if (at >= (int)shape.pixels) w = 1u << 31;  // outside with every tap
   }
 };
@@ -150,28 +155,28 @@ struct alignas(16) Corner {
 // One stage: this thread's chunk of its rows, zeros from chunk `end` of gemm k on. w0 is the first chunk of the tile's rows of w,
 // w_next further on are the next 64 rows; x0 is the first of the group's channels of a pixel.
 DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsigned w0, unsigned w_next, const uint4* x, unsigned x0, const Corner* corners,
-                 const Shape& shape) {
+                 const GemmPhase& shape) {
   const int row = threadIdx.x / 4;
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
   const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
-  // w is [64 rows][tap][block of KC channels][limb][row][KC], whose rows pack.cu swizzles as implicit_gemm_sm90.cu wants them
-  constexpr int PIECES = KC / 8;
-  const int piece = k.c % PIECES ^ (PIECES == 8 ? row % 8 : PIECES == 4 ? row / 2 % 4 : row / 4 % 2);
-  const unsigned w_chunk = w0 + (tap * (int)shape.channel_blocks + k.c / PIECES) * (LIMBS * 64 * PIECES) + row * PIECES + piece;
+  // w is [64 rows][tap][block of channels][limb][row][pieces], whose rows pack.cu swizzles as implicit_gemm_sm90.cu wants them
+  const int pieces = (int)shape.pieces, shift = pieces == 8 ? 3 : pieces == 4 ? 2 : 1;
+  const int piece = (k.c ^ row >> (3 - shift)) & (pieces - 1);
+  const unsigned w_chunk = w0 + ((tap * (int)shape.channel_blocks + (k.c >> shift)) * (LIMBS * 64) << shift) + (row << shift) + piece;
   const bool real = k.chunk < end;
 #pragma unroll
   for (int i = 0; i < ROWS / 64; ++i) {
     const unsigned from = real ? w_chunk + i * w_next : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + limb * 64 * PIECES, real);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + (limb * 64 << shift), real);
   }
   const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
-  const unsigned shift = (d * (unsigned)shape.h + h) * (unsigned)shape.w + v;
+  const unsigned step = (d * (unsigned)shape.size_h + h) * (unsigned)shape.size_w + v;
 #pragma unroll
   for (int i = 0; i < PIXELS / 64; ++i) {
     const Corner at = corners[row + 64 * i];
-    const bool ok = real && at.d + d < (unsigned)shape.d && at.h + h < (unsigned)shape.h && at.w + v < (unsigned)shape.w;
-    const unsigned from = ok ? (at.pixel + shift) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
+    const bool ok = real && at.d + d < (unsigned)shape.size_d && at.h + h < (unsigned)shape.size_h && at.w + v < (unsigned)shape.size_w;
+    const unsigned from = ok ? (at.pixel + step) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, x + limb * shape.x_limb + from, ok);
   }
@@ -223,7 +228,7 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
 // ---- a warp's sums, scaled and so on, to y. Through shared memory, so that it writes neighbours together.
 
 // `m0` and `pixel0` are the warp's first channel in the group and first pixel, `k0` is the group's first channel
-DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
+DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0, int k0, int pixel0, float* staging, const float* scale_n,
                   const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, out_t* y) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -250,16 +255,17 @@ DEVICE void store(const float (&sums)[MT][NT][4], const Shape& shape, int m0, in
       const int across = i % (ACROSS / VEC) * VEC, down = i / (ACROSS / VEC);
       const int pixel = pixel0 + (NHWC ? 16 * piece + down : across), m = m0 + (NHWC ? across : 16 * piece + down);
       if (pixel < (int)shape.pixels && m < (int)shape.rows_group) {
-        const int image = pixel / (int)shape.plane, offset = plane_offset<DENSE>(shape, pixel % (int)shape.plane), k = k0 + m;
+        const Divided of_image(pixel, shape.plane, shape.by_plane);
+        const int image = of_image.quotient, offset = plane_offset<DENSE>(shape, of_image.rest), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector, added;
         if (HAS_RESIDUAL) added = *(const Vector*)(residual + at);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
-          float v = staging[down * PITCH + across + e];
-          if (SCALED) v *= scale_n[image] * scale_k[NHWC ? k + e : k];
-          EPILOGUE(v, to_float(scale[NHWC ? k + e : k]), to_float(bias[NHWC ? k + e : k]), to_float(added.v[e]))
-          vector.v[e] = from_float<out_t>(v);
+          const int channel = NHWC ? k + e : k;
+          const Finish<SCALED> finish{ScaleAndBias(shape, scale, bias, channel)};
+          const float factor = SCALED ? scale_n[image] * scale_k[channel] : 1;
+          vector.v[e] = from_float<out_t>(finish.whole(shape, staging[down * PITCH + across + e], factor, HAS_RESIDUAL ? to_float(added.v[e]) : 0));
         }
         *(Vector*)(y + at) = vector;
       }
@@ -271,29 +277,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     implicit_gemm_sm80(const uint4* __restrict__ w, const uint4* __restrict__ x, const float* __restrict__ scale_n,
                        const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale,
                        const out_t* residual, out_t* __restrict__ y,
-                       const __grid_constant__ Shape shape) {
+                       const __grid_constant__ GemmPhase shape) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(128) uint4 dynamic[];
   const uint32_t ring = shared_address(dynamic);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
 
   // the tile
-  int tile = blockIdx.x;
-  const int m0 = tile % (int)shape.tiles_m * ROWS;
-  tile /= (int)shape.tiles_m;
-  const int split = tile % (int)shape.splits;
-  tile /= (int)shape.splits;
-  const int pixel0 = tile % (int)shape.tiles_pixels * PIXELS, group = tile / (int)shape.tiles_pixels, k0 = group * (int)shape.rows_group;
+  const Divided across(blockIdx.x, shape.tiles_m, shape.by_tiles_m), part(across.quotient, shape.splits, shape.by_splits);
+  const Divided along(part.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
+  const int m0 = across.rest * ROWS, split = part.rest, pixel0 = along.rest * PIXELS, group = along.quotient, k0 = group * (int)shape.rows_group;
   const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
   // where there are none the first 64 once more: sums of rows that there are not are not stored
   const unsigned w_next = m0 / 64 + 1 < (int)shape.blocks_group ? (unsigned)shape.w_block : 0;
-  y += split * (shape.pixels / shape.plane * shape.rows * shape.out_size);
+  y += split * shape.out_part;
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
   __syncthreads();
 
   // its steps of 32 of gemm k
-  const int all = ((int)shape.chunks + 3) / 4, each = (all + (int)shape.splits - 1) / (int)shape.splits;
+  const int all = ((int)shape.chunks + 3) / 4, each = (int)shape.split_stages;
   const int first = min(split * each, all), last = min(first + each, all), end = min(4 * last, (int)shape.chunks);
   Cursor next(shape, first);
   auto load_next = [&](int slot) {

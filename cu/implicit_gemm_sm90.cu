@@ -24,15 +24,15 @@
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
 // Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
 //          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps (each pixel once for each tap
-//          is what bounds filters of 64 channels otherwise), to a ring of its own: X_STAGES of what the patches' taps meet of 64
-//          channels, HALO_W pixels wide, HALO_H high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
-//          patch by HALO_W pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
+//          is what bounds filters of 64 channels otherwise), to a ring of its own: x_stages of what the patches' taps meet of 64
+//          channels, halo_w pixels wide, halo_h high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
+//          patch by halo_w pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
 //          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
 //          and are written while the next tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
 // Raw      RAW: such images of up to 64 channels as they lie, which are not packed (ROWS = 64). What a tile's taps meet is read once and
 //          becomes limbs in the ring of x, with a scale of its own: that of a guess by what is met of it first, or, where the extremes of all
 //          say that it was wrong, another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup: each takes
-//          some rows of 8 channels at a time, by loads of 16 bytes into RAW_STAGES places of its own, and a lane a pixel of these.
+//          some rows of 8 channels at a time, by tensor loads into raw_stages places of its own, and a lane a pixel of these.
 //          unit_scales and unit_flags (pack.cu) are a patch's.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
@@ -60,39 +60,22 @@
 #define STAGES 3
 #define PRODUCTS 3
 #define KC 64        // channels a load: 64, 32 or 16
-#define RANK 2       // spatial axes of the loads
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define SCALED 1     // there are scales
-#define HAS_BIAS 1
-#define HAS_SCALE 0
 #define HAS_RESIDUAL 0
-#define RELU 0
 #define NHWC 0       // layout of y
 #define TENSOR_STORE 0
-#define VEC 4        // else: elements of y that a thread writes at once: 1, 2 or 4; they must be neighbours at a multiple of VEC
+#define VEC 4        // else: elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
 #define FILTER_MAP 0   // w as it lies: 1 channels of x last, 2 channels of y last
-#define PHASES 1
-#define X_STAGES 2   // of the ring of x alone: HALO
+#define PHASES 1     // of a launch: 1, 2 or 4
 #define MOMENTS 0    // of y's channels are written too
 #define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
-#define HALO_W 0     // pixels of x that their taps meet: in a row, and rows
-#define HALO_H 0
 #define RAW 0        // x is split here
-#define PATCHES_DOWN 1  // of an image; RAW, as the next ones
-#define PATCHES_ACROSS 1
-#define TILES_M 1    // of a group
-#define GROUPS 1
-#define X_CHANNELS 64  // of a group of x itself
-#define X_H 0
-#define X_W 0
-#define RAW_STAGES 2
-#define RAW_SHIFT 3  // columns from a multiple of 16 bytes to the first one that taps meet
-#define SLACK 4      // of a patch's limbs: pack.cu
 #define PAIRED 0     // phases of neighbouring columns are written together
 #endif
 #if POINTWISE
@@ -113,23 +96,15 @@
 #if RAW
 #include "limbs.cuh"
 #endif
+#include "finish.cuh"
 #include "wgmma.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
-constexpr int HALO_BYTES = (HALO_W * HALO_H * 128 + 1023) / 1024 * 1024;  // of a limb
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
-constexpr int X_BYTES = HALO ? LIMBS * HALO_BYTES : 0;
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
 constexpr int THREADS = 128 * (1 + CONSUMERS + RAW);
-#if RAW
-// rows that a warp's lanes take at once, a pixel each; floats of such a row, bytes of those of 8 channels
-constexpr int RUN_ROWS = 32 / HALO_W, RAW_PITCH = (RAW_SHIFT + HALO_W + 3) / 4 * 4, RAW_BYTES = 8 * RUN_ROWS * RAW_PITCH * 4;
-constexpr int RAW_ROOM = CONVERTERS * RAW_STAGES * RAW_BYTES;
-#else
-constexpr int RAW_ROOM = 0;
-#endif
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
 static_assert(FILTER_MAP != 2 || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
@@ -140,6 +115,7 @@ constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : 
 static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
+static_assert(PHASES == 1 || PHASES == 2 || PHASES == 4, "a block meets all phases");
 
 typedef element<OUT> out_t;
 
@@ -147,28 +123,42 @@ typedef element<OUT> out_t;
 [[maybe_unused]] constexpr int KEPT_PIECE = 8 * CHUNK * 4, KEPT = 16 * WGMMA_N * 4 + KEPT_PIECE;  // of a warp, PAIRED
 constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 4 * KEPT : HALO ? 0 : 4 * 32 * 20 * 4;
 
-// Everything about the problem that only moves addresses; 64 bits each so that the host can pack it without knowing types.
-struct Shape {
-  long long tiles, tiles_m, splits, tiles_pixels;       // how many tiles: all, along the channels, splits, along the pixels
-  long long blocks, channel_blocks;                     // blocks of KC along gemm k, and how many of them belong to one tap
-  long long rows_group, rows;                           // output channels of a group, and of all
-  long long blocks_group, row_blocks;                   // of w: blocks of 64 rows of a group, and blocks of KC channels of 64 rows
-  long long channels_group, channels;                   // packed input channels of a group, and of all
-  long long tap_r, tap_s;                               // taps along r and s
+// What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
+struct GemmPhase {
+  long long tiles;                                         // all
+  long long tiles_m, by_tiles_m;                           // along the channels of a group
+  long long splits, by_splits, split_stages;               // splits; stages of the ring in one
+  long long tiles_pixels, by_tiles_pixels;                 // along the pixels
+  long long image_tiles, by_image_tiles;                   // of those, of an image: POINTWISE, HALO
+  long long across, by_across;                             // of those, patches side by side: HALO
+  long long blocks, channel_blocks, by_channel_blocks;     // blocks of KC along gemm k, and how many of them belong to one tap
+  long long rows_group, rows;                              // output channels of a group, and of all
+  long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of KC channels of 64 rows
+  long long channels_group, channels;                      // packed input channels of a group, and of all
+  long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
-  long long dilation_d, dilation_h, dilation_w;         // offset in x from one tap to the next
-  long long pixels, limb_images;                        // pixels of the launch; images to skip in x's map to reach the second limb
-  long long load_plane, load_pq, load_q;                // pixels of an image, a slice and a row, as x is loaded
-  long long stride_d, stride_h, stride_w, low_d, low_h, low_w;  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
-  long long plane, pq, q;                               // pixels of an image, a slice and a row, as y is written
-  long long out_size, out_base, out_d, out_h, out_w;    // elements of a plane of y, of the first pixel, and from one to the next
-  long long out_image, out_row;                         // elements of y from one image, and from one channel, to the next; NCHW
-  long long out_part;                                   // and from one part of a split sum to the next
-  long long patches;                                    // of an image; HALO
+  long long dilation_d, dilation_h, dilation_w;            // offset in x from one tap to the next
+  long long pixels, limb_images;                           // pixels of the launch; images to skip in x's map to reach the second limb
+  long long rank;                                          // spatial axes of the loads
+  long long load_plane, by_load_plane;                     // pixels of an image, as x is loaded,
+  long long load_pq, by_load_pq, load_q, by_load_q;        // of a slice and of a row
+  long long stride_d, stride_h, stride_w;                  // x of pixel (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long low_d, low_h, low_w;
+  long long plane, by_plane, pq, by_pq, q, by_q;           // pixels of an image, a slice and a row, as y is written
+  long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
+  long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
+  long long out_part;                                      // and from one part of a split sum to the next
+  long long has_bias, has_scale, relu;                     // what finishes a sum, beside HAS_RESIDUAL
+  long long halo_w, by_halo_w, halo_h;                     // HALO: pixels of x that the taps of a patch meet in a row, and rows;
+  long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
+  long long groups, x_channels, x_h, x_w;                  // RAW: groups of x, their channels, and its size;
+  long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); places of a converter, and items of a patch;
+  long long raw_rows, raw_run;                             // of an item: rows, and pixels of a row that taps meet;
+  long long raw_shift, raw_pitch, raw_channel;             // in shared memory: floats before those, of a row and of a channel
 };
 
 struct Shapes {
-  Shape of[PHASES];
+  GemmPhase of[PHASES];
 };
 struct Maps {
   CUtensorMap of[PHASES];
@@ -182,63 +172,62 @@ DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`; of a patch, those of its image
   [[maybe_unused]] int patch, row, column;
-#if RAW
-  // divisors that the compiler knows: others took the converters a quarter of their time
-  DEVICE Tile(const Shape& shape, int tile) : m(tile % TILES_M * ROWS), pixel(0), end(0), split(0) {
-    tile /= TILES_M;
-    group = GROUPS == 1 ? 0 : tile / (int)shape.tiles_pixels;
-    patch = GROUPS == 1 ? tile : tile % (int)shape.tiles_pixels;
-    row = patch / PATCHES_ACROSS % PATCHES_DOWN * (PIXELS / 8);
-    column = patch % PATCHES_ACROSS * 8;
-  }
-  DEVICE int image(const Shape&) const { return patch / (PATCHES_DOWN * PATCHES_ACROSS); }
-#else
-  DEVICE Tile(const Shape& shape, int tile) {
-    m = tile % (int)shape.tiles_m * ROWS;
-    tile /= (int)shape.tiles_m;
-    split = tile % (int)shape.splits;
-    tile /= (int)shape.splits;
-    group = tile / (int)shape.tiles_pixels;
-    tile %= (int)shape.tiles_pixels;
+  DEVICE Tile(const GemmPhase& shape, int tile) {
+    const Divided down(tile, shape.tiles_m, shape.by_tiles_m);
+    m = down.rest * ROWS;
+    const Divided parts(down.quotient, shape.splits, shape.by_splits);  // HALO: one
+    split = parts.rest;
+    const Divided along(parts.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
+    group = along.quotient;
+    tile = along.rest;
     if (POINTWISE) {
-      const int image = tile / tiles_image(shape), plane = (int)shape.plane;
-      pixel = image * plane + tile % tiles_image(shape) * PIXELS;
-      end = (image + 1) * plane;
+      const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles);
+      const int plane = (int)shape.plane;
+      pixel = of_image.quotient * plane + of_image.rest * PIXELS;
+      end = (of_image.quotient + 1) * plane;
     } else if (HALO) {
-      const int across = (int)shape.q / 8, number = tile % (int)shape.patches;
+      const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles), place(of_image.rest, shape.across, shape.by_across);
       patch = tile;
-      column = number % across * 8;
-      row = number / across * (PIXELS / 8);
-      pixel = tile / (int)shape.patches * (int)shape.plane;
+      column = place.rest * 8;
+      row = place.quotient * (PIXELS / 8);
+      pixel = of_image.quotient * (int)shape.plane;
       end = pixel + (int)shape.plane;
     } else {
       pixel = tile * PIXELS;
       end = (int)shape.pixels;
     }
   }
-  DEVICE int image(const Shape& shape) const { return pixel / (int)shape.plane; }
-#endif
-  DEVICE static int tiles_image(const Shape& shape) { return ((int)shape.plane + PIXELS - 1) / PIXELS; }
+  DEVICE int image(const GemmPhase& shape) const { return divided(pixel, shape.by_plane); }
 };
 
 // stages of gemm k that a split takes: first to last
 struct Range {
   int first, last;
-  DEVICE Range(const Shape& shape, int split) {
-    const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES, each = (stages + (int)shape.splits - 1) / (int)shape.splits;
+  DEVICE Range(const GemmPhase& shape, int split) {
+    const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES, each = (int)shape.split_stages;
     first = min(split * each, stages);
     last = min(first + each, stages);
   }
 };
 
 typedef RingPosition<STAGES> Position;
-typedef RingPosition<X_STAGES> XPosition;
+
+// The same of the ring of x, whose stages are no constant.
+struct XPosition {
+  int stage = 0, parity = 0;
+  DEVICE void next(const GemmPhase& shape) {
+    if (++stage == (int)shape.x_stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
 
 // Which tap comes next, where one after the other is met: along s first.
 struct Tap {
   int s = 0, r = 0, number = 0;
   // to the next one; whether that was the last
-  DEVICE bool next(const Shape& shape) {
+  DEVICE bool next(const GemmPhase& shape) {
     ++number;
     if (++s < (int)shape.tap_s) return false;
     s = 0;
@@ -252,18 +241,18 @@ struct Tap {
 struct Rings {
   uint32_t stages, full, empty;
   uint32_t x, x_full, x_empty;
-  uint32_t raw;
+  uint32_t raw, raw_full;
   uint32_t turn;
 };
 
 // ---- the producer
 
 // Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
-DEVICE bool next_rows(const Tile& of, const Shape& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
+DEVICE bool next_rows(const Tile& of, const GemmPhase& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
 
 #if HALO
 // One thread asks for the filter, tap by tap, ...
-DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
+DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings) {
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
@@ -287,82 +276,69 @@ DEVICE void produce(const uint8_t* w, const Shape& shape, const Rings& rings) {
 
 #if !RAW
 // ... and another for what the taps of a tile meet of x.
-DEVICE void produce_halos(const CUtensorMap* map_x, const Shape& shape, const Rings& rings) {
+DEVICE void produce_halos(const CUtensorMap* map_x, const GemmPhase& shape, const Rings& rings) {
   prefetch_map(map_x);
   XPosition at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
-    const int image = of.pixel / (int)shape.plane;
+    const int image = of.image(shape);
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       barrier_wait(rings.x_empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(rings.x_full + 8 * at.stage, LIMBS * HALO_W * HALO_H * 128);
+      barrier_expect(rings.x_full + 8 * at.stage, LIMBS * (int)(shape.halo_w * shape.halo_h) * 128);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb)
-        load_box(rings.x + at.stage * X_BYTES + limb * HALO_BYTES, map_x, rings.x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
+        load_box(rings.x + (at.stage * LIMBS + limb) * (int)shape.halo_bytes, map_x, rings.x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
                  of.column + (int)shape.low_w, of.row + (int)shape.low_h, image + limb * (int)shape.limb_images);
-      at.next();
+      at.next(shape);
     }
   }
 }
 #else
 // ... and the converters split what the taps of a tile meet of x.
-DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const Shape& shape, const Rings& rings,
-                    uint8_t* dynamic, float* scales) {
-  constexpr int COUNT = HALO_W * HALO_H, PLANE = X_H * X_W, RUN = RUN_ROWS * HALO_W;                          // pixels; at once
-  constexpr int ITEMS = (COUNT + RUN - 1) / RUN * 8, ROUNDS = (ITEMS + CONVERTERS - 1) / CONVERTERS;          // of 8 channels
-  constexpr int ROW_PIECES = RAW_PITCH / 4, PIECES = 8 * RUN_ROWS * ROW_PIECES, LOADS = (PIECES + 31) / 32;  // of 16 bytes
-  __shared__ Extremes of_warps[X_STAGES][2][CONVERTERS];
-  const unsigned warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32;
+DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags,
+                    const GemmPhase& shape, const Rings& rings, uint8_t* dynamic, float* scales) {
+  const int slots = (int)shape.raw_stages, slot_bytes = 32 * (int)shape.raw_channel, halo_bytes = (int)shape.halo_bytes;
+  const int run = (int)shape.raw_run, rounds = (int)shape.raw_rounds, slack = (int)shape.slack;
+  __shared__ Extremes of_warps[2][2][CONVERTERS];  // of the stages of the ring of x
+  const int warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32;
+  auto is_met = [&](int pixel) { return lane < run && pixel < (int)(shape.halo_w * shape.halo_h); };
   uint8_t* const x_ring = dynamic + (rings.x - shared_address(dynamic));
-  const uint32_t raw = rings.raw + warp * RAW_STAGES * RAW_BYTES;
-  const float* const raw_pixel = (const float*)(dynamic + (raw - shared_address(dynamic))) + lane / HALO_W * RAW_PITCH + lane % HALO_W + RAW_SHIFT;
-  auto image_of = [&](const Tile& of) { return x + (of.image(shape) * GROUPS + of.group) * ((long long)X_CHANNELS * PLANE); };
+  const uint32_t raw = rings.raw + warp * slots * slot_bytes, arrived = rings.raw_full + warp * slots * 8;
+  const Divided of_lane(lane, shape.halo_w, shape.by_halo_w);
+  const uint8_t* const raw_pixel = dynamic + (raw - shared_address(dynamic)) + (of_lane.quotient * (int)shape.raw_pitch + of_lane.rest + (int)shape.raw_shift) * 4;
 
-  // what is loaded next: of item (run of rows, 8 channels) number next_round * CONVERTERS + warp the pieces lane, lane + 32, ... of 16 bytes
-  int offsets[LOADS], rows[LOADS], next = blockIdx.x, next_round = 0;
-  int slot = 0;  // the place whose item comes next, and, once that has been taken, of what is loaded next
-  const float* from = x;
+  // what is loaded next: item (run of rows, 8 channels) number next_round * CONVERTERS + warp of tile `next`
+  int next = blockIdx.x, next_round = 0, row, column, unit;
+  // the place whose item comes next, and, once that has been taken, of what is loaded next; the parity of its round, after a first one of loads alone
+  int slot = 0, parity = 1;
   auto begin = [&] {
     const Tile of(shape, next);
-    const int row0 = of.row + (int)shape.low_h, column0 = of.column + (int)shape.low_w - RAW_SHIFT;
-    from = image_of(of) + row0 * X_W + column0;
-#pragma unroll
-    for (int i = 0; i < LOADS; ++i) {  // a row far above where there are no such columns
-      const bool there = (unsigned)column0 + (i * 32 + lane) % ROW_PIECES * 4 < X_W;
-      rows[i] = there ? row0 + (i * 32 + lane) / ROW_PIECES % RUN_ROWS : INT_MIN / 2;
-    }
+    row = of.row + (int)shape.low_h;
+    column = of.column + (int)(shape.low_w - shape.raw_shift);  // loads begin at multiples of 16 bytes
+    unit = of.image(shape) * (int)shape.groups + of.group;
   };
-#pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-    const int piece = i * 32 + lane;
-    offsets[i] = piece / (ROW_PIECES * RUN_ROWS) * PLANE + piece / ROW_PIECES % RUN_ROWS * X_W + piece % ROW_PIECES * 4;
-  }
   auto load = [&] {
-    if (next < (int)shape.tiles) {
-      const unsigned item = next_round * CONVERTERS + warp, c0 = item % 8 * 8, run_row = item / 8 * RUN_ROWS;
-      const int first = c0 * PLANE + run_row * X_W;
-      const uint32_t to = raw + slot * RAW_BYTES + lane * 16;
-#pragma unroll
-      for (int i = 0; i < LOADS; ++i) {
-        const bool there = run_row + rows[i] < (unsigned)X_H && (X_CHANNELS == 64 || c0 + (i * 32 + lane) / (ROW_PIECES * RUN_ROWS) < X_CHANNELS);
-        if (PIECES % 32 == 0 || i * 32 + lane < PIECES) load_16_bytes(to + i * 512, from + (first + offsets[i]), there);
-      }
+    if (next < (int)shape.tiles && lane == 0) {
+      const int item = next_round * CONVERTERS + warp;
+      barrier_expect(arrived + 8 * slot, slot_bytes);
+      load_box(raw + slot * slot_bytes, map_x, arrived + 8 * slot, column, row + item / 8 * (int)shape.raw_rows, item % 8 * 8, unit);
     }
-    commit_loads();
-    slot = slot + 1 == RAW_STAGES ? 0 : slot + 1;
-    if (++next_round == ROUNDS) {
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+    if (++next_round == rounds) {
       next_round = 0;
       next += gridDim.x;
       if (next < (int)shape.tiles) begin();
     }
   };
-  // 8 channels of this lane's pixel, of the item that comes next; nonsense from lane RUN on
+  // 8 channels of this lane's pixel, of the item that comes next; nonsense from lane `run` on
   auto take = [&](float(&v)[8]) {
-    wait_for_loads<RAW_STAGES - 1>();
-    __syncwarp();
-    const float* const of_lane = raw_pixel + slot * (RAW_BYTES / 4);
+    barrier_wait(arrived + 8 * slot, parity);
+    const float* const of_slot = (const float*)(raw_pixel + slot * slot_bytes);
 #pragma unroll
-    for (int e = 0; e < 8; ++e) v[e] = of_lane[e * (RUN_ROWS * RAW_PITCH)];
+    for (int e = 0; e < 8; ++e) v[e] = of_slot[e * (int)shape.raw_channel];
   };
   // the extremes of all threads
   auto together = [&](Extremes mine, Extremes(&room)[CONVERTERS]) {
@@ -376,65 +352,70 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
     return all;
   };
 
-  // and those of the item that comes next, by which the scale of its tile is guessed
-  auto sample = [&] {
+  // and those of the item that comes next, if there is a tile `number`, by which the scale of that tile is guessed
+  auto sample = [&](int number) {
     Extremes found = {0, ~0u};
+    if (number >= (int)shape.tiles) return found;
     float v[8];
     take(v);
-    if (lane < RUN) found.add(v);
+    if (lane < run) found.add(v);
     return found;
   };
 
+  prefetch_map(map_x);
   begin();
 #pragma unroll 1
-  for (int i = 0; i < RAW_STAGES; ++i) load();
+  for (int i = 0; i < slots; ++i) load();
   XPosition at;
-  together(sample(), of_warps[X_STAGES - 1][1]);
+  together(sample(blockIdx.x), of_warps[1][1]);
   named_barrier(3, 32 * CONVERTERS);
-  int guess = combined(of_warps[X_STAGES - 1][1]).guess();
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x, at.next()) {
-    // where the first limbs of 8 channels of a pixel lie, swizzled as wgmma wants them; the others, HALO_BYTES further
-    auto place = [&](unsigned pixel, unsigned chunk) { return (uint4*)(x_ring + at.stage * X_BYTES + pixel * 128 + ((chunk ^ pixel % 8) << 4)); };
-    auto store = [&](const float(&v)[8], float scale, unsigned pixel, unsigned chunk) {
+  int guess = combined(of_warps[1][1]).guess();
+  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x, at.next(shape)) {
+    // where the first limbs of 8 channels of a pixel lie, swizzled as wgmma wants them; the others, halo_bytes further
+    auto place = [&](int pixel, int chunk) { return x_ring + at.stage * LIMBS * halo_bytes + pixel * 128 + ((chunk ^ pixel % 8) << 4); };
+    auto store = [&](const float(&v)[8], float scale, int pixel, int chunk) {
       uint32_t limbs[LIMBS][4];
       split<__half>(v, scale, limbs);
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) place(pixel, chunk)[limb * (HALO_BYTES / 16)] = piece_of(limbs[limb]);
+      for (int limb = 0; limb < LIMBS; ++limb) *(uint4*)(place(pixel, chunk) + limb * halo_bytes) = piece_of(limbs[limb]);
     };
     float scale = power_of_two(guess);
     Extremes found = {0, ~0u};
     barrier_wait(rings.x_empty + 8 * at.stage, at.parity ^ 1);
 #pragma unroll 1
-    for (int round = 0; round < ROUNDS; ++round) {
+    for (int round = 0; round < rounds; ++round) {
       float v[8];
       take(v);
       __syncwarp();  // all lanes have taken theirs
       load();
-      const unsigned item = round * CONVERTERS + warp, pixel = item / 8 * RUN + lane;
-      if (lane < RUN && pixel < COUNT) {
+      const int item = round * CONVERTERS + warp, pixel = item / 8 * run + lane;
+      if (is_met(pixel)) {
         found.add(v);
         store(v, scale, pixel, item % 8);
       }
     }
     together(found, of_warps[at.stage][0]);
-    together(sample(), of_warps[at.stage][1]);
+    together(sample(tile + gridDim.x), of_warps[at.stage][1]);
     named_barrier(3, 32 * CONVERTERS);
     const Extremes all = combined(of_warps[at.stage][0]);
-    const bool guessed = all.fits(guess);
+    const bool guessed = all.fits(guess, slack);
     if (!guessed && all.usable()) {
       const Tile of(shape, tile);
+      const int channels = (int)shape.x_channels, high = (int)shape.x_h, wide = (int)shape.x_w;
+      const float* const image = x + (of.image(shape) * (int)shape.groups + of.group) * ((long long)channels * high * wide);
       scale = all.scale();
 #pragma unroll 1
-      for (unsigned item = warp; item < ITEMS; item += CONVERTERS) {
-        const unsigned pixel = item / 8 * RUN + lane;
-        const int row = of.row + (int)shape.low_h + (int)(pixel / HALO_W), column = of.column + (int)shape.low_w + (int)(pixel % HALO_W);
-        const bool there = (unsigned)row < X_H && (unsigned)column < X_W;
-        if (lane < RUN && pixel < COUNT) {
+      for (int item = warp; item < rounds * CONVERTERS; item += CONVERTERS) {
+        const int pixel = item / 8 * run + lane;
+        const Divided inside(pixel, shape.halo_w, shape.by_halo_w);
+        const int at_h = of.row + (int)shape.low_h + inside.quotient, at_w = of.column + (int)shape.low_w + inside.rest;
+        const bool there = (unsigned)at_h < (unsigned)high && (unsigned)at_w < (unsigned)wide;
+        if (is_met(pixel)) {
           float v[8];
 #pragma unroll
           for (int e = 0; e < 8; ++e) {
             const int c = item % 8 * 8 + e;
-            v[e] = there && c < X_CHANNELS ? image_of(of)[c * PLANE + row * X_W + column] : 0;
+            v[e] = there && c < channels ? image[((long long)c * high + at_h) * wide + at_w] : 0;
           }
           store(v, scale, pixel, item % 8);
         }
@@ -444,7 +425,7 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
       const Tile of(shape, tile);
       const int unit = of.group * (int)shape.tiles_pixels + of.patch;
       scales[at.stage] = unit_scales[unit] = 1 / scale;
-      unit_flags[unit] = guessed ? all.flag(guess) : all.flag();
+      unit_flags[unit] = guessed ? all.flag(guess, slack) : all.flag(slack);
     }
     guess = combined(of_warps[at.stage][1]).guess();
     fence_for_bulk();
@@ -454,7 +435,8 @@ DEVICE void convert(const float* __restrict__ x, float* __restrict__ unit_scales
 }
 #endif
 #elif !POINTWISE
-DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+template <int rank>
+DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
 #if FILTER_MAP
   prefetch_map(map_w);
 #endif
@@ -462,23 +444,23 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
-    const Shape& shape = shapes.of[phase_of(tile)];
+    const GemmPhase& shape = shapes.of[phase_of(tile)];
     const CUtensorMap* const map_x = maps.of + phase_of(tile);
     const Tile of(shape, tile / PHASES);
     const Range range(shape, of.split);
-    const int image = of.pixel / (int)shape.load_plane, inside = of.pixel % (int)shape.load_plane;
-    const int x_w = inside % (int)shape.load_q * (int)shape.stride_w + (int)shape.low_w;
-    const int x_h = inside % (int)shape.load_pq / (int)shape.load_q * (int)shape.stride_h + (int)shape.low_h;
-    const int x_d = inside / (int)shape.load_pq * (int)shape.stride_d + (int)shape.low_d;
+    const Divided plane(of.pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
+    const Divided row(slice.rest, shape.load_q, shape.by_load_q);
+    const int image = plane.quotient, x_w = row.rest * (int)shape.stride_w + (int)shape.low_w;
+    const int x_h = row.quotient * (int)shape.stride_h + (int)shape.low_h, x_d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
     [[maybe_unused]] const long long w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.group * shape.blocks_group + of.m / 64) * w_block;
     int block = range.first * SUB_TILES;
-    int c = block % channel_blocks, s = block / channel_blocks, r = s / (int)shape.tap_s, t = r / (int)shape.tap_r;
-    s %= (int)shape.tap_s;
-    r %= (int)shape.tap_r;
+    const Divided of_tap(block, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
+    const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
+    int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
     int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
     auto begin_tap = [&] {
       tap = (int)shape.tap_base + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
@@ -511,7 +493,7 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
 #endif
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
-          load_im2col<RANK>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
+          load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
                             x_d, image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
         ++block;
         if (++c == channel_blocks) {
@@ -530,11 +512,17 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
     }
   }
 }
+DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+  const int rank = (int)shapes.of[0].rank;
+  if (rank == 1) produce_ranked<1>(w, map_w, maps, shapes, rings);
+  if (rank == 2) produce_ranked<2>(w, map_w, maps, shapes, rings);
+  if (rank == 3) produce_ranked<3>(w, map_w, maps, shapes, rings);
+}
 #endif
 
 #if POINTWISE
 DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
-  const Shape& shape = shapes.of[0];
+  const GemmPhase& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
 #if FILTER_MAP
@@ -544,7 +532,7 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
     const Range range(shape, of.split);
-    const int image = of.pixel / (int)shape.plane, inside = of.pixel % (int)shape.plane;
+    const int image = of.image(shape), inside = of.pixel - image * (int)shape.plane;
     [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
@@ -577,8 +565,9 @@ struct Rows {
   [[maybe_unused]] bool real[2];   // whether there are a thread's two channels
   [[maybe_unused]] long long at;   // offset in y of its first pixel there
   [[maybe_unused]] float scale_x;  // of its image, or patch
-  float scale_w[2], scale[2], bias[2];  // of the packed filter; of the epilogue
-  DEVICE Rows(const Shape& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
+  float scale_w[2];                // of the packed filter
+  Finish<SCALED> finish[2];
+  DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
       : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
     if (HALO) {
@@ -595,8 +584,7 @@ struct Rows {
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
       scale_w[half] = SCALED ? scale_k[k] : 1;
-      scale[half] = HAS_SCALE ? to_float(scales[k]) : 1;
-      bias[half] = HAS_BIAS ? to_float(biases[k]) : 0;
+      finish[half].of = ScaleAndBias(shape, scales, biases, k);
     }
   }
 };
@@ -604,7 +592,7 @@ struct Rows {
 #if PAIRED
 // The sums of one phase of a pair: kept, or, with those kept, written. A warp has a piece of what is kept for each half of its channels
 // and CHUNK pixels, and as much room before the first: a piece that has been read makes room, with the one before it, for rows of y.
-DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, bool second, uint8_t* kept, const float* scales,
+DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, bool second, uint8_t* kept, const float* scales,
                        const long long* places, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
@@ -627,9 +615,8 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
       for (int i = 0; i < width / 8; ++i) {
         const int at = 4 * (base / 8 + i) + 2 * half;
         const float2 scale = SCALED ? *(const float2*)(scales + base + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
-        value[i] = make_float2(sum[at] * (scale.x * rows.scale_w[half]), sum[at + 1] * (scale.y * rows.scale_w[half]));
-        EPILOGUE(value[i].x, rows.scale[half], rows.bias[half], 0)
-        EPILOGUE(value[i].y, rows.scale[half], rows.bias[half], 0)
+        value[i].x = Finish<SCALED>::activated(shape, rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]));
+        value[i].y = Finish<SCALED>::activated(shape, rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]));
         float2& slot = ((float2*)piece)[32 * i + lane];
         if (second) {
           before[i] = slot;
@@ -656,7 +643,7 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #elif HALO
 // Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel.
 template <int first, int last>
-DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const out_t* residual, out_t* y) {
+DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const out_t* residual, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
   };
@@ -672,9 +659,8 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #endif
 #pragma unroll
     for (int i = first; i < last; ++i) {
-      float left = sum[4 * i + 2 * half] * factor, right = sum[4 * i + 2 * half + 1] * factor;
-      EPILOGUE(left, rows.scale[half], rows.bias[half], to_float(added[i - first].v[0]))
-      EPILOGUE(right, rows.scale[half], rows.bias[half], to_float(added[i - first].v[1]))
+      const float left = rows.finish[half].whole(shape, sum[4 * i + 2 * half], factor, to_float(added[i - first].v[0]));
+      const float right = rows.finish[half].whole(shape, sum[4 * i + 2 * half + 1], factor, to_float(added[i - first].v[1]));
       const Vector out = {from_float<out_t>(left), from_float<out_t>(right)};
       if (rows.real[half]) store_word(y + at + (i - first) * wide, *(const word<Vector>*)&out);
     }
@@ -683,7 +669,7 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #elif !TENSOR_STORE
 // A warp's sums of CHUNK pixels from `base` on, turned in its part of shared memory so that neighbours are written together.
 template <int base>
-DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, float* staging, const float* scales, const out_t* residual,
+DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, float* staging, const float* scales, const out_t* residual,
                         out_t* y) {
   constexpr int PITCH = NHWC ? 20 : 40;
   constexpr int width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK;
@@ -696,9 +682,8 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half, at = 4 * (base / 8 + i) + 2 * half;
-      float left = sum[at] * (scale.x * rows.scale_w[half]), right = sum[at + 1] * (scale.y * rows.scale_w[half]);
-      SCALE_AND_SHIFT(left, rows.scale[half], rows.bias[half])
-      SCALE_AND_SHIFT(right, rows.scale[half], rows.bias[half])
+      const float left = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
+      const float right = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
       if (NHWC) {
         staging[column * PITCH + row] = left;
         staging[(column + 1) * PITCH + row] = right;
@@ -721,15 +706,17 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #else
   const int pixel = pixel0 + across;
   const int last = across < width && pixel < rows.end ? (int)shape.rows_group - m0 : 0;
-  const long long first = pixel / (int)shape.plane * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
+  const Divided of_image(pixel, shape.plane, shape.by_plane);
+  const long long first = of_image.quotient * shape.out_image + (k0 + down) * shape.out_row + plane_offset<DENSE>(shape, of_image.rest);
 #endif
   y += first;
   residual += first;
   auto place = [&](int i) -> long long {  // of this thread's vector number i, from there
 #if NHWC
     const int pixel = pixel0 + down + i * STEP;
-    const long long place = DENSE ? pixel : (long long)(pixel / (int)shape.plane) * shape.out_size + plane_offset<DENSE>(shape, pixel % (int)shape.plane);
-    return place * shape.rows;
+    if (DENSE) return pixel * shape.rows;
+    const Divided of_image(pixel, shape.plane, shape.by_plane);
+    return (of_image.quotient * shape.out_size + plane_offset<DENSE>(shape, of_image.rest)) * shape.rows;
 #else
     return i * STEP * shape.out_row;
 #endif
@@ -749,8 +736,8 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
 #pragma unroll
     for (int e = 0; e < VEC; ++e) {
       float v = from[e];
-      ADD_AND_ACTIVATE(v, to_float(added[i % BATCH].v[e]))
-      out.v[e] = from_float<out_t>(v);
+      if (HAS_RESIDUAL) v += to_float(added[i % BATCH].v[e]);
+      out.v[e] = from_float<out_t>(Finish<SCALED>::activated(shape, v));
     }
     if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
   }
@@ -762,7 +749,7 @@ DEVICE int swizzled(int row, int piece) { return row * 128 + ((piece ^ row % 8) 
 
 // The same by TMA: `staging` is the consumer's, and its 128 threads fill a tile together.
 template <int base>
-DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, int consumer, uint8_t* staging,
+DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, int consumer, uint8_t* staging,
                                   const float* scales, const out_t* residual, const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
@@ -790,10 +777,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * (base / 8 + i) + 2 * half;
-      v[half][0] = sum[at] * (scale.x * rows.scale_w[half]);
-      v[half][1] = sum[at + 1] * (scale.y * rows.scale_w[half]);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) EPILOGUE(v[half][e], rows.scale[half], rows.bias[half], to_float(added[i][half][e]))
+      v[half][0] = rows.finish[half].whole(shape, sum[at], scale.x * rows.scale_w[half], to_float(added[i][half][0]));
+      v[half][1] = rows.finish[half].whole(shape, sum[at + 1], scale.y * rows.scale_w[half], to_float(added[i][half][1]));
     }
 #if OUT == 32
     // two boxes of 32 channels
@@ -823,10 +808,10 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 
 #if MOMENTS
 // Four lanes have a channel's pixels.
-DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, const float* scales, float* moments) {
+DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
   const int lane = threadIdx.x % 32, count = HALO ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
   if (count <= 0) return;
-  const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? rows.pixel / plane : 0;
+  const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? divided(rows.pixel, shape.by_plane) : 0;
   const int slice = HALO ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
   bool alike = OUT == 32 && count == WGMMA_N;
@@ -838,9 +823,7 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
   for (int half = 0; half < 2; ++half) {
     const float factor = scale_of(0) * rows.scale_w[half];
     auto value = [&](int i, int e) {  // as it is stored
-      float v = sum[4 * i + 2 * half + e] * (scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half]);
-      SCALE_AND_SHIFT(v, rows.scale[half], rows.bias[half])
-      return to_float(from_float<out_t>(v));
+      return to_float(from_float<out_t>(rows.finish[half].shifted(shape, sum[4 * i + 2 * half + e], scale_of(8 * i + 2 * (lane % 4) + e) * rows.scale_w[half])));
     };
     const float first = __shfl_sync(~0u, alike ? sum[2 * half] : value(0, 0), lane & ~3);
     Deviations of;
@@ -860,11 +843,10 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
     if (lane % 4 == 0 && m < (int)shape.rows_group) {
       float mean = of.mean(first, count), square = of.off_mean(count);
       if (alike) {
-        mean *= factor;
+        mean = rows.finish[half].shifted(shape, mean, factor);
         square *= factor;
         square *= factor;
-        SCALE_AND_SHIFT(mean, rows.scale[half], rows.bias[half])
-        if (HAS_SCALE) square *= rows.scale[half] * rows.scale[half];
+        square *= rows.finish[half].of.scale * rows.finish[half].of.scale;
       }
       float* const to = moments + (long long)slice * 2 * shape.rows + rows.group * (int)shape.rows_group + m;
       to[0] = mean;
@@ -876,7 +858,7 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 
 #if !HALO
 // A consumer's 64 channels of a tile, their moments too.
-DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const Shape& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
+DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
                        const float* scales, [[maybe_unused]] const long long* places, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
 #if MOMENTS
@@ -897,13 +879,13 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 }
 
 // What the stores of a tile need of a consumer's pixels, to its part of shared memory: scales, and, of pairs, places in y.
-DEVICE void look_up(const Rows& rows, const Shape& shape, int consumer, float* scales, long long* places, const float* scale_n) {
+DEVICE void look_up(const Rows& rows, const GemmPhase& shape, int consumer, float* scales, long long* places, const float* scale_n) {
   if (!SCALED && !PAIRED) return;
   named_barrier(1 + consumer, 128);  // the last tile's have been read
   for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
-    const int pixel = min(rows.pixel + i, rows.end - 1), image = pixel / (int)shape.plane;
-    if (SCALED) scales[i] = scale_n[image];
-    if (PAIRED) places[i] = image * shape.out_image + plane_offset<false>(shape, pixel - image * (int)shape.plane);
+    const Divided of_image(min(rows.pixel + i, rows.end - 1), shape.plane, shape.by_plane);
+    if (SCALED) scales[i] = scale_n[of_image.quotient];
+    if (PAIRED) places[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
   }
   named_barrier(1 + consumer, 128);
 }
@@ -913,8 +895,8 @@ DEVICE void look_up(const Rows& rows, const Shape& shape, int consumer, float* s
 
 // The descriptors of what a stage holds of w and x.
 DEVICE uint64_t w_descriptor(uint32_t place) { return FILTER_MAP == 2 ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
-DEVICE uint64_t x_descriptor(uint32_t place) {
-  return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? HALO_W * SPAN : 8 * SPAN);
+DEVICE uint64_t x_descriptor(uint32_t place, [[maybe_unused]] int halo_w = 0) {
+  return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? halo_w * SPAN : 8 * SPAN);
 }
 
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
@@ -934,7 +916,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
   bool mine = consumer == 0;
   int parity = consumer == 0;  // the first turn comes without waiting
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile), mine = !mine) {
-    const Shape& shape = shapes.of[phase_of(tile)];
+    const GemmPhase& shape = shapes.of[phase_of(tile)];
     const Tile of(shape, tile / PHASES);
     const Range range(shape, of.split);
     if (!mine) {
@@ -980,9 +962,14 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
                     [[maybe_unused]] long long* places, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
                     const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
+#if HALO
+  const int halo_w = (int)shapes.of[0].halo_w, halo_bytes = (int)shapes.of[0].halo_bytes;
+#else
+  constexpr int halo_w = 0;
+#endif
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
-  const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * HALO_W * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+  const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * halo_w * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at;  // the stage to multiply next
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
@@ -1006,25 +993,26 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   auto advance = [&] {
     at.next();
 #if HALO
-    if (tap.next(shapes.of[0])) x_at.next();
+    if (tap.next(shapes.of[0])) x_at.next(shapes.of[0]);
 #endif
   };
   // the products of the stage that comes next and one pair of limbs
   auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
     const uint64_t w = w_descriptor(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
 #if HALO
-    const uint32_t x = b0 + x_at.stage * X_BYTES + limb_b * HALO_BYTES + (tap.r * dilation_h * HALO_W + tap.s * dilation_w) * SPAN;
+    const uint32_t x = b0 + (x_at.stage * LIMBS + limb_b) * halo_bytes + (tap.r * dilation_h * halo_w + tap.s * dilation_w) * SPAN;
 #else
     const uint32_t x = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
 #endif
-    multiply(d, w, x_descriptor(x), fresh);
+    multiply(d, w, x_descriptor(x, halo_w), fresh);
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
     if (threadIdx.x % 32 != 0) return;
     barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - ago) % STAGES));
 #if HALO
-    if (tap.number == ago - 1) barrier_arrive(rings.x_empty + 8 * ((x_at.stage + X_STAGES - 1) % X_STAGES));  // it was of the last of at least 3 taps
+    if (tap.number == ago - 1)  // it was of the last of at least 3 taps
+      barrier_arrive(rings.x_empty + 8 * ((x_at.stage ? x_at.stage : (int)shapes.of[0].x_stages) - 1));
 #endif
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
@@ -1055,7 +1043,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
-    const Shape& shape = shapes.of[phase_of(tile)];
+    const GemmPhase& shape = shapes.of[phase_of(tile)];
 #if HALO
     // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
     // product before, for three, whose registers are full, after.
@@ -1169,7 +1157,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if RAW
-    implicit_gemm_sm90(const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
+    implicit_gemm_sm90(const __grid_constant__ Maps maps_x, const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
 #else
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if FILTER_MAP
@@ -1187,6 +1175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
+  constexpr int X_STAGES = HALO ? 4 : 0;  // at the most
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
   Rings rings;
   rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
@@ -1196,8 +1185,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.x_empty = rings.x_full + 8 * X_STAGES;
   rings.turn = rings.x_empty + 8 * X_STAGES;
   rings.x = rings.stages + STAGES * STAGE_BYTES;
-  rings.raw = rings.x + X_STAGES * X_BYTES;
-  uint8_t* const staging = dynamic + (rings.raw + RAW_ROOM - shared_address(dynamic));
+  rings.raw = rings.x + (HALO ? (int)(shapes.of[0].x_stages * shapes.of[0].halo_bytes) * LIMBS : 0);
+#if RAW
+  const int raw_slots = CONVERTERS * (int)shapes.of[0].raw_stages;
+  rings.raw_full = rings.raw + raw_slots * 32 * (int)shapes.of[0].raw_channel;
+  uint8_t* const staging = dynamic + (rings.raw_full + 8 * raw_slots - shared_address(dynamic));
+#else
+  uint8_t* const staging = dynamic + (rings.raw - shared_address(dynamic));
+#endif
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   [[maybe_unused]] long long* const places = (long long*)(scales + CONSUMERS * WGMMA_N);
   if (threadIdx.x == 0) {
@@ -1205,10 +1200,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       barrier_init(rings.full + 8 * i, 1);
       barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
     }
-    for (int i = 0; X_BYTES && i < X_STAGES; ++i) {
+    for (int i = 0; i < X_STAGES; ++i) {
       barrier_init(rings.x_full + 8 * i, RAW ? CONVERTERS : 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
+#if RAW
+    for (int i = 0; i < raw_slots; ++i) barrier_init(rings.raw_full + 8 * i, 1);
+#endif
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     barrier_init_done();
   }
@@ -1223,7 +1221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (warpgroup % (1 + CONSUMERS) == 0) {
     registers_down<56>();
     if (threadIdx.x / 32 > 0) {
-      convert(x, unit_scales, unit_flags, shapes.of[0], rings, dynamic, scales);
+      convert(maps_x.of, x, unit_scales, unit_flags, shapes.of[0], rings, dynamic, scales);
     } else if (threadIdx.x == 0) {
       produce(w, shapes.of[0], rings);
     }

@@ -1,4 +1,4 @@
-// limbs.cuh: float32 as fp16 limbs, and the scales and flags that go with them: how pack.cu says. SLACK is set before this is included.
+// limbs.cuh: float32 as fp16 limbs, and the scales and flags that go with them: how pack.cu says. `slack`: pack.cu.
 #pragma once
 #include "packed.cuh"
 
@@ -26,7 +26,7 @@ DEVICE uint4 piece_of(const uint32_t (&words)[4]) { return make_uint4(words[0], 
 // ---- extremes, scales, flags
 
 constexpr unsigned INFINITE = 0x7f800000;
-constexpr int LARGEST = 60, COVERED = 28 + SLACK;  // exponents
+constexpr int LARGEST = 60, COVERED = 28;  // exponents
 constexpr int GUESS = 9;  // the exponent of the scale with which numbers are split before anything is known of them
 
 __device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
@@ -54,16 +54,16 @@ struct Extremes {
   __device__ int exponent() const { return (int)(largest >> 23) - 127; }
   __device__ int least() const { return (int)((smallest + 1) >> 23) - 127; }
   __device__ bool usable() const { return largest == 0 || (largest < INFINITE && abs(exponent()) <= LARGEST); }
-  __device__ int flag() const { return !usable() ? 2 : largest && least() < exponent() - COVERED ? 1 : 0; }
+  __device__ int flag(int slack) const { return !usable() ? 2 : largest && least() < exponent() - COVERED - slack ? 1 : 0; }
   // whether something is so small that 2^guess loses too many of its bits
-  __device__ bool loses(int guess) const { return largest && least() < -14 - guess - SLACK; }
-  // whether 2^guess will do. The largest must use most of the limbs' bits: were all as small as SLACK allows, all would be rounded so.
+  __device__ bool loses(int guess, int slack) const { return largest && least() < -14 - guess - slack; }
+  // whether 2^guess will do. The largest must use most of the limbs' bits: were all as small as the slack allows, all would be rounded so.
   // Where it uses nearly all of them, another scale would lose as much: that is left to direct_gemm.cu
-  __device__ bool fits(int guess) const {
-    return largest == 0 || (exponent() < 15 - guess && exponent() >= (loses(guess) ? 10 : -2) - guess);
+  __device__ bool fits(int guess, int slack) const {
+    return largest == 0 || (exponent() < 15 - guess && exponent() >= (loses(guess, slack) ? 10 : -2) - guess);
   }
   // of an image that was split with 2^guess
-  __device__ int flag(int guess) const { return loses(guess) ? 1 : 0; }
+  __device__ int flag(int guess, int slack) const { return loses(guess, slack) ? 1 : 0; }
   // what 2^guess should be for numbers of which these are a sample: it brings their largest to [2^11, 2^12)
   __device__ int guess() const { return largest && usable() ? 11 - exponent() : GUESS; }
   __device__ float scale() const { return largest && usable() ? power_of_two(14 - exponent()) : 1; }

@@ -48,11 +48,9 @@
 #define BOX_H 6
 #define SPAN 64      // bytes over which rows of x are swizzled, or 0
 #define SHIFT 3
-#define HAS_BIAS 1
-#define HAS_SCALE 0
 #define HAS_RESIDUAL 0
-#define RELU 0
 #endif
+#include "finish.cuh"
 #include "wgmma.cuh"
 
 template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product takes at once
@@ -76,15 +74,18 @@ static_assert(COLUMNS % 32 == 0 && COLUMNS * FOURS <= 128, "registers");
 static_assert(!HALF || (!FLAT && W_STAGES > 1), "a stage of w is given back when the next one is multiplied");
 static_assert(FLAT ? CHANNELS * R <= 8 * CHUNKS : CHANNELS == LINES<HALF> * CHUNKS, "a stage");
 
-// 64 bits each so that the host can pack it without knowing types
-struct Shape {
+// What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
+struct LinesProduct {
   long long across, tiles;                    // tiles along the channels; of units
   long long steps;                            // stages of lines
-  long long images, unit_rows, unit_columns;  // images; units of one
+  long long images;
+  long long unit_rows, unit_columns, by_unit_columns;  // units of an image,
+  long long units, by_units;                  // all of them
   long long columns, padded;                  // channels of y, and of w as it was laid
   long long rows, wide;                       // P and Q
   long long image_step, plane;                // elements of y from one image, and one channel, to the next
   long long low_w, low_h;                     // x of a unit's box: unit * UNIT * STRIDE + low
+  long long has_bias, has_scale, relu;        // what finishes a sum, beside HAS_RESIDUAL
 };
 
 // Which four of a unit's is a lane's, and which line is number n of lane % 4 == c: so that 8 lanes that load 16 bytes each at once meet
@@ -94,17 +95,16 @@ DEVICE int line_of(int c, int n) { return SPAN == 64 && !FLAT ? c % 2 + n % 2 * 
 
 struct Unit {
   int image, row, column;  // pixels
-  DEVICE Unit(const Shape& shape, int number) {
-    const int columns = (int)shape.unit_columns, of_image = (int)shape.unit_rows * columns;
-    image = number / of_image;
-    number %= of_image;
-    row = number / columns * UNIT_H;
-    column = number % columns * UNIT_W;
+  DEVICE Unit(const LinesProduct& shape, int number) {
+    const Divided of_image(number, shape.units, shape.by_units), place(of_image.rest, shape.unit_columns, shape.by_unit_columns);
+    image = of_image.quotient;
+    row = place.quotient * UNIT_H;
+    column = place.rest * UNIT_W;
   }
   DEVICE int row_of(int lane) const { return row + four_of(lane) / ACROSS * FOURS; }
   DEVICE int column_of(int lane) const { return column + four_of(lane) % ACROSS * 4; }
   // whether there is the four number `four` of a lane's
-  DEVICE bool has(const Shape& shape, int lane, int four) const {
+  DEVICE bool has(const LinesProduct& shape, int lane, int four) const {
     return image < (int)shape.images && row_of(lane) + four < (int)shape.rows && column_of(lane) < (int)shape.wide;
   }
 };
@@ -112,9 +112,9 @@ struct Unit {
 // HALF: which units are to be done again.
 struct Flags {
   int* of;
-  DEVICE int& at(const Shape& shape, int tile, int unit) const { return of[(tile * (int)shape.across + blockIdx.x % (int)shape.across) * UNITS + unit]; }
+  DEVICE int& at(const LinesProduct& shape, int tile, int unit) const { return of[(tile * (int)shape.across + blockIdx.x % (int)shape.across) * UNITS + unit]; }
   // whether there is nothing to do in a tile
-  template <bool halves> DEVICE bool skip(const Shape& shape, int tile) const {
+  template <bool halves> DEVICE bool skip(const LinesProduct& shape, int tile) const {
     if (halves == HALF) return false;
     int any = 0;
     for (int unit = 0; unit < UNITS; ++unit) any |= at(shape, tile, unit);
@@ -125,7 +125,7 @@ struct Flags {
 // ---- producers
 
 template <bool halves>
-DEVICE void produce_w(const uint8_t* w, const Shape& shape, const Flags& flags, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce_w(const uint8_t* w, const LinesProduct& shape, const Flags& flags, uint32_t ring, uint32_t full, uint32_t empty) {
   const int across = (int)shape.across, column = blockIdx.x % across * COLUMNS;
   const int rows = min(COLUMNS, (int)shape.padded - column), each = (int)gridDim.x / across;
   const bool whole = COLUMNS == shape.padded;  // then the taps of a stage are neighbours
@@ -150,7 +150,7 @@ DEVICE void produce_w(const uint8_t* w, const Shape& shape, const Flags& flags, 
 }
 
 template <bool halves>
-DEVICE void produce_x(const CUtensorMap* map, const Shape& shape, const Flags& flags, int consumer, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce_x(const CUtensorMap* map, const LinesProduct& shape, const Flags& flags, int consumer, uint32_t ring, uint32_t full, uint32_t empty) {
   prefetch_map(map);
   const int across = (int)shape.across, each = (int)gridDim.x / across;
   RingPosition<STAGES> at;
@@ -290,7 +290,7 @@ struct Told {
 // what was lost of numbers below 2^-14, 2^-25 times up to 2^15 or 2^16 of the other factor, cannot be seen: `lost`, 2^4 for each in x.
 enum { CHECK = 1, WRITE = 2 };
 template <bool halves, int what>
-DEVICE bool store(const Sums& sum, const Shape& shape, const Unit& unit, [[maybe_unused]] const Told* told, [[maybe_unused]] float lost,
+DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, [[maybe_unused]] const Told* told, [[maybe_unused]] float lost,
                   const float* bias, const float* scale, const float* residual, float* y) {
   const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * COLUMNS + 2 * (lane % 4);
   const long long at = unit.image * shape.image_step + unit.row_of(lane) * (int)shape.wide + unit.column_of(lane);
@@ -298,15 +298,14 @@ DEVICE bool store(const Sums& sum, const Shape& shape, const Unit& unit, [[maybe
 #pragma unroll
   for (int four = 0; four < FOURS; ++four) real[four] = unit.has(shape, lane, four);
   constexpr int BATCH = 8;  // loads under way at once; more would spill
-  float scales[BATCH], biases[BATCH];
+  ScaleAndBias of_column[BATCH];
 #pragma unroll
   for (int i = 0; i < COLUMNS / 8; ++i) {
     if (i % (BATCH / 2) == 0 && what & WRITE)
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
-        scales[j] = HAS_SCALE ? scale[column] : 1;
-        biases[j] = HAS_BIAS ? bias[column] : 0;
+        of_column[j] = ScaleAndBias(shape, scale, bias, column);
       }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
@@ -325,8 +324,7 @@ DEVICE bool store(const Sums& sum, const Shape& shape, const Unit& unit, [[maybe
         for (int pixel = 0; pixel < 4; ++pixel) {
           v[pixel] = sum.of[2 * four + pixel / 2][4 * i + 2 * (pixel % 2) + e];
           if (what & CHECK) good &= (fabsf(v[pixel]) >= least && fabsf(v[pixel]) < INFINITY) || !there;
-          if (halves) v[pixel] *= factor;
-          if (what & WRITE) EPILOGUE(v[pixel], scales[j], biases[j], ((const float*)&added[four])[pixel])
+          if (what & WRITE) v[pixel] = Finish<halves>{of_column[j]}.whole(shape, v[pixel], factor, ((const float*)&added[four])[pixel]);
         }
         if (what & WRITE && there) store_word(y + place + four * (int)shape.wide, *(const uint4*)v);
       }
@@ -342,7 +340,7 @@ struct Rings {
 };
 
 template <bool halves>
-DEVICE void consume(const Shape& shape, const Flags& flags, Told* told, int consumer, const Rings& rings, const float* bias, const float* scale,
+DEVICE void consume(const LinesProduct& shape, const Flags& flags, Told* told, int consumer, const Rings& rings, const float* bias, const float* scale,
                     const float* residual, float* y) {
   const int across = (int)shape.across, each = (int)gridDim.x / across, warp = threadIdx.x / 32 % 4, number = consumer * 4 + warp;
   const uint8_t* const units = rings.x + warp * UNIT;
@@ -417,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                const uint8_t* __restrict__ w_tf32, const float2* __restrict__ scale_k, int* flags_of,
 #endif
                const float* __restrict__ bias, const float* __restrict__ scale, const float* residual, float* __restrict__ y,
-               const __grid_constant__ Shape shape) {
+               const __grid_constant__ LinesProduct shape) {
   extern __shared__ uint8_t dynamic[];
   constexpr int BARRIERS = 2 * (W_STAGES + CONSUMERS * STAGES);
   __shared__ alignas(8) uint64_t barriers[(1 + HALF) * BARRIERS];  // the second ones for what is done again
@@ -489,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // ---- the filter
 
-struct Filter {
+struct LayFilter {
   long long rows, padded, channels;  // channels of y, those with zeros behind, channels of x
   long long eights;                  // of lines; HALF: half as many sixteens
   long long row_step, channel_step;  // elements of w from one to the next
@@ -502,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
 #if HALF
                                                              uint4* __restrict__ halves, float2* __restrict__ scale_k,
 #endif
-                                                             const Filter filter) {
+                                                             const LayFilter filter) {
   extern __shared__ float of_row[];
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH

@@ -6,19 +6,19 @@
 // the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
-// Values 2^(28 + SLACK) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
+// Values 2^(28 + slack) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
 // direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
 // image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
 // One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // Images of 16 bits are what they are; where they have flags (FLAGGED: windows, below) these are 2 if there is Inf or NaN.
-// SLACK is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
+// slack is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
 // pack           filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
-//                shared memory, to [m / 64][tap][block of KC channels][limb][m % 64][KC], the rows of KC channels swizzled as in shared
+//                shared memory, to [m / 64][tap][block of KC channels][limb][m % 64][KC], rows of KC = 64, 32 or 16 channels, swizzled as in shared
 //                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
 //                one of zeros follows each 64 rows', to fill it up.
-//                The other blocks: PIXELS pixels x 8 * CHUNKS channels of one image each, to [limb][image][pixel][channel];
+//                The other blocks: some pixels x 8 * 2^chunk_bits channels of one image each, to [limb][image][pixel][channel];
 //                a thread reads 8 channels of some pixels, VECTOR neighbours at once, a warp 32 times as many, and turns them to whole rows
 //                of channels in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
 //                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
@@ -31,8 +31,8 @@
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
 //          (1x1 with a stride), packing does: packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation.
 //          `fold_*` taps; 1 where an axis is not folded.
-// Windows  few channels: packed channels are those of a pixel of FOLD_R rows; a tensor load takes the pixels that a row of taps meets,
-//          side by side as they lie, for one pixel with FILTER_S * WINDOW channels, and the next one's begins a stride further.
+// Windows  few channels: packed channels are those of a pixel of fold_r rows; a tensor load takes the pixels that a row of taps meets,
+//          side by side as they lie, for one pixel with filter_s * window channels, and the next one's begins a stride further.
 // Groups   every group starts at a multiple of packed_group, zeros fill it up.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/pack.cu
@@ -40,68 +40,59 @@
 #define IN 32        // elements of x and w: 32 float, 16 half, 17 bfloat16
 #define LIMBS 2      // 2; 1 keeps hi alone, or 16-bit elements as they are
 #define NHWC 0       // layout of x
-#define CHUNKS 8     // 8 channels each, of a block's tile: 1, 2, 4, 8 or 16
 #define VECTOR 4     // neighbouring pixels that are read at once, 1, 2 or 4: NCHW, not folded, of planes of a multiple of so many
-#define ITEMS 1      // 8 channels of VECTOR pixels each, of a thread
-#define SLACK 4
-#define CHANNELS 64  // of a group of x
-#define KC 64        // channels of a block of the packed filter: 64, 32 or 16
-#define TAPS 9       // of the packed filter: tap * FOLDS + folded tap counts through w
-#define FITTING 64   // channels of a row of w that shared memory takes at a time; 0: none, its elements are read where they are needed
-#define PARTS 1      // of FITTING channels, a block each, of a row of w that is too long for shared memory
-#define FILTER_LAST 0  // w's channels are neighbours, its taps lie a row of them apart
+#define EIGHTS 1     // a group of x has a multiple of 8 channels
 #define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
 #define SAMPLED 0    // a guess is made for each image
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
-#define FOLDED 0     // taps are folded: so many along t, r and s
-#define FOLD_T 1
-#define FOLD_R 1
-#define FOLD_S 1
-#define STEP_W 1     // column w of an image is written if bit (w + FIRST_W) % STEP_W of MET_W is set: no tap meets others
-#define FIRST_W 0
-#define MET_W 1
-#define TOGETHER 0   // so many of a block's 8 * CHUNKS channels are of each tap, the same ones; 0: they are neighbours in the packed image
-#define WINDOW 0     // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's
-#define SHIFT 0      // rows of FOLD_R before the filter's first one
-#define PACKED_R 1   // taps of the packed filter along r
-#define FILTER_R 1   // and of w, along r and s
-#define FILTER_S 1
+#define FOLDED 0     // taps are folded
 #endif
 #include "limbs.cuh"
 
-#define TURNED (!NHWC || (FOLDED && CHANNELS % 8))  // a tile passes through shared memory
+#define TURNED (!NHWC || (FOLDED && !EIGHTS))  // a tile passes through shared memory
 
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
 
-constexpr int THREADS = 256, PIXELS = VECTOR * ITEMS * THREADS / CHUNKS;
-constexpr int FOLDS = FOLD_T * FOLD_R * FOLD_S;
-constexpr int ALL_TAPS = WINDOW ? TAPS / PACKED_R * FILTER_R * FILTER_S : TAPS * FOLDS;  // of w
-constexpr int CHANNEL_BLOCKS = ((WINDOW ? FILTER_S * WINDOW : CHANNELS * FOLDS) + KC - 1) / KC;  // of KC channels of a packed row
-constexpr long long ROW_BLOCKS = (long long)TAPS * CHANNEL_BLOCKS + (KC < 64);  // of 64 packed rows: one of zeros where KC < 64
+constexpr int THREADS = 256, ITEMS = NHWC || FOLDED ? 2 : 4 / VECTOR;  // of a thread: 8 channels of VECTOR pixels each
+constexpr int ITEMS_BITS = ITEMS == 1 ? 8 : ITEMS == 2 ? 9 : 10;       // of a block: their number's logarithm
+constexpr int PIECES = VECTOR * ITEMS * THREADS;                       // of a block's tile: 8 channels of a pixel each
 
-// Everything that only moves addresses; 64 bits each so that the host can pack it without knowing types.
-struct Shape {
-  long long filter_rows;                             // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
-  long long images, slices;                          // slices of an image, of settle_images
-  long long groups, packed_group;                    // channels of a group, packed
-  long long d, h, w;                                 // x
-  long long x_image, x_group, x_channel, x_pixel;    // elements of x from one to the next
-  long long packed_d, packed_h, packed_w;            // pixels of a packed image
-  long long stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;  // of the folded taps
-  long long rows_group, blocks_group;                // output channels of a group, and blocks of 64 packed ones
-  long long w_group, w_m, w_c;                       // elements of w from one group, m, c to the next
+// What the kernels are told: by_n is the divisor n, prepared (division.cuh), n_bits its logarithm to base 2. 64 bits each so that the host
+// can pack it without knowing types.
+struct PackArguments {
+  long long filter_rows;                                  // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
+  long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
+  long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
+  long long slices, by_slices;                            // slices of an image, of settle_images
+  long long chunk_bits;                                   // chunks of 8 channels of a tile: 1, 2, 4, 8 or 16
+  long long together, together_bits;                      // so many of them are of each tap, the same ones; 0: they are neighbours in the packed image
+  long long groups, group_chunks, by_group_chunks;        // groups, and chunks of one, packed
+  long long channels, by_channels;                        // of a group of x
+  long long slack;
+  long long d, h, w;                                      // x
+  long long x_image, x_group, x_channel, x_pixel;         // elements of x from one to the next
+  long long packed_d, packed_h, by_packed_h, packed_w, by_packed_w;  // pixels of a packed image
+  long long step_w, by_step_w, first_w, met_w;            // column w of an image is written if bit (w + first_w) % step_w of met_w is set: no tap meets others
+  long long folds, fold_r, by_fold_r, fold_s, by_fold_s;  // folded taps, and of them along r and s
+  long long stride_d, stride_h, stride_w;                 // of the folded taps
+  long long pad_d, pad_h, pad_w, dilation_d, dilation_h, dilation_w;
+  long long rows_group, by_rows_group;                    // output channels of a group,
+  long long padded_group, by_padded_group;                // and rows of the packed filter: blocks of 64
+  long long w_group, w_m, w_c, w_tap;                     // elements of w from one group, m, c and tap to the next
+  long long taps, all_taps, by_all_taps;                  // taps of the packed filter, and of w: tap * folds + folded tap counts through them
+  long long piece_bits;                                   // of a row of a block of the packed filter, pieces of 8 channels: 8, 4 or 2
+  long long channel_blocks, row_blocks;                   // blocks of a row; of 64 rows: one of zeros more where they are short
+  long long row_pieces, by_row_pieces;                    // pieces of a row
+  long long fitting, by_fitting;                          // channels of a row of w that shared memory takes at a time; 0: none, its elements are read where they are needed
+  long long part_pieces, by_part_pieces, parts, by_parts;  // pieces that a block packs, and blocks, of a row of w that is too long for shared memory
+  long long window, by_window;                            // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's, or 0
+  long long shift;                                        // rows of fold_r before the filter's first one
+  long long packed_r, by_packed_r, filter_r, filter_s;    // taps of the packed filter along r; of w, along r and s
 };
 
-// Room in shared memory to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
-struct Turn {
-  static constexpr int PIECES = LIMBS * PIXELS * CHUNKS, ROOM = FILTER ? 0 : FITTING * ALL_TAPS + FITTING / 8;
-  uint4 pieces[PIECES * 4 > ROOM ? PIECES : (ROOM + 3) / 4];
-};
-__device__ Turn& turn_room() {
-  __shared__ Turn room;
-  return room;
-}
+// Room to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
+extern __shared__ uint4 turn_room[];
 
 // The extremes of the whole block, to every thread.
 __device__ Extremes over_block(Extremes mine) {
@@ -114,21 +105,8 @@ __device__ Extremes over_block(Extremes mine) {
   return all;
 }
 
-// where piece `piece`, of 16 bytes, of row `row` of KC channels of the packed filter lies among the row's, swizzled as in shared memory
-__device__ int swizzled_piece(int row, int piece) { return piece ^ (KC == 64 ? row % 8 : KC == 32 ? row / 2 % 4 : row / 4 % 2); }
-
-#if FOLDED
-// f of a chunk's number as a constant, for the first 8; of the others of -1
-template <int n, class F> __device__ void with_chunk(int chunk, const F& f) {
-  if constexpr (n == 8 || n * 8 >= CHANNELS * FOLDS) {
-    f(Constant<-1>());
-  } else if (chunk == n) {
-    f(Constant<n>());
-  } else {
-    with_chunk<n + 1>(chunk, f);
-  }
-}
-#endif
+// where piece `piece`, of 16 bytes, of row `row` of 8, 4 or 2 of them of the packed filter lies among the row's, swizzled as in shared memory
+__device__ int swizzled_piece(int row, int piece, int piece_bits) { return piece ^ (row >> (3 - piece_bits) & ((1 << piece_bits) - 1)); }
 
 // Elements of x, as a word, or zeros: a condition in C would be one for each element. They are not met again, unless in other taps: the
 // L2 cache had better keep what is written, which the products read next. Volatile, so that none comes before AFTER_LAST_LAUNCH.
@@ -176,7 +154,7 @@ DEVICE uint32_t pair_of(const word_t& a, const word_t& b, int i) {
 
 // 8 channels, so far apart.
 DEVICE void read_channels(word_t (&v)[8], const in_t* __restrict__ x, long long apart, bool there) {
-#if NHWC && CHANNELS % 8 == 0
+#if NHWC && EIGHTS
   uint4 raw[sizeof(in_t) / 2];  // they are neighbours
 #pragma unroll
   for (int i = 0; i < (int)sizeof(in_t) / 2; ++i) load_word(raw[i], (const uint4*)x + i, there);
@@ -189,87 +167,105 @@ DEVICE void read_channels(word_t (&v)[8], const in_t* __restrict__ x, long long 
 }
 
 // The 8 channels of `chunk` of VECTOR pixels of a packed image; zeros where there is nothing.
-__device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const Shape& shape, int pixel, int chunk, bool inner) {
-  const int g = 8 * chunk / (int)shape.packed_group, j0 = 8 * chunk % (int)shape.packed_group;  // packed_group is a multiple of 8
+__device__ void read(word_t (&v)[8], const in_t* __restrict__ x, const PackArguments& shape, int pixel, int chunk, bool inner) {
+  const Divided of_group(chunk, shape.group_chunks, shape.by_group_chunks);
+  const int j0 = 8 * of_group.rest, channels = (int)shape.channels;
   const long long from_pixel = NHWC ? shape.x_pixel : 1, from_channel = NHWC ? 1 : shape.x_channel;
-  x += g * shape.x_group;
+  x += of_group.quotient * shape.x_group;
 #if FOLDED
-  const int q = pixel % (int)shape.packed_w, p = pixel / (int)shape.packed_w % (int)shape.packed_h, o = pixel / (int)(shape.packed_w * shape.packed_h);
-  const int w0 = q * (int)shape.stride_w - (int)shape.pad_w, h0 = p * (int)shape.stride_h - (int)shape.pad_h, d0 = o * (int)shape.stride_d - (int)shape.pad_d;
-  // where in x a tap lies, from a channel's first pixel on; -1 outside
-  auto place = [&](int tap) {
-    const int at_w = w0 + tap % FOLD_S * (int)shape.dilation_w, at_h = h0 + tap / FOLD_S % FOLD_R * (int)shape.dilation_h;
-    const int at_d = d0 + tap / (FOLD_S * FOLD_R) * (int)shape.dilation_d;
-    const bool ok = inner && tap < FOLDS && (unsigned)at_w < (unsigned)shape.w && (unsigned)at_h < (unsigned)shape.h && (unsigned)at_d < (unsigned)shape.d;
+  const Divided column(pixel, shape.packed_w, shape.by_packed_w), row(column.quotient, shape.packed_h, shape.by_packed_h);
+  const int w0 = column.rest * (int)shape.stride_w - (int)shape.pad_w, h0 = row.rest * (int)shape.stride_h - (int)shape.pad_h;
+  const int d0 = row.quotient * (int)shape.stride_d - (int)shape.pad_d;
+  const Divided first(j0, channels, shape.by_channels), tap_s(first.quotient, shape.fold_s, shape.by_fold_s);
+  const Divided tap_r(tap_s.quotient, shape.fold_r, shape.by_fold_r);
+  int tap = first.quotient, c = first.rest, s = tap_s.rest, r = tap_r.rest, t = tap_r.quotient;
+  // where in x the tap lies, from a channel's first pixel on; -1 outside
+  auto place = [&] {
+    const int at_w = w0 + s * (int)shape.dilation_w, at_h = h0 + r * (int)shape.dilation_h, at_d = d0 + t * (int)shape.dilation_d;
+    const bool ok =
+        inner && tap < (int)shape.folds && (unsigned)at_w < (unsigned)shape.w && (unsigned)at_h < (unsigned)shape.h && (unsigned)at_d < (unsigned)shape.d;
     return ok ? (at_d * (int)shape.h + at_h) * (int)shape.w + at_w : -1;
   };
-#if CHANNELS % 8 == 0
-  // all of one tap
-  const int at = place(j0 / CHANNELS);
-  read_channels(v, x + max(at, 0) * from_pixel + j0 % CHANNELS * from_channel, from_channel, at >= 0);
+  int at = place();
+#if EIGHTS
+  read_channels(v, x + max(at, 0) * from_pixel + c * from_channel, from_channel, at >= 0);  // all of one tap
 #else
-  // which tap and channel is which element is known to the compiler once it knows the chunk, which is one for all lanes of a warp
-  with_chunk<0>(j0 / 8, [&](auto known) {
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      const int j = (decltype(known)::value >= 0 ? 8 * decltype(known)::value : j0) + e, at = place(j / CHANNELS);
-      load_word(v[e], x + (at * from_pixel + j % CHANNELS * from_channel), at >= 0);
+  for (int e = 0; e < 8; ++e) {
+    load_word(v[e], x + (at * from_pixel + c * from_channel), at >= 0);
+    if (e < 7 && ++c == channels) {  // mostly for all lanes of a warp, which have one chunk
+      c = 0;
+      ++tap;
+      if (++s == (int)shape.fold_s) {
+        s = 0;
+        if (++r == (int)shape.fold_r) {
+          r = 0;
+          ++t;
+        }
+      }
+      at = place();
     }
-  });
+  }
 #endif
 #else
   x += pixel * from_pixel + j0 * from_channel;
-#if CHANNELS % 8 == 0
-  read_channels(v, x, from_channel, inner && j0 < CHANNELS);
+#if EIGHTS
+  read_channels(v, x, from_channel, inner && j0 < channels);
 #else
 #pragma unroll
-  for (int e = 0; e < 8; ++e) load_word(v[e], x + e * from_channel, inner && j0 + e < CHANNELS);
+  for (int e = 0; e < 8; ++e) load_word(v[e], x + e * from_channel, inner && j0 + e < channels);
 #endif
 #endif
 }
 
 // The image, or row of the filter, that is packed as number `line`; rows of a group are filled up to blocks of 64: -1 is none. And back.
-__device__ int row_of(const Shape& shape, int line) {
+__device__ int row_of(const PackArguments& shape, int line) {
   if (!FILTER) return line;
-  const int padded = (int)shape.blocks_group * 64, m = line % padded;
-  return m < (int)shape.rows_group ? line / padded * (int)shape.rows_group + m : -1;
+  const Divided of_group(line, shape.padded_group, shape.by_padded_group);
+  return of_group.rest < (int)shape.rows_group ? of_group.quotient * (int)shape.rows_group + of_group.rest : -1;
 }
-__device__ long long line_of(const Shape& shape, long long row) {
-  return FILTER ? (int)row / (int)shape.rows_group * ((int)shape.blocks_group * 64) + (int)row % (int)shape.rows_group : row;
+__device__ int line_of(const PackArguments& shape, int row) {
+  if (!FILTER) return row;
+  const Divided of_group(row, shape.rows_group, shape.by_rows_group);
+  return of_group.quotient * (int)shape.padded_group + of_group.rest;
 }
 
 // One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read. Its scale is
 // asked for when all is on its way.
 template <class Scale>
-__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const Shape& shape, long long image, int tile, const Scale& scale_of) {
-  const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.packed_group / 8);
-  constexpr int OF_TAP = CHANNELS / 8;
-  const int tiles_c = TOGETHER ? (OF_TAP + TOGETHER - 1) / max(TOGETHER, 1) : (chunks + CHUNKS - 1) / CHUNKS;
-  const int first = tile % tiles_c * (TOGETHER ? TOGETHER : CHUNKS), pixel0 = tile / tiles_c * PIXELS;
+__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile, const Scale& scale_of) {
+  const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.group_chunks);
+  const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, together = FOLDED && EIGHTS && !NHWC ? (int)shape.together : 0;
+  const Divided along(tile, shape.tiles_c, shape.by_tiles_c);
+  const int first = together ? along.rest * together : along.rest << bits, pixel0 = along.quotient * (PIECES >> bits);
   // the packed chunk that is number `at` of the tile, `chunks` or more where there is none
   auto chunk_of = [&](int at) {
-    const int tap = at / max(TOGETHER, 1), c = first + at % max(TOGETHER, 1);
-    return !TOGETHER ? first + at : tap < FOLDS && c < OF_TAP ? tap * OF_TAP + c : chunks;
+    if (!together) return first + at;
+    const int tap = at >> (int)shape.together_bits, c = first + (at & (together - 1)), of_tap = (int)shape.channels / 8;
+    return tap < (int)shape.folds && c < of_tap ? tap * of_tap + c : chunks;
   };
 #if FILTER
   // pixels are taps and images rows, filled up to blocks of 64 with zeros; behind the taps the block of zeros
-  constexpr int PIECES = KC / 8;
-  const int from = row_of(shape, (int)image);
+  const int piece_bits = (int)shape.piece_bits, from = row_of(shape, (int)image);
   const bool real = from >= 0;
   x += max(from, 0) * shape.x_image;
-  const int row = (int)(image % 64), whole = pixels + (KC < 64);
-  packed += image / 64 * (ROW_BLOCKS * (LIMBS * 64 * PIECES)) + row * PIECES;
-  auto wanted = [&](int pixel, int chunk) { return pixel < whole && chunk < (pixel < pixels ? chunks : PIECES); };
+  const int row = (int)(image % 64), whole = pixels + (piece_bits < 3);
+  packed += (image / 64 * shape.row_blocks * (LIMBS * 64) + row) << piece_bits;
+  auto wanted = [&](int pixel, int chunk) { return pixel < whole && chunk < (pixel < pixels ? chunks : 1 << piece_bits); };
   auto store = [&](int pixel, int chunk, int limb, uint4 value) {
-    const long long block = (long long)pixel * CHANNEL_BLOCKS + chunk / PIECES;
-    packed[(block * LIMBS + limb) * (64 * PIECES) + swizzled_piece(row, chunk % PIECES)] = value;
+    const long long block = (long long)pixel * shape.channel_blocks + (chunk >> piece_bits);
+    packed[((block * LIMBS + limb) * 64 << piece_bits) + swizzled_piece(row, chunk & ((1 << piece_bits) - 1), piece_bits)] = value;
   };
 #else
   constexpr bool real = true;
   x += image * shape.x_image;
   const long long limb_size = shape.images * pixels * (long long)chunks;
   packed += image * pixels * (long long)chunks;
-  auto met = [&](int pixel) { return STEP_W == 1 || MET_W >> (pixel % (int)shape.packed_w + FIRST_W) % STEP_W & 1; };
+  auto met = [&](int pixel) {
+    if (FOLDED || shape.step_w == 1) return true;
+    const int column = Divided(pixel, shape.packed_w, shape.by_packed_w).rest + (int)shape.first_w;
+    return ((int)shape.met_w >> Divided(column, shape.step_w, shape.by_step_w).rest & 1) != 0;
+  };
   auto wanted = [&](int pixel, int chunk) { return pixel < pixels && chunk < chunks && met(pixel); };
   auto store = [&](int pixel, int chunk, int limb, uint4 value) { packed[limb * limb_size + (long long)pixel * chunks + chunk] = value; };
 #endif
@@ -277,8 +273,9 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   // neighbouring bytes; else neighbouring pixels, which are what lies side by side in x
   auto place = [&](int i, int& inside, int& at) {
     const int item = threadIdx.x + i * THREADS;
-    inside = TURNED ? item % (PIXELS / VECTOR) * VECTOR : item / CHUNKS;
-    at = TURNED ? item / (PIXELS / VECTOR) : item % CHUNKS;
+    const int across = ITEMS * THREADS >> bits;  // a power of two
+    inside = TURNED ? (item & (across - 1)) * VECTOR : item >> bits;
+    at = TURNED ? item >> (ITEMS_BITS - bits) : item & mask;
   };
   word_t v[ITEMS][8];  // all loads are under way before the first value is used
 #pragma unroll
@@ -290,8 +287,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   [[maybe_unused]] const float scale = scale_of();
   Extremes found = {0, ~0u};
 #if TURNED
-  auto& turned = *(uint4(*)[LIMBS][PIXELS * CHUNKS])turn_room().pieces;
-  auto turned_place = [](int inside, int at) { return inside * CHUNKS + (at ^ (inside / VECTOR % CHUNKS)); };
+  auto& turned = *(uint4(*)[LIMBS][PIECES])turn_room;
+  auto turned_place = [&](int inside, int at) { return (inside << bits) + (at ^ (inside / VECTOR & mask)); };
 #endif
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -325,8 +322,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #if TURNED
   __syncthreads();
 #pragma unroll
-  for (int i = threadIdx.x; i < PIXELS * CHUNKS; i += THREADS) {
-    const int inside = i / CHUNKS, at = i % CHUNKS;
+  for (int i = threadIdx.x; i < PIECES; i += THREADS) {
+    const int inside = i >> bits, at = i & mask;
     if (wanted(pixel0 + inside, chunk_of(at))) {
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk_of(at), limb, turned[limb][turned_place(inside, at)]);
@@ -336,98 +333,95 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   return found;
 }
 
-// How many of `count` loads of a block a thread has under way: up to `most`, as many in each round of them.
-__host__ __device__ constexpr int batch(int count, int most) {
-  const int each = (count + THREADS - 1) / THREADS, rounds = (each + most - 1) / most;
-  return rounds ? (each + rounds - 1) / rounds : 1;
-}
-
-// One row of a block of 64. scales[m] undoes the scale. Taps are neighbours in w, channels in the packed filter: turned in shared
-// memory, where a whole row mostly fits, so that it is read once; else a block takes as many channels as fit. All sizes are known to the
-// compiler: divisions by them took longer than the bytes.
-__device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags, const Shape& shape,
-                            int block) {
+// One row of a block of 64. scales[m] undoes the scale. Taps are mostly neighbours in w, channels in the packed filter: turned in shared
+// memory, where a whole row mostly fits, so that it is read once; else a block takes as many channels as fit.
+__device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ packed, float* __restrict__ scales, int* __restrict__ flags,
+                            const PackArguments& shape, int block) {
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
-  constexpr bool whole = FITTING == CHANNELS;
-  float* const turn = (float*)turn_room().pieces;
-  const int part = block % PARTS;
-  block /= PARTS;
-  const int padded = (int)shape.blocks_group * 64, g = block / padded, row = block % padded;
+  const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
+  const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // channels are neighbours in w
+  float* const turn = (float*)turn_room;
+  const Divided of_row(block, shape.parts, shape.by_parts), of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
+  const int part = of_row.rest, g = of_group.quotient, row = of_group.rest;
   const bool real = row < shape.rows_group;
   w += g * shape.w_group + row * shape.w_m;
   // where element `tap` of channel c lies in shared memory: a word more every 8 channels, so that 8 channels' reads meet different banks
-  auto place = [&](int c, int tap) { return c * ALL_TAPS + tap + c / 8; };
+  auto place = [&](int c, int tap) { return c * all_taps + tap + c / 8; };
   // and in memory
-  auto source = [&](int c, int tap) -> long long { return FILTER_LAST ? tap * CHANNELS + c : c * shape.w_c + tap; };
+  auto source = [&](int c, int tap) -> long long { return c * shape.w_c + tap * shape.w_tap; };
   // channels from c0 on to shared memory, and their extremes
   auto fetch = [&](int c0) {
     Extremes found = {0, ~0u};
-    const int some = real ? max(min(FITTING, CHANNELS - c0), 0) : 0, count = FILTER_LAST && some ? FITTING * ALL_TAPS : some * ALL_TAPS;
-    // element i of those, in the order of memory
-    auto channel = [&](int i) { return FILTER_LAST ? i % max(FITTING, 1) : i / ALL_TAPS; };
-    auto tap = [&](int i) { return FILTER_LAST ? i / max(FITTING, 1) : i % ALL_TAPS; };
-    auto take = [&](int i, float v) {
-      turn[FILTER_LAST ? place(channel(i), tap(i)) : i + i / ALL_TAPS / 8] = v;
+    const int some = real ? max(min(fitting, channels - c0), 0) : 0, count = (last && some ? fitting : some) * all_taps;
+    // element i of those, in the order of memory, is number `rest` of an inner axis, of taps or of channels
+    const int inner = last ? fitting : all_taps;
+    const long long by_inner = last ? shape.by_fitting : shape.by_all_taps, outer_step = last ? shape.w_tap : shape.w_c;
+    auto take = [&](int i, const Divided& at, float v) {
+      turn[last ? place(at.rest, at.quotient) : i + at.quotient / 8] = v;
       found.add(v, v);
     };
     const in_t* const from = w + source(c0, 0);
     // contiguous, and so aligned that 16 bytes are loaded at once
-    const bool row_by_row = (FILTER_LAST ? whole && CHANNELS % WIDE == 0 : shape.w_c == ALL_TAPS) && (size_t)from % 16 == 0;
+    const bool row_by_row = (last ? whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
-    constexpr int VECTORS = batch(FITTING * ALL_TAPS / WIDE, 6), SINGLE = batch(FITTING * ALL_TAPS, 12);  // loads of a thread under way
+    constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : 9;  // loads of a thread under way
     for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
       uint4 raw[VECTORS];
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u)
         if (first + u * THREADS < vectors) raw[u] = ((const uint4*)from)[first + u * THREADS];
 #pragma unroll
-      for (int u = 0; u < VECTORS; ++u)
-        if (first + u * THREADS < vectors) {
+      for (int u = 0; u < VECTORS; ++u) {
+        if (first + u * THREADS >= vectors) break;
 #pragma unroll
-          for (int e = 0; e < WIDE; ++e) take((first + u * THREADS) * WIDE + e, to_float(((const in_t*)(raw + u))[e]));
+        for (int e = 0; e < WIDE; ++e) {
+          const int i = (first + u * THREADS) * WIDE + e;
+          take(i, Divided(i, inner, by_inner), to_float(((const in_t*)(raw + u))[e]));
         }
+      }
     }
     for (int first = vectors * WIDE + threadIdx.x; first < count; first += SINGLE * THREADS) {
       in_t raw[SINGLE];
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count && channel(i) < some) raw[u] = from[source(channel(i), tap(i))];
+        const Divided at(i, inner, by_inner);
+        if (i < count && (!last || at.rest < some)) raw[u] = from[at.quotient * outer_step + at.rest];
       }
 #pragma unroll
       for (int u = 0; u < SINGLE; ++u) {
         const int i = first + u * THREADS;
-        if (i < count && channel(i) < some) take(i, to_float(raw[u]));
+        const Divided at(i, inner, by_inner);
+        if (i < count && (!last || at.rest < some)) take(i, at, to_float(raw[u]));
       }
     }
     return found;
   };
   // the extremes of elements of the row that are not kept, channel by channel
-  auto look = [&](Extremes& found, int first, int last) {
+  auto look = [&](Extremes& found, int first, int end) {
     if (IN != 32 || !real) return;
-    const bool row_by_row = (FILTER_LAST || shape.w_c == ALL_TAPS) && first % WIDE == 0 && (size_t)w % 16 == 0;
-    const int vectors = row_by_row ? last / WIDE : first / WIDE;
-#pragma unroll 8
+    const bool row_by_row = (last || shape.w_c == all_taps) && first % WIDE == 0 && (size_t)w % 16 == 0;
+    const int vectors = row_by_row ? end / WIDE : first / WIDE;
+#pragma unroll 4
     for (int i = first / WIDE + threadIdx.x; i < vectors; i += THREADS) {
       const float4 v = ((const float4*)w)[i];
       found.add(v.x, v.y);
       found.add(v.z, v.w);
     }
-#pragma unroll 8
-    for (int i = (row_by_row ? vectors * WIDE : first) + threadIdx.x; i < last; i += THREADS) {
-      const float v = to_float(w[FILTER_LAST ? i : source(i / ALL_TAPS, i % ALL_TAPS)]);
+#pragma unroll 4
+    for (int i = (row_by_row ? vectors * WIDE : first) + threadIdx.x; i < end; i += THREADS) {
+      const Divided at(i, all_taps, shape.by_all_taps);
+      const float v = to_float(w[last ? i : source(at.quotient, at.rest)]);
       found.add(v, v);
     }
   };
-  constexpr int ALL = CHANNELS * ALL_TAPS;
-  constexpr bool parts = !FOLDED && FITTING > 0 && !whole;
-  const int c0 = part * FITTING;
+  const int c0 = part * fitting;
   Extremes found = {0, ~0u};
-  if (whole || parts) found = fetch(c0);
+  if (whole || in_parts) found = fetch(c0);
   if (!whole) {
-    const bool around = parts && !FILTER_LAST;  // of what this block keeps; channels that are last are not kept side by side
-    look(found, 0, around ? min(c0 * ALL_TAPS, ALL) : ALL);
-    if (around) look(found, min((c0 + FITTING) * ALL_TAPS, ALL), ALL);
+    const bool around = in_parts && !last;  // of what this block keeps; channels that are last are not kept side by side
+    look(found, 0, around ? min(c0 * all_taps, all) : all);
+    if (around) look(found, min((c0 + fitting) * all_taps, all), all);
   }
   float scale = 1;
 #if IN == 32
@@ -436,7 +430,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     scale = found.scale();
     if (threadIdx.x == 0) {
       scales[g * shape.rows_group + row] = 1 / scale;
-      flags[g * shape.rows_group + row] = found.flag();
+      flags[g * shape.rows_group + row] = found.flag((int)shape.slack);
     }
   }
 #else
@@ -448,59 +442,81 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
 #endif
   __syncthreads();
 #endif
-  // 16 bytes, 8 channels, at a time: a piece of a row of KC channels
-  constexpr int PIECES = KC / 8, ROW_PIECES = CHANNEL_BLOCKS * PIECES;
-  const int r = row % 64;
-  packed += (block / 64) * (ROW_BLOCKS * (LIMBS * 64 * PIECES));
-  for (int i = TAPS * CHANNEL_BLOCKS * LIMBS * PIECES + threadIdx.x; i < ROW_BLOCKS * LIMBS * PIECES; i += THREADS)
-    packed[i / PIECES * (64 * PIECES) + r * PIECES + i % PIECES] = make_uint4(0, 0, 0, 0);
-  // pieces from `first` on; value(c, tap of w)
-  auto write = [&](int first, int pieces, auto value) {
-    for (int i = threadIdx.x; i < TAPS * pieces; i += THREADS) {
-      const int tap = i / pieces, piece = first + i % pieces;
-      float v[8];
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-#if WINDOW
-        const int j = piece * 8 + e, s = j / WINDOW, fold = j % WINDOW / CHANNELS, c = j % WINDOW % CHANNELS;
-        const int r = tap % PACKED_R * FOLD_R + fold - SHIFT, from = (tap / PACKED_R * FILTER_R + r) * FILTER_S + s;
-        const bool there = fold < FOLD_R && r >= 0 && r < FILTER_R && s < FILTER_S;
-#else
-        const int j = piece * 8 + e, fold = FOLDED ? j / CHANNELS : 0, c = FOLDED ? j % CHANNELS : j, from = tap * FOLDS + fold;
-        const bool there = fold < FOLDS && c < CHANNELS;
-#endif
-        v[e] = real && there ? value(c, from) : 0;
-      }
-      uint32_t limbs[LIMBS][4];
-      split<limb_t>(v, scale, limbs);
-      uint4* const to = packed + (tap * CHANNEL_BLOCKS + piece / PIECES) * (LIMBS * 64 * PIECES) + r * PIECES + swizzled_piece(r, piece % PIECES);
-#pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 * PIECES] = piece_of(limbs[limb]);
+  // 16 bytes, 8 channels, at a time: a piece of a row of a block
+  const int bits = (int)shape.piece_bits, mask = (1 << bits) - 1, blocks = (int)(shape.taps * shape.channel_blocks), r = row % 64;
+  packed += (of_row.quotient / 64 * shape.row_blocks * (LIMBS * 64) + r) << bits;
+  for (int i = (blocks * LIMBS << bits) + threadIdx.x; i < (int)shape.row_blocks * LIMBS << bits; i += THREADS)
+    packed[(i >> bits) * 64 * (mask + 1) + (i & mask)] = make_uint4(0, 0, 0, 0);
+  const int first = in_parts ? c0 / 8 : 0, pieces = (int)(in_parts ? shape.part_pieces : shape.row_pieces);
+  const long long by_pieces = in_parts ? shape.by_part_pieces : shape.by_row_pieces;
+  for (int i = threadIdx.x; i < (int)shape.taps * pieces; i += THREADS) {
+    const Divided of_tap(i, pieces, by_pieces);
+    const int tap = of_tap.quotient, piece = first + of_tap.rest;
+    if (piece >= (int)shape.row_pieces) continue;
+    // the first of its elements: channel, folded tap, and that one's number in w; from one folded tap to the next, and which of them there are
+    int c = piece * 8, fold = 0, from = tap, step = 1, least = 0, most = 1;
+#if FOLDED
+    if (shape.window) {
+      const Divided of_column(c, shape.window, shape.by_window), of_slice(tap, shape.packed_r, shape.by_packed_r);
+      const int rows = of_slice.rest * (int)shape.fold_r - (int)shape.shift;
+      step = (int)shape.filter_s;
+      from = (of_slice.quotient * (int)shape.filter_r + rows) * step + of_column.quotient;
+      least = -rows;
+      most = of_column.quotient < step ? min((int)shape.fold_r, (int)shape.filter_r - rows) : 0;
+      c = of_column.rest;
+    } else {
+      from *= (int)shape.folds;
+      most = (int)shape.folds;
     }
-  };
-  if constexpr (whole) {
-    write(0, ROW_PIECES, [&](int c, int tap) { return turn[place(c, tap)]; });
-  } else if constexpr (!parts) {
-    write(0, ROW_PIECES, [&](int c, int tap) { return to_float(w[source(c, tap)]); });
-  } else {
-    write(c0 / 8, min(FITTING / 8, ROW_PIECES - c0 / 8), [&](int c, int tap) { return turn[place(c - c0, tap)]; });
+    const Divided of_fold(c, channels, shape.by_channels);
+    fold = of_fold.quotient;
+    c = of_fold.rest;
+#endif
+    float v[8];
+#if FOLDED && !EIGHTS
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      v[e] = 0;
+      if (real && fold >= least && fold < most) {
+        const int of_w = from + fold * step;
+        v[e] = whole ? turn[place(c, of_w)] : to_float(w[source(c, of_w)]);
+      }
+      if (++c == channels) {
+        c = 0;
+        ++fold;
+      }
+    }
+#else
+    // of one tap, and c is a multiple of 8
+    const int there = real && fold >= least && fold < most ? channels - c : 0, of_w = from + fold * step;
+    const float* const kept = turn + place(c - c0, of_w);
+    const in_t* const in_memory = w + source(c, of_w);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) v[e] = e >= there ? 0 : whole || in_parts ? kept[e * all_taps] : to_float(in_memory[e * shape.w_c]);
+#endif
+    uint32_t limbs[LIMBS][4];
+    split<limb_t>(v, scale, limbs);
+    uint4* const to = packed + ((tap * (int)shape.channel_blocks + (piece >> bits)) * (LIMBS * 64) << bits) + swizzled_piece(r, piece & mask, bits);
+#pragma unroll
+    for (int limb = 0; limb < LIMBS; ++limb) to[limb * 64 << bits] = piece_of(limbs[limb]);
   }
 }
 
 #if SAMPLED
 // An element of an image for each thread, spread evenly over channels and pixels.
-__device__ float sample(const in_t* __restrict__ x, const Shape& shape, bool there) {
-  const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), c = threadIdx.x * ((unsigned)shape.groups * CHANNELS) / THREADS;
+__device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, bool there) {
+  const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), c = threadIdx.x * (unsigned)(shape.groups * shape.channels) / THREADS;
   const unsigned pixel = __umulhi(threadIdx.x * 0x9e3779b9u, plane);  // multiples of the golden ratio
   uint32_t bits;
-  load_word(bits, x + (c / CHANNELS * shape.x_group + c % CHANNELS * shape.x_channel + pixel * shape.x_pixel), there);
+  const Divided channel(c, shape.channels, shape.by_channels);
+  load_word(bits, x + (channel.quotient * shape.x_group + channel.rest * shape.x_channel + pixel * shape.x_pixel), there);
   return __uint_as_float(bits);
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4)
     pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts, int* __restrict__ guesses,
-         uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const Shape shape) {
+         uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const __grid_constant__ PackArguments shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
@@ -513,9 +529,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 
     return;
   }
   const int block = turns ? blockIdx.x / 2 : blockIdx.x - filter_rows;
-  const int rows = FILTER ? (int)(shape.images / shape.rows_group * shape.blocks_group) * 64 : (int)shape.images;
   // neighbouring rows of a filter side by side: they are neighbours in the packed one
-  const int line = FILTER ? block % rows : block / (blocks / rows), tile = FILTER ? block / rows : block % (blocks / rows);
+  const Divided of(block, FILTER ? shape.lines : shape.tiles, FILTER ? shape.by_lines : shape.by_tiles);
+  const int line = FILTER ? of.rest : of.quotient, tile = FILTER ? of.quotient : of.rest;
   const int image = row_of(shape, line);
   const bool real = image >= 0;
 #if SAMPLED
@@ -534,7 +550,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 
   });
 #if FLAGGED
   const Extremes all = over_block(found);
-  if (threadIdx.x == 0 && real) parts[image * (blocks / rows) + tile] = all;
+  if (threadIdx.x == 0 && real) parts[image * shape.tiles + tile] = all;
 #endif
 }
 
@@ -542,25 +558,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, FOLDED || PARTS > 1 ? 3 : 
 // scales[image] undoes the scale.
 extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
                                                                     const Extremes* __restrict__ parts, const int* __restrict__ guesses,
-                                                                    float* __restrict__ scales, int* __restrict__ flags, const long long tiles,
-                                                                    const Shape shape) {
+                                                                    float* __restrict__ scales, int* __restrict__ flags,
+                                                                    const __grid_constant__ PackArguments shape) {
   AFTER_LAST_LAUNCH
-  const long long image = blockIdx.x / shape.slices, slice = blockIdx.x % shape.slices;
+  const Divided of(blockIdx.x, shape.slices, shape.by_slices);
+  const long long image = of.quotient, slice = of.rest, tiles = shape.tiles;
   Extremes found = {0, ~0u};
 #pragma unroll 4
   for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
   found = over_block(found);
   const int guess = IN != 32 ? 0 : SAMPLED ? guesses[image] : GUESS;
-  const bool guessed = IN != 32 || found.fits(guess);
+  const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {
     scales[image] = 1 / scale;
-    flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess) : found.flag();
+    flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
   }
   if (guessed || !found.usable()) return;
   for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
     __syncthreads();  // the last tile has left shared memory
-    pack_tile(x, packed, shape, line_of(shape, image), (int)tile, [&] { return scale; });
+    pack_tile(x, packed, shape, line_of(shape, (int)image), (int)tile, [&] { return scale; });
   }
 }
 #endif

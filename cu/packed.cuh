@@ -1,5 +1,6 @@
 // packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, places in the result, the epilogue.
 #pragma once
+#include "division.cuh"
 #include "epilogue.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
@@ -71,9 +72,17 @@ struct Deviations {
   DEVICE float off_mean(int count) const { return fmaxf(squares - all * (all / count), 0); }  // squared, summed
 };
 
+// ---- a quotient and what remains, by a divisor and the same prepared
+
+struct Divided {
+  int quotient, rest;
+  DEVICE Divided(int n, long long d, divider_t by) : quotient(divided(n, by)), rest(n - quotient * (int)d) {}
+};
+
 // ---- where pixel number `inside` of an image of a launch lies in a plane of y; dense: there too it is number `inside`
 
 template <bool dense, class Shape> DEVICE int plane_offset(const Shape& shape, int inside) {
   if (dense) return inside;
-  return (int)(shape.out_base + inside / (int)shape.pq * shape.out_d + inside % (int)shape.pq / (int)shape.q * shape.out_h + inside % (int)shape.q * shape.out_w);
+  const Divided slice(inside, shape.pq, shape.by_pq), row(slice.rest, shape.q, shape.by_q);
+  return (int)(shape.out_base + slice.quotient * shape.out_d + row.quotient * shape.out_h + row.rest * shape.out_w);
 }

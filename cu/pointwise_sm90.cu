@@ -34,13 +34,10 @@
 #define LIMBS 2
 #define WGRAD 0
 #define NHWC 0
-#define PAIRS 1      // neighbouring columns are neighbours in y, at multiples of 2
-#define HAS_BIAS 1
-#define HAS_SCALE 0
 #define HAS_RESIDUAL 0
-#define RELU 0
 #define MOMENTS 0
 #endif
+#include "finish.cuh"
 #include "wgmma.cuh"
 
 constexpr bool TURNED = !WGRAD && !NHWC;
@@ -50,49 +47,52 @@ constexpr int LOADED_BYTES = A_BYTES + (WGRAD ? 1 : LIMBS) * B_BYTES;
 static_assert(!TURNED || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
 static_assert(COLUMNS % 32 == 0 && COLUMNS <= 128, "see wgmma_tf32");
 
-// 64 bits each so that the host can pack it without knowing types
-struct Shape {
-  long long tiles, across, down;          // all, along the columns, along the rows
-  long long steps, each;                  // stages of k, and how many of them a split takes at the most
-  long long rows, columns;                // that there are; NCHW: images instead of rows
-  long long boxes, plane, busy;           // of an image: runs of 32 pixels, and pixels; warps of a tile that have a box, NCHW
-  long long row_step, column_step, size;  // elements of y from one row, and column, to the next, and of y
+// What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
+struct PointwiseProduct {
+  long long tiles, across, by_across, down, by_down;  // all, along the columns, along the rows
+  long long steps, each;                              // stages of k, and how many of them a split takes at the most
+  long long rows, columns;                            // that there are; NCHW: images instead of rows
+  long long boxes, by_boxes, plane;                   // of an image: runs of 32 pixels, and pixels
+  long long busy;                                     // warps of a tile that have a box, NCHW
+  long long row_step, column_step, size;              // elements of y from one row, and column, to the next, and of y
+  long long pairs;                                    // neighbouring columns are neighbours in y, at multiples of 2
+  long long has_bias, has_scale, relu;                // what finishes a sum, beside HAS_RESIDUAL
 };
 
 struct Tile {
   int row, column, split, first, last;  // in tiles, but for column; stages of k
-  DEVICE Tile(const Shape& shape, int tile) {
-    column = tile % (int)shape.across * COLUMNS;
-    tile /= (int)shape.across;
-    row = tile % (int)shape.down;
-    split = tile / (int)shape.down;
+  DEVICE Tile(const PointwiseProduct& shape, int tile) {
+    const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
+    column = along.rest * COLUMNS;
+    row = part.rest;
+    split = part.quotient;
     first = min(split * (int)shape.each, (int)shape.steps);
     last = min(first + (int)shape.each, (int)shape.steps);
   }
 };
 typedef RingPosition<STAGES> Position;
 
-DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Shape& shape, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const PointwiseProduct& shape, uint32_t ring, uint32_t full, uint32_t empty) {
   prefetch_map(map_a);
   prefetch_map(map_b);
   const int busy = (int)shape.busy, boxes = (int)shape.boxes;
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
-    const int first = of.row * busy, first_image = first / boxes, first_box = first % boxes;  // NCHW
+    const Divided first(of.row * busy, boxes, shape.by_boxes);  // NCHW: image and box
     for (int step = of.first; step < of.last; ++step) {
       const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, LOADED_BYTES - (TURNED ? (WARPS - busy) * A_WARP : 0));
       if (WGRAD) {
-        const int image = step / boxes, pixel = step % boxes * 32;
-        load_box(a, map_a, arrived, pixel, of.row * ROWS, image);
-        load_box(b, map_b, arrived, pixel, of.column, image);
+        const Divided box(step, boxes, shape.by_boxes);
+        load_box(a, map_a, arrived, box.rest * 32, of.row * ROWS, box.quotient);
+        load_box(b, map_b, arrived, box.rest * 32, of.column, box.quotient);
       } else {
         if (NHWC) {
           load_box(a, map_a, arrived, step * 32, of.row * ROWS, 0);
         } else {
-          int image = first_image, box = first_box;
+          int image = first.quotient, box = first.rest;
 #pragma unroll
           for (int warp = 0; warp < WARPS; ++warp)
             if (warp < busy) {
@@ -259,15 +259,19 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
 
 // ---- and what becomes of them
 
-// What a thread has of a column, its rows in the order of v, finished but for the residual.
-DEVICE void finish(float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, float scale, float bias) {
+// What a thread has of a column, its rows in the order of v; without a residual finished but for the activation.
+DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, const Finish<false>& of) {
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      v[2 * block + half] = sum.of[block][4 * i + 2 * half + e];
-      SCALE_AND_SHIFT(v[2 * block + half], scale, bias)
+      const float found = sum.of[block][4 * i + 2 * half + e];
+      v[2 * block + half] = HAS_RESIDUAL ? found : of.shifted(shape, found, 1);
     }
+}
+// The rest.
+DEVICE float finished(const PointwiseProduct& shape, float v, const Finish<false>& of, float residual) {
+  return HAS_RESIDUAL ? of.whole(shape, v, 1, residual) : of.activated(shape, v);
 }
 
 #if MOMENTS
@@ -286,17 +290,18 @@ DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 
 }
 #endif
 
-DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const float* bias, const float* scale, const float* residual,
+DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const float* scale, const float* residual,
                   [[maybe_unused]] float* moments, float* y) {
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
   const int own = threadIdx.x / 32 - 4, warp = TURNED ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
-  const bool any = !TURNED || (own < (int)shape.busy && warp / (int)shape.boxes < (int)shape.rows);  // pixels of this warp's
+  const Divided box(warp, shape.boxes, shape.by_boxes);  // NCHW: image and box
+  const bool any = !TURNED || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // pixels of this warp's
   long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
   bool counted[2 * BLOCKS];
   if (TURNED) {
-    const int image = warp / (int)shape.boxes, pixel = warp % (int)shape.boxes * 32 + 4 * four(r);
+    const int pixel = box.rest * 32 + 4 * four(r);
     counted[0] = counted[1] = counted[2] = counted[3] = any && pixel < (int)shape.plane;
-    at[0] = image * shape.row_step + pixel;
+    at[0] = box.quotient * shape.row_step + pixel;
   } else {
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
@@ -307,25 +312,23 @@ DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const flo
   }
   y += of.split * shape.size;
 #if MOMENTS
-  const int begin = TURNED ? warp % (int)shape.boxes * 32 : warp * WARP_ROWS, end = TURNED ? (int)shape.plane : (int)shape.rows;
+  const int begin = TURNED ? box.rest * 32 : warp * WARP_ROWS, end = TURNED ? (int)shape.plane : (int)shape.rows;
   const int count = any ? min(end - begin, WARP_ROWS) : 0;
 #endif
   constexpr int BATCH = 8;  // loads under way at once; more would spill
-  float scales[BATCH], biases[BATCH];
+  Finish<false> of_column[BATCH];
 #pragma unroll
   for (int i = 0; i < COLUMNS / 8; ++i) {
     if (i % (BATCH / 2) == 0)
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
         const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
-        scales[j] = HAS_SCALE ? scale[column] : 1;
-        biases[j] = HAS_BIAS ? bias[column] : 0;
+        of_column[j].of = ScaleAndBias(shape, scale, bias, column);
       }
     float v[2][2 * BLOCKS];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const int j = (2 * i + e) % BATCH;
-      finish(v[e], sum, i, e, scales[j], biases[j]);
+      finish(shape, v[e], sum, i, e, of_column[(2 * i + e) % BATCH]);
 #if MOMENTS
       const int column = column0 + 8 * i + e;
       if (count > 0) store_moments(v[e], counted, count, column < columns, moments + (long long)warp * 2 * columns + column, columns);
@@ -341,10 +344,8 @@ DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const flo
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float(&out)[4] = v[e];
-        ADD_AND_ACTIVATE(out[0], added[e].x)
-        ADD_AND_ACTIVATE(out[1], added[e].y)
-        ADD_AND_ACTIVATE(out[2], added[e].z)
-        ADD_AND_ACTIVATE(out[3], added[e].w)
+#pragma unroll
+        for (int pixel = 0; pixel < 4; ++pixel) out[pixel] = finished(shape, out[pixel], of_column[(2 * i + e) % BATCH], ((const float*)&added[e])[pixel]);
         if (counted[0] && column0 + 8 * i + e < columns) store_word(y + at[0] + (column0 + 8 * i + e) * shape.column_step, *(const uint4*)out);
       }
     }
@@ -353,21 +354,18 @@ DEVICE void store(const Sums& sum, const Tile& of, const Shape& shape, const flo
       for (int row = 0; row < 2 * BLOCKS; ++row) {
         const bool real[2] = {counted[row] && column0 + 8 * i < columns, counted[row] && column0 + 8 * i + 1 < columns};
         const long long place = at[row] + (column0 + 8 * i) * shape.column_step;
-#if PAIRS
-        const float2 added = HAS_RESIDUAL && real[0] ? *(const float2*)(residual + place) : float2();
-        float left = v[0][row], right = v[1][row];
-        ADD_AND_ACTIVATE(left, added.x)
-        ADD_AND_ACTIVATE(right, added.y)
-        if (real[0]) store_word(y + place, make_uint2(__float_as_uint(left), __float_as_uint(right)));
-#else
+        const Finish<false>*const left = of_column + 2 * i % BATCH, *const right = left + 1;
+        if (shape.pairs) {
+          const float2 added = HAS_RESIDUAL && real[0] ? *(const float2*)(residual + place) : float2();
+          const float both[2] = {finished(shape, v[0][row], *left, added.x), finished(shape, v[1][row], *right, added.y)};
+          if (real[0]) store_word(y + place, *(const uint2*)both);
+        } else {
 #pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (real[e]) {
-            float out = v[e][row];
-            ADD_AND_ACTIVATE(out, residual[place + e * shape.column_step])
-            y[place + e * shape.column_step] = out;
+          for (int e = 0; e < 2; ++e) {
+            const long long at_e = place + e * shape.column_step;
+            if (real[e]) y[at_e] = finished(shape, v[e][row], e ? *right : *left, HAS_RESIDUAL ? residual[at_e] : 0);
           }
-#endif
+        }
       }
 #endif
   }
@@ -380,7 +378,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if MOMENTS
                    float* __restrict__ moments,
 #endif
-                   const __grid_constant__ Shape shape) {
+                   const __grid_constant__ PointwiseProduct shape) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
   uint8_t* const ring = dynamic + (-shared_address(dynamic) & 1023);  // swizzle patterns follow absolute addresses
@@ -414,16 +412,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 // ---- the filter
 
-struct Filter {
-  long long rows, channels, padded;  // channels: of the filter, and of its limbs
+struct SplitFilter {
+  long long rows, channels, padded, by_padded;  // channels: of the filter, and of its limbs
   long long row_step, channel_step;  // elements of w from one to the next
 };
 
 // thread -> one element of the limbs [limb][row][channel], of which those without a channel are zeros
-extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const Filter filter) {
+extern "C" __global__ void __launch_bounds__(256) split_filter(const float* __restrict__ w, uint32_t* __restrict__ limbs, const SplitFilter filter) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
-  const int i = blockIdx.x * 256 + threadIdx.x, row = i / (int)filter.padded, channel = i % (int)filter.padded;
+  const int i = blockIdx.x * 256 + threadIdx.x, row = divided(i, filter.by_padded), channel = i - row * (int)filter.padded;
   if (row >= (int)filter.rows) return;
   const Split split(channel < (int)filter.channels ? w[row * filter.row_step + channel * filter.channel_step] : 0);
   limbs[i] = split.high;

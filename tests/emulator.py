@@ -1,7 +1,6 @@
 """The launches of the tensor cores' engines for Hopper in numpy: memory, tensor maps and loads as an H200 treats them, sums in float64.
 
-Everything is computed from a program's steps alone: from their scalars, whose names are read off the kernels' `struct Shape`,
-their defines, buffers and tensor maps. What a kernel must not do fails here: an address outside a buffer, a load of bytes
+Everything is computed from a program's steps alone: from their arguments, defines, buffers and tensor maps. What a kernel must not do fails here: an address outside a buffer, a load of bytes
 that nobody has written, a coordinate or a stride that the hardware refuses, a result that is written twice or never.
 TMA's im2col mode walks as it was seen to walk on an H200: from a base pixel on, by strides, through a box that the corners
 describe, to the next row, plane and image; all of it zero outside the tensor, each pixel shifted by a tap's offsets.
@@ -10,15 +9,14 @@ describe, to the next row, plane and image; all of it zero outside the tensor, e
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
-from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 
 from pycuda_conv.engines import registry
-from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
+from pycuda_conv.engines.geometry import divider
+from pycuda_conv.runtime.base import Im2col
 
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
 INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
@@ -29,16 +27,12 @@ def ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-@cache
-def fields(file: str, struct: str = "Shape") -> list[str]:
-    """The scalars of `file`'s kernels, in order."""
-    (body,) = re.findall(r"struct " + struct + r" \{(.*?)\n\};", (KERNEL_DIR / f"{file}.cu").read_text(), re.S)
-    return [name.strip() for names in re.findall(r"long long ([^;]+);", body) for name in names.split(",")]
-
-
-def named(step, *first: str) -> SimpleNamespace:
-    """The step's scalars by name; `first` come before the kernel's Shape."""
-    return SimpleNamespace(**dict(zip([*first, *fields(step.file or step.kernel)], step.scalars, strict=True)))
+def named(step):
+    """The step's arguments, whose divisors are prepared."""
+    (s,) = step.structs
+    for name in s._fields:
+        assert not name.startswith("by_") or getattr(s, name) == divider(max(getattr(s, name[3:]), 1)), f"{name} is not prepared"
+    return s
 
 
 class Memory:
@@ -150,48 +144,39 @@ def swizzled(row: np.ndarray, pieces: int) -> np.ndarray:
     return {8: row % 8, 4: row // 2 % 4, 2: row // 4 % 2}[pieces]
 
 
-def packed_blocks(define) -> tuple[int, int]:
-    """Blocks of KC channels of a row of the packed filter, and of 64 rows with all taps."""
-    across = ceil(define["FILTER_S"] * define["WINDOW"] or define["CHANNELS"] * define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"], define["KC"])
-    return across, define["TAPS"] * across + (define["KC"] < 64)
-
-
 def filter_row(step, s, memory: Memory, block: int) -> None:
     """One of the rows, 64 to a block, in which the filter is packed."""
     define = step.defines
     _, source, _, _, _, packed, scales, flags = step.buffers
-    kind, channels, kc = ELEMENT[define["IN"]], define["CHANNELS"], define["KC"]
-    folds = define["FOLD_T"] * define["FOLD_R"] * define["FOLD_S"]
-    parts = filter_parts(define)
-    block, part = divmod(block, parts)
-    group, row = divmod(block, s.blocks_group * 64)
+    kind, channels, kc, folds, taps = ELEMENT[define["IN"]], s.channels, 8 << s.piece_bits, s.folds, s.taps
+    check_filter(step, s, kc)
+    block, part = divmod(block, s.parts)
+    group, row = divmod(block, s.padded_group)
     real, first = row < s.rows_group, group * s.w_group + row * s.w_m
 
     def place(c, tap):
-        return first + (tap * channels + c if define["FILTER_LAST"] else c * s.w_c + tap)
+        return first + c * s.w_c + tap * s.w_tap
 
-    taps, (channel_blocks, row_blocks) = define["TAPS"], packed_blocks(define)
     w = memory.view(source, kind)
     scale = 1.0
     if kind == "float32" and real:
-        of_w = taps // define["PACKED_R"] * define["FILTER_R"] * define["FILTER_S"] if define["WINDOW"] else taps * folds
-        c, tap = np.divmod(np.arange(channels * of_w), of_w)
-        found = Extremes.of(inside(w, place(c, tap)), define["SLACK"])
+        c, tap = np.divmod(np.arange(channels * s.all_taps), s.all_taps)
+        found = Extremes.of(inside(w, place(c, tap)), s.slack)
         scale = found.scale()
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
         store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
     elif define["FLAGGED"] and real:
         store(memory.view(scales, "float32"), group * s.rows_group + row, 1.0)
         store(memory.view(flags, "int32"), group * s.rows_group + row, 0)
-    tap, j = np.divmod(np.arange(taps * channel_blocks * kc), channel_blocks * kc)
-    if parts > 1:
-        tap, j = (v[j // define["FITTING"] == part] for v in (tap, j))
-    if define["WINDOW"]:
-        across, (fold, c) = j // define["WINDOW"], np.divmod(j % define["WINDOW"], channels)
-        t, r = np.divmod(tap, define["PACKED_R"])
-        r = r * define["FOLD_R"] + fold - define["SHIFT"]
-        ok = (fold < define["FOLD_R"]) & (r >= 0) & (r < define["FILTER_R"]) & (across < define["FILTER_S"]) & real
-        number = (t * define["FILTER_R"] + r) * define["FILTER_S"] + across
+    tap, j = np.divmod(np.arange(taps * s.channel_blocks * kc), s.channel_blocks * kc)
+    if s.parts > 1:
+        tap, j = (v[j // s.fitting == part] for v in (tap, j))
+    if s.window:
+        across, (fold, c) = j // s.window, np.divmod(j % s.window, channels)
+        t, r = np.divmod(tap, s.packed_r)
+        r = r * s.fold_r + fold - s.shift
+        ok = (fold < s.fold_r) & (r >= 0) & (r < s.filter_r) & (across < s.filter_s) & real
+        number = (t * s.filter_r + r) * s.filter_s + across
     else:
         fold, c = np.divmod(j, channels)
         ok, number = (fold < folds) & real, tap * folds + fold
@@ -199,55 +184,61 @@ def filter_row(step, s, memory: Memory, block: int) -> None:
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     piece = j % kc // 8 ^ swizzled(np.array(row % 64), kc // 8)
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-        at = ((block // 64 * row_blocks + tap * channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
+        at = ((block // 64 * s.row_blocks + tap * s.channel_blocks + j // kc) * define["LIMBS"] + i) * 64 + row % 64
         store(target, at * kc + piece * 8 + j % 8, limb)
-        for zeros in range(taps * channel_blocks, row_blocks):
-            at = ((block // 64 * row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
+        for zeros in range(taps * s.channel_blocks, s.row_blocks):
+            at = ((block // 64 * s.row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
             store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
 
 
-def filter_parts(define: dict) -> int:
-    """Blocks that pack a row of the filter: as many as shared memory takes it in parts."""
-    words = define["FITTING"] * (1 if define["FOLDED"] else define["TAPS"])
-    assert words + define["FITTING"] // 8 <= 11264
-    whole = define["FOLDED"] or define["FITTING"] in (0, define["CHANNELS"])
-    assert whole or define["FITTING"] % 8 == 0
-    assert define["PARTS"] == (1 if whole else ceil(packed_blocks(define)[0] * define["KC"], define["FITTING"]))
-    return define["PARTS"]
+def check_filter(step, s, kc: int) -> None:
+    """Sizes of the packed filter, and the blocks that pack a row of it: as many as shared memory takes it in parts."""
+    define = step.defines
+    assert s.channel_blocks == ceil(s.filter_s * s.window or s.channels * s.folds, kc) and s.row_pieces == s.channel_blocks * kc // 8
+    assert s.row_blocks == s.taps * s.channel_blocks + (kc < 64) and s.padded_group == ceil(s.rows_group, 64) * 64
+    assert s.all_taps == (s.taps // s.packed_r * s.filter_r * s.filter_s if s.window else s.taps * s.folds)
+    assert 4 * (s.fitting * s.all_taps + ceil(s.fitting, 8)) <= step.shared <= 45 * 1024 or not s.fitting
+    assert s.fitting <= s.channels and s.w_tap in (1, s.channels) and (s.w_tap == 1 or s.w_c == 1)
+    whole = define["FOLDED"] or s.fitting in (0, s.channels)
+    assert whole or (s.fitting % 8 == 0 and s.part_pieces == s.fitting // 8)
+    assert s.parts == (1 if whole else ceil(s.channel_blocks * kc, s.fitting))
 
 
 def row_of(s, line: int) -> int:
     """The row of a filter that becomes row `line` of the packed one; -1 if none does."""
-    group, m = divmod(line, 64 * s.blocks_group)
+    group, m = divmod(line, s.padded_group)
     return group * s.rows_group + m if m < s.rows_group else -1
 
 
 def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, scale: float) -> np.ndarray:
     """Pack one tile of an image; what was read."""
     define = step.defines
-    kind, channels, chunks = ELEMENT[define["IN"]], define["CHANNELS"], s.groups * s.packed_group // 8
-    pixels, together = s.packed_d * s.packed_h * s.packed_w, define["TOGETHER"]
-    across = ceil(channels // 8, together) if together else ceil(chunks, define["CHUNKS"])
-    vector = define["VECTOR"]
+    kind, channels, chunks = ELEMENT[define["IN"]], s.channels, s.groups * s.group_chunks
+    pixels, together, at_once = s.packed_d * s.packed_h * s.packed_w, s.together, 1 << s.chunk_bits
+    across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
+    vector, kc = define["VECTOR"], 8 << s.piece_bits
     assert vector == 1 or not (any(n % vector for n in (pixels, s.x_image, s.x_group, s.x_channel)) or define["FOLDED"] or define["NHWC"])
-    many = step.block * vector * define["ITEMS"] // define["CHUNKS"]
-    first, pixel0 = tile % across * (together or define["CHUNKS"]), tile // across * many
-    whole = pixels + (define["FILTER"] and define["KC"] < 64)  # behind the taps a block of zeros
+    assert define["EIGHTS"] == (channels % 8 == 0) and s.tiles_c == across
+    pieces = step.block * (2 if define["NHWC"] or define["FOLDED"] else 4)
+    assert (define["NHWC"] and (define["EIGHTS"] or not define["FOLDED"])) or 16 * define["LIMBS"] * pieces <= step.shared
+    many = pieces // at_once
+    first, pixel0 = tile % across * (together or at_once), tile // across * many
+    whole = pixels + (define["FILTER"] and kc < 64)  # behind the taps a block of zeros
     assert pixel0 < whole
     pixel = np.arange(pixel0, min(pixel0 + many, whole))[:, None]
-    to = np.arange(8 * first, 8 * min(first + define["CHUNKS"], chunks))[None]  # packed channels
+    to = np.arange(8 * first, 8 * min(first + at_once, chunks))[None]  # packed channels
     if together:
-        folds = define["FOLD_S"] * define["FOLD_R"] * define["FOLD_T"]
-        assert channels % 8 == 0 and s.groups == 1 and folds * together <= define["CHUNKS"] and chunks == folds * channels // 8
-        to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(folds)])[None]
-    group, j = np.divmod(to, s.packed_group)
+        assert channels % 8 == 0 and s.groups == 1 and s.folds * together <= at_once and chunks == s.folds * channels // 8
+        assert together == 1 << s.together_bits and define["FOLDED"] and not define["NHWC"]
+        to = np.concatenate([tap * channels + np.arange(8 * first, min(8 * (first + together), channels)) for tap in range(s.folds)])[None]
+    group, j = np.divmod(to, 8 * s.group_chunks)
     if define["FOLDED"]:
         tap, c = np.divmod(j, channels)
-        r, t = tap // define["FOLD_S"] % define["FOLD_R"], tap // (define["FOLD_S"] * define["FOLD_R"])
-        w = pixel % s.packed_w * s.stride_w - s.pad_w + tap % define["FOLD_S"] * s.dilation_w
+        r, t = tap // s.fold_s % s.fold_r, tap // (s.fold_s * s.fold_r)
+        w = pixel % s.packed_w * s.stride_w - s.pad_w + tap % s.fold_s * s.dilation_w
         h = pixel // s.packed_w % s.packed_h * s.stride_h - s.pad_h + r * s.dilation_h
         d = pixel // (s.packed_w * s.packed_h) * s.stride_d - s.pad_d + t * s.dilation_d
-        ok = (t < define["FOLD_T"]) & (w >= 0) & (w < s.w) & (h >= 0) & (h < s.h) & (d >= 0) & (d < s.d)
+        ok = (tap < s.folds) & (w >= 0) & (w < s.w) & (h >= 0) & (h < s.h) & (d >= 0) & (d < s.d)
         at = (d * s.h + h) * s.w + w
     else:
         assert (s.packed_d, s.packed_h, s.packed_w) == (s.d, s.h, s.w)
@@ -262,23 +253,22 @@ def image_tile(step, s, memory: Memory, source, packed, image: int, tile: int, s
     target = memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
     for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
         if define["FILTER"]:
-            kc, row = define["KC"], image % 64
+            row = image % 64
             wanted = (pixel < pixels) | (to < kc)
-            channel_blocks, row_blocks = packed_blocks(define)
-            line = ((image // 64 * row_blocks + pixel * channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
+            line = ((image // 64 * s.row_blocks + pixel * s.channel_blocks + to // kc) * define["LIMBS"] + i) * 64 + row
             store(target, (line * kc + (to % kc // 8 ^ swizzled(np.array(row), kc // 8)) * 8 + to % 8)[wanted], limb[wanted])
         else:
-            met = (define["MET_W"] >> (pixel.ravel() % s.packed_w + define["FIRST_W"]) % define["STEP_W"] & 1).astype(bool)
+            met = (s.met_w >> (pixel.ravel() % s.packed_w + s.first_w) % s.step_w & 1).astype(bool)
             store(target, ((i * s.images + image) * pixels + pixel[met]) * 8 * chunks + to, limb[met])
     return values
 
 
 def sampled(step, s, memory: Memory, source, image: int) -> int:
     """The exponent of the scale that is guessed for an image."""
-    define, thread = step.defines, np.arange(step.block, dtype=np.uint64)
-    c = (thread * np.uint64(s.groups * define["CHANNELS"]) // np.uint64(step.block)).astype(int)
+    thread = np.arange(step.block, dtype=np.uint64)
+    c = (thread * np.uint64(s.groups * s.channels) // np.uint64(step.block)).astype(int)
     pixel = ((thread * np.uint64(0x9E3779B9) % np.uint64(2**32)) * np.uint64(s.d * s.h * s.w) >> np.uint64(32)).astype(int)
-    place = image * s.x_image + c // define["CHANNELS"] * s.x_group + c % define["CHANNELS"] * s.x_channel + pixel * s.x_pixel
+    place = image * s.x_image + c // s.channels * s.x_group + c % s.channels * s.x_channel + pixel * s.x_pixel
     return Extremes.of(inside(memory.view(source, "float32"), place)).guess()
 
 
@@ -288,9 +278,9 @@ def pack(step, memory: Memory) -> None:
         filter_row(step, s, memory, m)
     source, _, packed, parts, guesses, *_ = step.buffers
     blocks = step.grid - s.filter_rows
-    rows = s.images // s.rows_group * 64 * s.blocks_group if step.defines["FILTER"] else s.images
-    assert blocks % rows == 0
-    tiles, wide = blocks // rows, step.defines["IN"] == 32
+    rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
+    assert blocks in (0, rows * s.tiles) and s.lines == rows
+    tiles, wide = s.tiles if blocks else 0, step.defines["IN"] == 32
     for line, tile in np.ndindex(rows, tiles):
         image = row_of(s, line) if step.defines["FILTER"] else line
         real, guess = image >= 0, GUESS
@@ -305,9 +295,9 @@ def pack(step, memory: Memory) -> None:
 
 
 def settle_images(step, memory: Memory) -> None:
-    s = named(step, "tiles")
+    s = named(step)
     source, packed, parts, guesses, scales, flags = step.buffers
-    slack = step.defines["SLACK"]
+    slack = s.slack
     assert step.grid == s.images * s.slices
     for block in range(step.grid):
         image, piece = divmod(block, s.slices)
@@ -326,7 +316,7 @@ def settle_images(step, memory: Memory) -> None:
             store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
         if not guessed and found.usable():
             for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
-                line = divmod(image, s.rows_group)[0] * 64 * s.blocks_group + image % s.rows_group if step.defines["FILTER"] else image
+                line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
                 image_tile(step, s, memory, source, packed, line, tile, scale)
 
 
@@ -399,7 +389,7 @@ def check_pairs(step, shapes) -> None:
 
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
-    define, (x_map, *y_map) = step.defines, step.maps if not step.defines["RAW"] else (None,)
+    define, (x_map, *y_map) = step.defines, step.maps
     if define["FILTER_MAP"]:
         w_map, *y_map = y_map
         kc = define["KC"]
@@ -413,24 +403,24 @@ def check_product(step, s, memory: Memory) -> None:
         assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
     elif define["HALO"]:
         if define["RAW"]:
-            assert not step.maps and rows == 64 and s.channel_blocks == 1 and define["X_CHANNELS"] <= 64 and define["WGMMA_N"] <= 112
-            assert define["HALO_W"] <= 32 and define["X_W"] % 4 == 0 and (s.low_w - define["RAW_SHIFT"]) % 4 == 0 <= define["RAW_SHIFT"] < 4
-            assert define["RAW_STAGES"] >= 2
+            assert rows == 64 and s.channel_blocks == 1 and s.x_channels <= 64 and define["WGMMA_N"] <= 112 and s.x_stages == 2
+            assert s.raw_rows == 32 // s.halo_w and s.raw_run == s.raw_rows * s.halo_w and s.raw_channel == s.raw_rows * s.raw_pitch
+            assert (s.low_w - s.raw_shift) % 4 == 0 <= s.raw_shift < 4 and s.raw_pitch == ceil(s.raw_shift + s.halo_w, 4) * 4
+            assert s.raw_stages >= 2 and s.raw_rounds == ceil(8 * ceil(s.halo_h, s.raw_rows), 7)
+            assert x_map.box == (s.raw_pitch, s.raw_rows, 8, 1) and x_map.span == 0 and x_map.buffer == INPUT
+            assert x_map.sizes == (s.x_w, s.x_h, s.x_channels, s.groups * s.pixels // s.plane)
         else:
-            assert x_map.box == (64, define["HALO_W"], define["HALO_H"], 1) and x_map.span == 128
+            assert x_map.box == (64, s.halo_w, s.halo_h, 1) and x_map.span == 128
         assert define["KC"] == 64 and s.splits == 1
         assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
-        assert define["HALO_W"] == 8 + (s.tap_s - 1) * s.dilation_w and define["HALO_H"] == pixels // 8 + (s.tap_r - 1) * s.dilation_h
+        assert s.halo_w == 8 + (s.tap_s - 1) * s.dilation_w and s.halo_h == pixels // 8 + (s.tap_r - 1) * s.dilation_h
         assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
-        assert s.patches * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.patches
+        assert s.image_tiles * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.image_tiles and s.across == s.q // 8
         assert s.q % 8 == 0 and s.plane // s.q % (pixels // 8) == 0
-        if define["RAW"]:
-            assert (define["PATCHES_DOWN"] * define["PATCHES_ACROSS"], 8 * define["PATCHES_ACROSS"]) == (s.patches, s.q)
-            assert define["TILES_M"] == s.tiles_m and s.tiles == define["GROUPS"] * s.tiles_pixels * s.tiles_m
         assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
-        assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == define["RANK"] + 2
-    assert define["RAW"] or x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
+        assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == s.rank + 2
+    assert x_map.dtype == "float32" if define["RAW"] else x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["HALO"] else 192 if define["PINGPONG"] else 256)
@@ -438,14 +428,15 @@ def check_product(step, s, memory: Memory) -> None:
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["PAIRED"] else 4 * 4 * 32 * 20
     of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
     if define["HALO"]:
-        of_x, staging = limbs_of(step) * ceil(define["HALO_W"] * define["HALO_H"] * 128, 1024) * 1024, 0
+        assert s.halo_bytes == ceil(s.halo_w * s.halo_h * 128, 1024) * 1024
+        of_x, staging = limbs_of(step) * s.halo_bytes, 0
         if define["RAW"]:
-            of_raw = define["RAW_STAGES"] * 7 * 8 * (32 // define["HALO_W"]) * ceil(define["RAW_SHIFT"] + define["HALO_W"], 4) * 16
-        assert define["X_STAGES"] >= 2 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
-    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + define["X_STAGES"] * of_x + of_raw
+            of_raw = s.raw_stages * 7 * (32 * s.raw_channel + 8)
+        assert 2 <= s.x_stages <= 4 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
+    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + s.x_stages * of_x + of_raw
     of_pixel = 12 if define["PAIRED"] else 4
     assert ring + 2 * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + define["X_STAGES"] + 1) + 256 * define["RAW"] <= MOST_SHARED
+    assert step.shared + 16 * (define["STAGES"] + (4 if define["HALO"] else 0) + 1) + 256 * define["RAW"] <= MOST_SHARED
     assert step.block == 384 + 128 * define["RAW"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
@@ -478,14 +469,14 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 def product(step, memory: Memory, finite: bool) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     phases = step.defines["PHASES"]
-    size = len(step.scalars) // phases
-    whole = [replace(step, scalars=step.scalars[i * size : (i + 1) * size], maps=(*step.maps[i : i + 1], *step.maps[phases:])) for i in range(phases)]
+    assert phases == len(step.structs) and phases in (1, 2, 4)
+    whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[phases:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["PAIRED"] else phases
     assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
     if step.defines["PAIRED"]:
         check_pairs(step, [named(one) for one in whole])
-    assert 128 * len(step.maps) + 8 * (len(step.scalars) + len(step.buffers)) < 4096 - 128
+    assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
 
@@ -499,10 +490,11 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
     if define["HALO"]:
         patches(step, s, memory, finite)
         return
-    x_map, rank, pixels, kc = step.maps[0], define["RANK"], define["PIXELS"], define["KC"]
+    x_map, rank, pixels, kc = step.maps[0], s.rank, define["PIXELS"], define["KC"]
     sub_tiles = 64 // kc
     stages = ceil(s.blocks, sub_tiles)
-    each = ceil(stages, s.splits)
+    each = s.split_stages
+    assert each == ceil(stages, s.splits)
     for m, pixel, group, part in tiles_of(step, s):
         image, inner = divmod(pixel * pixels, s.load_plane)
         start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
@@ -534,7 +526,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
     """1x1 filters on 16-bit images as they lie."""
     define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
     across = ceil(s.plane, pixels)
-    assert s.tiles_pixels == across * (s.pixels // s.plane)
+    assert s.tiles_pixels == across * (s.pixels // s.plane) and s.image_tiles == across
     for m, tile, group, part in tiles_of(step, s):
         image, first = tile // across, tile % across * pixels
         total = np.zeros((define["ROWS"], pixels))
@@ -552,10 +544,10 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
 def patches(step, s, memory: Memory, finite: bool) -> None:
     """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
     define = step.defines
-    high, across = define["PIXELS"] // 8, s.q // 8
+    high, across = define["PIXELS"] // 8, s.across
     inner = replace(step, buffers=(step.buffers[3], step.buffers[1], *step.buffers[4:])) if define["RAW"] else step
     for m, tile, group, part in tiles_of(step, s):
-        image, place = divmod(tile, s.patches)
+        image, place = divmod(tile, s.image_tiles)
         row, column = place // across * high, place % across * 8
         total = np.zeros((define["ROWS"], define["PIXELS"]))
         for c in range(s.channel_blocks):
@@ -581,14 +573,15 @@ def patches(step, s, memory: Memory, finite: bool) -> None:
 
 def split_patch(step, s, memory: Memory, image: int, group: int, row: int, column: int, unit: int) -> list[np.ndarray]:
     """The limbs [row][column][channel] of what the taps of a patch meet; its scale and flag are written."""
-    define, (source, scales, flags, *_) = step.defines, step.buffers
-    x, channels, high, wide = memory.view(source, "float32"), define["X_CHANNELS"], define["X_H"], define["X_W"]
-    c, h, w = np.arange(64), row + s.low_h + np.arange(define["HALO_H"])[:, None, None], column + s.low_w + np.arange(define["HALO_W"])[:, None]
-    ok = (h >= 0) & (h < high) & (w >= 0) & (w < wide) & (c < channels)
-    place = (((image * define["GROUPS"] + group) * channels + c) * high + h) * wide + w
-    values = np.where(ok, inside(x, np.where(ok, place, 0)), np.float32(0))
+    source, scales, flags, *_ = step.buffers
+    described, eights = step.maps[0], []
+    for c in range(0, 64, 8):
+        runs = [boxed(described, memory, (column + s.low_w - s.raw_shift, row + s.low_h + i * s.raw_rows, c, image * s.groups + group))[0] for i in range(ceil(s.halo_h, s.raw_rows))]
+        eights.append(np.concatenate(runs, 1)[:, : s.halo_h, s.raw_shift : s.raw_shift + s.halo_w])  # [channel][row][column]
+    values = np.concatenate(eights).transpose(1, 2, 0).astype("float32")
+    assert described.buffer == source
     # seven warps look at 8 channels each of the first rows
-    guess, found = Extremes.of(values[: 32 // define["HALO_W"], :, :56]).guess(), Extremes.of(values, define["SLACK"])
+    guess, found = Extremes.of(values[: s.raw_rows, :, :56]).guess(), Extremes.of(values, s.slack)
     guessed = found.fits(guess)
     scale = 2.0**guess if guessed or not found.usable() else found.scale()
     store(memory.view(scales, "float32"), unit, 1 / scale)
@@ -599,6 +592,7 @@ def split_patch(step, s, memory: Memory, image: int, group: int, row: int, colum
 def box_places(described, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Where the elements of the box at `start`, innermost first, lie, outermost axis first; and which of them are in the tensor."""
     size = np.dtype(described.dtype).itemsize
+    assert start[0] * size % 16 == 0, "an H200 stops with an illegal instruction at a load that does not begin at a multiple of 16 bytes"
     at, ok = np.zeros(described.box[::-1], int), np.ones(described.box[::-1], bool)
     for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
         here = (first + np.arange(described.box[axis])).reshape(-1, *(1,) * axis)
@@ -667,7 +661,7 @@ def write_tile(
     at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else image * s.out_image + k * s.out_row + offset
     places = np.zeros(total.shape, int)
     places[np.ix_(np.arange(m.size), counted)] = at
-    v = finished(define, memory, kind, total, scale, bias, residual, channel, places).astype(kind)
+    v = finished(finishing(step), memory, kind, total, scale, bias, residual, channel, places).astype(kind)
     if define["MOMENTS"] and pixel.size:
         for i, first in enumerate(range(0, pixel.size, define["WGMMA_N"])):  # what one consumer has
             note_moments(memory.view(noted[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
@@ -689,6 +683,12 @@ def note_moments(noted: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray,
     v = v.astype(float)
     store(noted, 2 * number * channels + k, v.mean(1))
     store(noted, (2 * number + 1) * channels + k, ((v - v.mean(1)[:, None]) ** 2).sum(1))
+
+
+def finishing(step) -> dict:
+    """What finishes the sums of a step, some of it by its arguments."""
+    (s,) = step.structs
+    return step.defines | {"HAS_BIAS": s.has_bias, "HAS_SCALE": s.has_scale, "RELU": s.relu}
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -746,7 +746,7 @@ def tf32_limbs(values: np.ndarray, count: int, truncates: bool) -> list[np.ndarr
 
 
 def split_filter(step, memory: Memory) -> None:
-    rows, channels, padded, row_step, channel_step = step.scalars
+    rows, channels, padded, _, row_step, channel_step = named(step)
     w, limbs = step.buffers
     assert step.grid == ceil(rows * padded, step.block) and padded % 4 == 0 and padded >= channels
     row, c = np.arange(rows)[:, None], np.arange(padded)
@@ -813,9 +813,9 @@ def write_rows(step, s, memory: Memory, total: np.ndarray, warp: int, column: np
         assert not any(n % 4 for n in (s.plane, s.row_step, s.column_step)), "four pixels are written at once"
     total, at, column = total[counted][:, column < s.columns], at[counted], column[column < s.columns]
     at = at[:, None] + column * s.column_step
-    if define["PAIRS"] and (define["WGRAD"] or define["NHWC"]):
+    if s.pairs and (define["WGRAD"] or define["NHWC"]):
         assert s.column_step == 1 and s.columns % 2 == 0 and s.row_step % 2 == 0 and s.size % 2 == 0
-    v = finished(define, memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
+    v = finished(finishing(step), memory, "float32", total, scale, bias, residual, np.broadcast_to(column, at.shape), at).astype(np.float32)
     if define["MOMENTS"] and v.size:
         note_moments(memory.view(noted[0], "float32"), s.columns, v.T, column, warp)
     at = at + part * s.size
@@ -838,7 +838,7 @@ def line_of(d, half: int) -> np.ndarray:
 
 def lay_filter(step, memory: Memory) -> None:
     d = SimpleNamespace(**step.defines)
-    s = SimpleNamespace(**dict(zip(fields(step.file, "Filter"), step.scalars, strict=True)))
+    s = named(step)
     rows, padded, channels, eights, row_step, channel_step, turned = s.rows, s.padded, s.channels, s.eights, s.row_step, s.channel_step, s.turned
     taps = (1 if d.FLAT else d.R) * d.S
     assert step.grid == padded and padded % 32 == 0 and padded >= rows and 4 * channels * d.R * d.S <= step.shared <= 40 * 1024
@@ -881,6 +881,7 @@ def lines_product(step, memory: Memory, finite: bool) -> None:
     assert units * d.STAGES * unit_bytes + d.W_STAGES * w_stage + 1023 <= step.shared
     assert step.shared + (1 + d.HALF) * 16 * (d.W_STAGES + d.CONSUMERS * d.STAGES) + 8 * d.COLUMNS * d.HALF + 4 <= MOST_SHARED
     assert d.KEPT == (d.W_STAGES == s.steps) and d.STAGES > 1 and s.across == ceil(s.columns, d.COLUMNS) and step.grid % s.across == 0
+    assert s.units == s.unit_rows * s.unit_columns
     assert d.UNIT_W * d.UNIT_H == 4 * fours and s.low_w % 4 == 0 and d.BOX_W % 4 == 0 and not any(n % 4 for n in (s.wide, s.plane, s.image_step))
     row, column = np.divmod(np.arange(4 * fours), d.UNIT_W)
 
@@ -920,7 +921,7 @@ def lines_product(step, memory: Memory, finite: bool) -> None:
         pixel = (rest // s.unit_columns * d.UNIT_H + row) * s.wide + rest % s.unit_columns * d.UNIT_W + column
         mine = k < s.columns
         at = (image * s.image_step + pixel)[there][:, None] + k[mine] * s.plane
-        v = finished(step.defines, memory, "float32", total[there][:, mine], scale, bias, residual, np.broadcast_to(k[mine], at.shape), at)
+        v = finished(finishing(step), memory, "float32", total[there][:, mine], scale, bias, residual, np.broadcast_to(k[mine], at.shape), at)
         store(memory.view(y, "float32"), at, v)
         memory.count(y, at)
 

@@ -6,8 +6,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Any, TypeVar
 
 from pycuda_conv.problem import ConvProblem
+
+_Arguments = TypeVar("_Arguments", bound=tuple[int, ...])
 
 
 def ceil(a: int, b: int) -> int:
@@ -44,6 +47,13 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
     """Elements of an array of that size, in C order, from one index to the next of each axis."""
     _, h, w = size
     return h * w, w, 1
+
+
+def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
+    """The struct of these numbers, a NamedTuple; its fields that are called ``by_<name>`` are their :func:`divider`."""
+    fields: Any = struct
+    prepared = {name: divider(max(numbers[name[3:]], 1)) for name in fields._fields if name.startswith("by_")}
+    return struct(**numbers, **prepared)
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:

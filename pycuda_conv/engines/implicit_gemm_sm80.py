@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.packing import (
     Operands,
     PackedLayout,
@@ -28,7 +28,7 @@ from pycuda_conv.engines.packing import (
     written_places,
 )
 from pycuda_conv.engines.packing import why_not as why_not_packed
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
@@ -158,6 +158,67 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
     return replace(made, filter_last=assemble(problem, config.SPLIT, multiprocessors, products, filter_last=True).whole)
 
 
+class GemmPhase(NamedTuple):
+    """What the kernel is told of a phase, which its text explains."""
+
+    tiles_m: int
+    by_tiles_m: int
+    splits: int
+    by_splits: int
+    split_stages: int
+    tiles_pixels: int
+    by_tiles_pixels: int
+    chunks: int
+    chunks_group: int
+    by_chunks_group: int
+    chunks_pixel: int
+    rows_group: int
+    rows: int
+    blocks_group: int
+    channel_blocks: int
+    w_block: int
+    pieces: int
+    x_limb: int
+    tap_r: int
+    by_tap_r: int
+    tap_s: int
+    by_tap_s: int
+    tap_base: int
+    tap_step_t: int
+    tap_step_r: int
+    tap_step_s: int
+    size_d: int
+    size_h: int
+    size_w: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    pixels: int
+    plane: int
+    by_plane: int
+    pq: int
+    by_pq: int
+    q: int
+    by_q: int
+    out_size: int
+    out_base: int
+    out_d: int
+    out_h: int
+    out_w: int
+    out_image: int
+    out_row: int
+    out_part: int
+    has_bias: int
+    has_scale: int
+    relu: int
+
+
 def _product(
     problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...]
 ) -> KernelLaunch:
@@ -166,17 +227,19 @@ def _product(
     blocks, _, channel_blocks = filter_sizes(problem, packed)
     plane, row = math.prod(phase.size), phase.size[2]
     tiles_m, tiles_pixels = _tiles(problem, config, walk)
-    shape = (
-        tiles_m, config.SPLIT, tiles_pixels, math.prod(walk.taps) * chunks, chunks, problem.groups * chunks, rows // problem.groups, rows,
-        blocks, channel_blocks, _w_chunks(problem, packed), _x_chunks(problem, packed), max(walk.taps[1], 1), max(walk.taps[2], 1),
-        *tap_numbers(packed, walk), *packed.size, *walk.stride, *walk.low, *walk.dilation, problem.N * plane, plane,
-        phase.size[1] * row, row, *written_places(problem, phase),
+    told = arguments(
+        GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
+        tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
+        rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
+        w_block=_w_chunks(problem, packed), pieces=packed.load // 8, x_limb=_x_chunks(problem, packed), **tap_numbers(packed, walk),
+        **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
+        **by_axis("dilation_", walk.dilation),
+        pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
+        out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
     )
-    defines = arithmetic(problem, phase, config.SPLIT > 1) | {
-        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
-    }
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {"ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES}
     grid = _blocks(problem, config, walk)
-    return KernelLaunch("implicit_gemm_sm80", defines, grid, THREADS, buffers, shape, shared=shared_bytes(problem, config))
+    return KernelLaunch("implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared_bytes(problem, config), arguments=told)
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:

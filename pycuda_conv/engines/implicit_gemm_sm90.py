@@ -10,11 +10,11 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain, groupby, islice
-from typing import Any, ClassVar, Literal, get_args
+from itertools import groupby, islice, product
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import Phase, ceil
+from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.packing import (
     Operands,
@@ -33,7 +33,7 @@ from pycuda_conv.engines.packing import (
     written_places,
 )
 from pycuda_conv.engines.range_guard import slack
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
@@ -45,7 +45,9 @@ __all__ = [
     "CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
 ]  # fmt: skip
 
-MOST_PHASES = 4  # in a launch: as many tensor maps and scalars as its parameters hold
+#: Pixels of the tiles that are chosen from: a kernel for each. By the model the best of these take 0.3% longer than the best of all.
+PIXELS = (64, 96, 112, 128, 136, 144, 160, 192, 224, 256)
+PHASES = (4, 2, 1)  # in a launch: no more tensor maps and arguments than its parameters hold
 
 
 #: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; the 16-bit planes of a 1x1
@@ -240,15 +242,20 @@ def _raw_shift(problem: ConvProblem) -> int:
     return walk.low[2] % 4
 
 
+def _raw_pitch(problem: ConvProblem, config: ImplicitGemm) -> int:
+    """Floats that are loaded of a row: loads begin and end at multiples of 16 bytes."""
+    return ceil(_raw_shift(problem) + halo(problem, config)[0], 4) * 4
+
+
 def _raw_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
-    """Bytes of what the converters load at once: some rows of 8 channels each."""
+    """Bytes of what the converters load at once, some rows of 8 channels each, and of its barriers."""
     wide, _ = halo(problem, config)
-    return CONVERTERS * 32 * (32 // wide) * ceil(_raw_shift(problem) + wide, 4) * 4
+    return CONVERTERS * (32 * (32 // wide) * _raw_pitch(problem, config) + 8)
 
 
 def _raw_stages(problem: ConvProblem, config: ImplicitGemm) -> int:
     """How many of that fit beside the rings."""
-    return min(6, (SHARED_BYTES - _bytes_beside_raw(problem, config)) // _raw_bytes(problem, config))
+    return min(6, (SHARED_BYTES - 256 - _bytes_beside_raw(problem, config)) // _raw_bytes(problem, config))
 
 
 def stage_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
@@ -358,8 +365,10 @@ def _launches(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> Iterato
 
     for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
         group = list(found)
-        count = ceil(len(group), MOST_PHASES)
-        yield from (group[i * len(group) // count : (i + 1) * len(group) // count] for i in range(count))
+        while group:
+            count = next(count for count in PHASES if count <= len(group))
+            yield group[:count]
+            group = group[count:]
 
 
 def _columns_side_by_side(walks: Sequence[PhaseAddressing]) -> Sequence[PhaseAddressing]:
@@ -405,6 +414,15 @@ def _halo_map(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, 
     return TensorMap(*place, sizes, strides, (64, *halo(problem, config), 1), 128, _operand(problem))
 
 
+def _raw_map(problem: ConvProblem, config: ImplicitGemm) -> TensorMap:
+    """Images as they lie, of which a converter loads 8 channels of some rows at once."""
+    (_, high, wide), groups = problem.operand_size, problem.groups
+    channels, (halo_w, _) = problem.operand_channels // groups, halo(problem, config)
+    strides = (4 * wide, 4 * wide * high, 4 * wide * high * channels)
+    box = (_raw_pitch(problem, config), 32 // halo_w, 8, 1)
+    return TensorMap(INPUT, 0, (wide, high, channels, problem.N * groups), strides, box, 0, "float32")
+
+
 def _operand(problem: ConvProblem) -> str:
     """The dtype of the limbs."""
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
@@ -448,18 +466,16 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases."""
     defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
-        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load, "RANK": walks[0].rank,
+        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
         "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.takes_turns),
-        "PHASES": len(walks), "X_STAGES": _x_stages(problem, config), "MOMENTS": int(moments is not None),
-        "PAIRED": int(paired(problem)), "HALO": _consumer_pixels(config) // 8 if config.halo else 0,
-        **dict(zip(("HALO_W", "HALO_H"), halo(problem, config) if config.halo else (0, 0), strict=True)),
-        **_raw(problem, config),
+        "PHASES": len(walks), "MOMENTS": int(moments is not None), "PAIRED": int(paired(problem)),
+        "HALO": _consumer_pixels(config) // 8 if config.halo else 0, "RAW": int(config.splits_images),
     }
     if config.reads_planes:
         maps = [_plane_map(problem)]
     elif config.splits_images:
-        maps = []
+        maps = [_raw_map(problem, config)]
     elif config.halo:
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
@@ -468,10 +484,10 @@ def _product(
         maps.append(map_w)
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
-    shapes = [_shape(problem, config, packed, walk) for walk in walks]
+    phases = tuple(_arguments(problem, config, packed, walk) for walk in walks)
     return KernelLaunch(
-        "implicit_gemm_sm90", defines, _grid(problem, walks, shapes[0][0], multiprocessors), THREADS + 128 * config.splits_images, buffers,
-        tuple(chain.from_iterable(shapes)), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
+        buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a", arguments=phases,
     )
 
 
@@ -487,36 +503,128 @@ def _at_once(problem: ConvProblem) -> int:
     return 2 if paired(problem) else 1
 
 
-def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
-    """The defines of images that are split by the product, all zero if they are not."""
-    names = (
-        "RAW", "PATCHES_DOWN", "PATCHES_ACROSS", "TILES_M", "GROUPS", "X_CHANNELS", "X_H", "X_W", "RAW_STAGES", "RAW_SHIFT", "SLACK",
-    )  # fmt: skip
-    if not config.splits_images:
-        return dict.fromkeys(names, 0)
-    groups, (_, high, wide), (_, down, across) = problem.groups, problem.operand_size, problem.result_size
-    values = (
-        1, down // (config.BLOCK_N // 8), across // 8, ceil(problem.result_channels // groups, config.BLOCK_M), groups,
-        problem.operand_channels // groups, high, wide, _raw_stages(problem, config), _raw_shift(problem), slack(problem),
-    )  # fmt: skip
-    return dict(zip(names, values, strict=True))
+class GemmPhase(NamedTuple):
+    """What the kernel is told of a phase, which its text explains."""
+
+    tiles: int
+    tiles_m: int
+    by_tiles_m: int
+    splits: int
+    by_splits: int
+    split_stages: int
+    tiles_pixels: int
+    by_tiles_pixels: int
+    image_tiles: int
+    by_image_tiles: int
+    across: int
+    by_across: int
+    blocks: int
+    channel_blocks: int
+    by_channel_blocks: int
+    rows_group: int
+    rows: int
+    blocks_group: int
+    row_blocks: int
+    channels_group: int
+    channels: int
+    tap_r: int
+    by_tap_r: int
+    tap_s: int
+    by_tap_s: int
+    tap_base: int
+    tap_step_t: int
+    tap_step_r: int
+    tap_step_s: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    pixels: int
+    limb_images: int
+    rank: int
+    load_plane: int
+    by_load_plane: int
+    load_pq: int
+    by_load_pq: int
+    load_q: int
+    by_load_q: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    plane: int
+    by_plane: int
+    pq: int
+    by_pq: int
+    q: int
+    by_q: int
+    out_size: int
+    out_base: int
+    out_d: int
+    out_h: int
+    out_w: int
+    out_image: int
+    out_row: int
+    out_part: int
+    has_bias: int
+    has_scale: int
+    relu: int
+    halo_w: int
+    by_halo_w: int
+    halo_h: int
+    x_stages: int
+    halo_bytes: int
+    groups: int
+    x_channels: int
+    x_h: int
+    x_w: int
+    slack: int
+    raw_stages: int
+    raw_rounds: int
+    raw_rows: int
+    raw_run: int
+    raw_shift: int
+    raw_pitch: int
+    raw_channel: int
 
 
-def _shape(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing) -> tuple[int, ...]:
-    """The kernel's scalars of a phase."""
+def _arguments(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing) -> GemmPhase:
+    """The kernel's arguments of a phase."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
-    tiles = _tiles(problem, config, phase)
-    blocks, _, channel_blocks = filter_sizes(problem, packed)
+    tiles_m, tiles_pixels = _tiles(problem, config, phase)
+    blocks_group, _, channel_blocks = filter_sizes(problem, packed)
     plane, size = math.prod(phase.size), phase.size
+    blocks = channel_blocks * math.prod(walk.taps)
+    pixels = problem.N * plane
     # as the loads count pixels: all images are one row of them where no tap looks elsewhere
-    flat = problem.N * plane
-    load = (1, flat, flat, flat, 1, 1, 1, 0, 0, 0) if walk.flat else (problem.N, plane, size[1] * size[2], size[2], *walk.stride, *walk.low)
-    return (
-        math.prod(tiles) * config.SPLIT * groups, tiles[0], config.SPLIT, tiles[1], channel_blocks * math.prod(walk.taps), channel_blocks,
-        rows // groups, rows, blocks, row_blocks(problem, packed), packed.group, groups * packed.group, max(walk.taps[1], 1),
-        max(walk.taps[2], 1), *tap_numbers(packed, walk), *walk.dilation, flat, *load, plane, size[1] * size[2], size[2],
-        *written_places(problem, phase), math.prod(problem.result_shape), tiles[1] // problem.N,
-    )
+    stride, low = (((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low))
+    wide, high = halo(problem, config) if config.halo else (0, 0)
+    _, x_h, x_w = problem.operand_size
+    return arguments(
+        GemmPhase, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
+        split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, image_tiles=tiles_pixels // problem.N,
+        across=size[2] // 8, blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
+        row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group, **tap_numbers(packed, walk),
+        **by_axis("dilation_", walk.dilation), pixels=pixels, limb_images=1 if walk.flat else problem.N, rank=walk.rank,
+        load_plane=pixels if walk.flat else plane, load_pq=pixels if walk.flat else size[1] * size[2],
+        load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
+        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
+        halo_w=wide, halo_h=high, x_stages=_x_stages(problem, config), halo_bytes=_x_bytes(problem, config) // limbs(problem),
+        groups=groups, x_channels=problem.operand_channels // groups, x_h=x_h, x_w=x_w, slack=slack(problem), **_raw(problem, config),
+    )  # fmt: skip
+
+
+def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
+    """The arguments of images that are split by the product, all zero if they are not."""
+    if not config.splits_images:
+        return dict.fromkeys(("raw_stages", "raw_rounds", "raw_rows", "raw_run", "raw_shift", "raw_pitch", "raw_channel"), 0)
+    wide, high = halo(problem, config)
+    rows, pitch = 32 // wide, _raw_pitch(problem, config)
+    return {
+        "raw_stages": _raw_stages(problem, config), "raw_rounds": ceil(8 * ceil(high, rows), CONVERTERS), "raw_rows": rows,
+        "raw_run": rows * wide, "raw_shift": _raw_shift(problem), "raw_pitch": pitch, "raw_channel": rows * pitch,
+    }  # fmt: skip
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
@@ -559,24 +667,20 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
         return
     three = products(problem) == 3
     steps = _steps(problem)
-    wide = [*range(48, 137, 8)] if three else [56, 64, 80, 96, 112, 128, 144, 160, 192, 224, 256]
-    for rows in (128, 64):
+    for rows, pixels in product((128, 64), PIXELS):
         if rows == 128 and problem.result_channels // problem.groups <= 64:
             continue
-        for pixels in wide if rows == 128 else [2 * n for n in wide if 2 * n <= 256]:
-            for split in splits(problem, steps // 4):
-                yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
-        for pixels in (64, 128, 256):
-            yield from _deepest(problem, ImplicitGemm(rows, pixels, loader="planes"), (4, 3, 2))
-        for pixels in range(128, 193, 32 if problem.layout == "NHWC" else 16):  # rows of channels by TMA: multiples of 32
+        for split in splits(problem, steps // 4):
+            yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
+        yield from _deepest(problem, ImplicitGemm(rows, pixels, loader="planes"), (4, 3, 2))
+        if problem.layout != "NHWC" or pixels % 32 == 0:  # rows of channels by TMA: multiples of 32
             for loader in ("im2col", "planes"):
                 config = ImplicitGemm(rows, pixels, loader=loader, schedule="pingpong")
                 yield from _deepest(problem, config, (6, 5, 4, 3))
-        for high in range(4, 17):
-            config = ImplicitGemm(rows, 8 * high * (1 if rows == 128 else 2), loader="halo")
-            yield from _deepest(problem, config, (6, 5, 4, 3))
-            if three and rows == 64:  # one product does not take as long as its loads
-                yield from _deepest(problem, replace(config, loader="halo_split"), (4, 3))
+        config = ImplicitGemm(rows, pixels, loader="halo")
+        yield from _deepest(problem, config, (6, 5, 4, 3))
+        if three and rows == 64:  # one product does not take as long as its loads
+            yield from _deepest(problem, replace(config, loader="halo_split"), (4, 3))
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
@@ -605,8 +709,8 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / CLOCK, 0
     if config.splits_images:  # rows of 16 floats or so, of 64 channels
-        wide, high = halo(problem, config)
-        step = max(step, 64 * 4 * high * (ceil(_raw_shift(problem) + wide, 4) * 4) / RAW_RATE / math.prod(walks[0].taps))
+        _, high = halo(problem, config)
+        step = max(step, 64 * 4 * high * _raw_pitch(problem, config) / RAW_RATE / math.prod(walks[0].taps))
 
     def tile_time(walk: PhaseAddressing) -> float:
         steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)

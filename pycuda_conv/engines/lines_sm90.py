@@ -12,12 +12,12 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import ceil, filter_strides, phases
+from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
-from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, epilogue
+from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.tensor_cores import fastest, products
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -224,6 +224,43 @@ def filter_key(problem: ConvProblem, config: Lines) -> Hashable:
     return "laid", problem.direction, problem.C, problem.K, problem.filter_size, walk.eights, walk.span, config.FP16_OPERANDS
 
 
+class LinesProduct(NamedTuple):
+    """What the kernel is told of a product, which its text explains."""
+
+    across: int
+    tiles: int
+    steps: int
+    images: int
+    unit_rows: int
+    unit_columns: int
+    by_unit_columns: int
+    units: int
+    by_units: int
+    columns: int
+    padded: int
+    rows: int
+    wide: int
+    image_step: int
+    plane: int
+    low_w: int
+    low_h: int
+    has_bias: int
+    has_scale: int
+    relu: int
+
+
+class LayFilter(NamedTuple):
+    """What ``lay_filter`` is told of the filter."""
+
+    rows: int
+    padded: int
+    channels: int
+    eights: int
+    row_step: int
+    channel_step: int
+    turned: int
+
+
 def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
     walk, kept, scratch = _Walk.of(problem, config), Arena(PACKED), Arena(WORKSPACE)
@@ -234,22 +271,28 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
         "W_STAGES": config.W_STAGES, "KEPT": int(config.W_STAGES == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.FP16_OPERANDS),
         "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0],
         "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1],
-        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift, **epilogue(problem),
+        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift,
+        "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
     bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16
     eights = walk.eights * (2 if config.FP16_OPERANDS else 1)
     laid = kept.take(eights * bytes_each)
     halves: tuple[Place, ...] = (kept.take(walk.eights * bytes_each), kept.take(8 * columns)) if config.FP16_OPERANDS else ()
     _, row_step, channel_step = filter_strides(problem)
-    scalars: tuple[int, ...] = (columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.flipped))
+    of_filter = LayFilter(columns, padded, problem.operand_channels, eights, row_step, channel_step, int(walk.flipped))
     # as much shared memory for all: kernels of equal text are one
     filters = KernelLaunch(
-        "lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), scalars, "lines_sm90", shared=FILTER_BYTES, arch="sm_90a"
-    )
+        "lay_filter", defines, padded, 256, (WEIGHT, laid, *halves), (), "lines_sm90", shared=FILTER_BYTES, arch="sm_90a",
+        arguments=of_filter,
+    )  # fmt: skip
 
     across, tiles, grid = _tiles(problem, config, device.multiprocessors)
-    scalars = (across, tiles, walk.steps, problem.N, *walk.units, columns, padded, rows, wide, columns * rows * wide, rows * wide,
-               walk.low[1] - walk.shift, walk.low[0])  # fmt: skip
+    unit_rows, unit_columns = walk.units
+    told = arguments(
+        LinesProduct, across=across, tiles=tiles, steps=walk.steps, images=problem.N, unit_rows=unit_rows, unit_columns=unit_columns,
+        units=unit_rows * unit_columns, columns=columns, padded=padded, rows=rows, wide=wide, image_step=columns * rows * wide,
+        plane=rows * wide, low_w=walk.low[1] - walk.shift, low_h=walk.low[0], **finish(problem),
+    )
     _, h, w = problem.operand_size
     channels, row = problem.operand_channels, 4 * w
     sizes, strides = (w, channels, h, problem.N), (row * h, row, row * h * channels)
@@ -260,7 +303,7 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     else:
         buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
-    lines = KernelLaunch("lines_sm90", defines, grid, threads, buffers, scalars, maps=(images,), shared=shared, arch="sm_90a")
+    lines = KernelLaunch("lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told)
     return Schedule([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
 
 

@@ -14,10 +14,23 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
-from pycuda_conv.engines.geometry import Phase, Strides, ceil, filter_strides, phases, places, read_strides, written_strides
+from pycuda_conv.engines.geometry import (
+    Phase,
+    Strides,
+    arguments,
+    by_axis,
+    ceil,
+    divider,
+    filter_strides,
+    phases,
+    places,
+    read_strides,
+    written_strides,
+)
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
-from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
+from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
 from pycuda_conv.problem import ConvProblem, Size3
@@ -302,22 +315,114 @@ class Operands:
     filter_bytes: int
 
 
+class PackArguments(NamedTuple):
+    """What ``pack.cu`` is told of an array, which its text explains."""
+
+    filter_rows: int
+    images: int
+    lines: int
+    by_lines: int
+    tiles: int
+    by_tiles: int
+    tiles_c: int
+    by_tiles_c: int
+    slices: int
+    by_slices: int
+    chunk_bits: int
+    together: int
+    together_bits: int
+    groups: int
+    group_chunks: int
+    by_group_chunks: int
+    channels: int
+    by_channels: int
+    slack: int
+    d: int
+    h: int
+    w: int
+    x_image: int
+    x_group: int
+    x_channel: int
+    x_pixel: int
+    packed_d: int
+    packed_h: int
+    by_packed_h: int
+    packed_w: int
+    by_packed_w: int
+    step_w: int
+    by_step_w: int
+    first_w: int
+    met_w: int
+    folds: int
+    fold_r: int
+    by_fold_r: int
+    fold_s: int
+    by_fold_s: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    rows_group: int
+    by_rows_group: int
+    padded_group: int
+    by_padded_group: int
+    w_group: int
+    w_m: int
+    w_c: int
+    w_tap: int
+    taps: int
+    all_taps: int
+    by_all_taps: int
+    piece_bits: int
+    channel_blocks: int
+    row_blocks: int
+    row_pieces: int
+    by_row_pieces: int
+    fitting: int
+    by_fitting: int
+    part_pieces: int
+    by_part_pieces: int
+    parts: int
+    by_parts: int
+    window: int
+    by_window: int
+    shift: int
+    packed_r: int
+    by_packed_r: int
+    filter_r: int
+    filter_s: int
+
+
 @dataclass(frozen=True)
 class PackedArray:
-    """One array to be packed as images: the kernel's defines and scalars (but for the first and the third) and what follows from them.
+    """One array to be packed as images: what the kernels are specialised by and told, and what follows from that.
 
     A filter can be such an array: its rows are images then, and its taps pixels.
     """
 
     defines: dict[str, int]
-    scalars: tuple[int, ...]
-    images: int
-    blocks: int  # of a launch that packs all images
-    tiles: int  # of an image
+    arguments: PackArguments  # but for the launch's filter rows and slices
+    shared: int  # bytes of shared memory that a tile passes through
+    filter_shared: int  # and a row of the filter that is packed beside the images
 
-    def shape(self, filter_rows: int, slices: int = 1) -> tuple[int, ...]:
-        """The scalars of ``pack.cu``."""
-        return (filter_rows, self.images, slices, *self.scalars)
+    @property
+    def images(self) -> int:
+        return self.arguments.images
+
+    @property
+    def tiles(self) -> int:
+        """Of an image."""
+        return self.arguments.tiles
+
+    @property
+    def blocks(self) -> int:
+        """Of a launch that packs all images."""
+        return self.arguments.lines * self.tiles
 
 
 def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
@@ -326,55 +431,73 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     blocks, taps, channel_blocks = filter_sizes(problem, packed)
     read, written = problem.operand_channels // groups, problem.result_channels // groups
     w_group, w_row, w_channel = filter_strides(problem)
+    (_, r, s), all_taps = problem.filter_size, math.prod(problem.filter_size)
 
     def folding(values: Size3, instead: int) -> Size3:
         return size3([v if i >= 3 - packed.level and not as_filter else instead for i, v in enumerate(values)])
 
     steps, pads, dilations = folding(problem.stride, 1), folding(problem.padding_before, 0), folding(problem.dilation, 1)
-    window = {"WINDOW": 0, "SHIFT": 0, "PACKED_R": 1, "FILTER_R": 1, "FILTER_S": 1}
     if packed.window is not None:
         steps, pads, dilations = (1, packed.window.rows, 1), (0, 0, problem.padding_before[2]), (1, 1, 1)
-        _, r, s = problem.filter_size
-        window = {"WINDOW": packed.pixel, "SHIFT": packed.window.shift, "PACKED_R": packed.taps[1], "FILTER_R": r, "FILTER_S": s}
     if as_filter:
         # a row's channels are those of its own group
-        images, rows, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
+        images, lines, group, groups = problem.result_channels, 64 * blocks * groups, channel_blocks * packed.load, 1
         size, packed_size = problem.filter_size, packed.taps
         strides = Strides(w_row, w_group, w_channel, 1)
     else:
-        images = rows = problem.N
+        images = lines = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, read_strides(problem)
-    tile, tiles = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
+    vector, tile = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
     defines = {
-        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), **tile,
-        "SLACK": slack(problem), "SAMPLED": int(gradient and problem.dtype == "float32"), "FLAGGED": int(flagged(problem, packed)),
-        "CHANNELS": read, "KC": packed.load, "TAPS": taps, "FITTING": _fitting(problem, packed),
-        "PARTS": _filter_parts(problem, packed), "FILTER_LAST": 0, "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
-        **dict(zip(("FOLD_T", "FOLD_R", "FOLD_S"), packed.folded, strict=True)), **window,
-        **_columns(problem, not as_filter and not packed.level),
+        "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
+        "EIGHTS": int(read % 8 == 0), "FLAGGED": int(flagged(problem, packed)), "SAMPLED": int(gradient and problem.dtype == "float32"),
+        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
     }
-    scalars = (
-        groups, group, *size, strides.image, strides.group, strides.channel, strides.pixel, *packed_size,
-        *steps, *pads, *dilations, written, blocks, w_group, w_row, w_channel,
-    )
-    return PackedArray(defines, scalars, images, rows * tiles, tiles)
+    fitting, pieces = _fitting(problem, packed), packed.load // 8
+    told = arguments(
+        PackArguments, filter_rows=0, images=images, lines=lines, **tile, slices=1, groups=groups, group_chunks=group // 8, channels=read,
+        slack=slack(problem), **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
+        x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
+        **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
+        fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
+        rows_group=written,
+        padded_group=64 * blocks, w_group=w_group, w_m=w_row, w_c=w_channel, w_tap=1, taps=taps, all_taps=all_taps,
+        piece_bits=(pieces - 1).bit_length(), channel_blocks=channel_blocks, row_blocks=row_blocks(problem, packed),
+        row_pieces=channel_blocks * pieces, fitting=fitting, part_pieces=fitting // 8, parts=_filter_parts(problem, packed),
+        window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0, packed_r=packed.taps[1],
+        filter_r=r, filter_s=s,
+    )  # fmt: skip
+    straight = problem.layout == "NHWC" and (not packed.level or read % 8 == 0)  # to memory
+    return PackedArray(defines, told, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
+                       ceil(4 * (fitting * all_taps + ceil(fitting, 8)), 16) * 16)  # fmt: skip
 
 
 def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
-    """The defines of the columns of an image that are packed: not those that a stride, if the loads make it, steps over with all taps."""
+    """The columns of an image that are packed: not those that a stride, if the loads make it, steps over with all taps."""
     step = problem.stride[2] if strided and problem.direction == "fprop" else 1
     met = {tap * problem.dilation[2] % step for tap in range(problem.filter_size[2])}
     if len(met) == step:
         step, met = 1, {0}
-    return {"STEP_W": step, "FIRST_W": problem.padding_before[2] % step, "MET_W": sum(1 << column for column in met)}
+    return {"step_w": step, "first_w": problem.padding_before[2] % step, "met_w": sum(1 << column for column in met)}
 
 
-def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int, chunks: int) -> tuple[dict[str, int], int]:
-    """The defines of what a block takes at a time of a packed image of so many pixels and chunks of 8 channels; how many tiles.
+def _in_planes(problem: ConvProblem, packed: PackedLayout) -> bool:
+    """Whether neighbouring pixels are neighbours in memory, and packed side by side."""
+    return not packed.level and problem.layout != "NHWC"
+
+
+def _thread_pixels(problem: ConvProblem, packed: PackedLayout) -> int:
+    """Pixels, 8 channels of each, that a thread packs: as many as it has registers for."""
+    return PACK_PIXELS if _in_planes(problem, packed) else PACK_APART
+
+
+def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int, chunks: int) -> tuple[int, dict[str, int]]:
+    """What a block takes at a time of a packed image of so many pixels and chunks of 8 channels: pixels that a thread reads at once, and
+    the arguments.
 
     `size` is that of the image as it lies.
     """
-    planes, folds = not packed.level and problem.layout != "NHWC", math.prod(packed.folded)
+    planes, folds = _in_planes(problem, packed), math.prod(packed.folded)
     channels = problem.operand_channels // problem.groups
     # taps of a pixel share sectors of memory: a block takes the same channels of all of them (of more than 4 too few to be written well)
     together = 0
@@ -384,10 +507,10 @@ def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int,
     most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
     at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
     vector = math.gcd(math.prod(size), PACK_PIXELS) if planes else 1
-    items = min((PACK_PIXELS if planes else PACK_APART) // vector, 1 << (ceil(pixels * at_once, PACK_THREADS * vector) - 1).bit_length())
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
-    tiles = ceil(pixels, PACK_THREADS * vector * items // at_once) * across
-    return {"CHUNKS": at_once, "VECTOR": vector, "ITEMS": items, "TOGETHER": together}, tiles
+    tiles = ceil(pixels, PACK_THREADS * _thread_pixels(problem, packed) // at_once) * across
+    bits = {"chunk_bits": (at_once - 1).bit_length(), "together": together, "together_bits": max(together - 1, 0).bit_length()}
+    return vector, {"tiles": tiles, "tiles_c": across, **bits}
 
 
 def _fitting(problem: ConvProblem, packed: PackedLayout) -> int:
@@ -432,8 +555,10 @@ def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, mu
         # (those of 16 bits are only looked at)
         slices = max(1, min(images.tiles, 4 * multiprocessors // images.images)) if problem.dtype == "float32" else 1
         buffers = (array, limbs, parts, guesses, scales, flags)
-        scalars = (images.tiles, *images.shape(0, slices))
-        return [KernelLaunch("settle_images", images.defines, images.images * slices, PACK_THREADS, buffers, scalars, "pack")]
+        told = images.arguments._replace(slices=slices, by_slices=divider(slices))
+        grid = images.images * slices
+        shared = images.shared
+        return [KernelLaunch("settle_images", images.defines, grid, PACK_THREADS, buffers, (), "pack", shared=shared, arguments=told)]
 
     images = _packed(problem, packed, problem.direction == "dgrad", False)
     parts = guesses = nowhere
@@ -447,15 +572,20 @@ def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, mu
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
-        defines = images.defines | {"FILTER_LAST": int(filter_last and filter_rows > 0)}
-        return [KernelLaunch("pack", defines, filter_rows + blocks, PACK_THREADS, buffers, images.shape(filter_rows))]
+        told = images.arguments._replace(filter_rows=filter_rows)
+        if filter_last:
+            told = told._replace(w_c=1, w_tap=told.channels)
+        shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
+        return [KernelLaunch("pack", images.defines, filter_rows + blocks, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
         w_parts, w_guesses = at(rows, kept)
         buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
-        pack_w, pack_x = [KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, rows.shape(0))], pack(0, images.blocks)
+        pack_w, pack_x = [
+            KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
+        ], pack(0, images.blocks)
         settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
         prepare, alone = [pack_w, settle_w], [pack_x, settle_x]
         both = [pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
@@ -513,12 +643,14 @@ def assemble(
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
 
 
-def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> tuple[int, int, int, int]:
-    """The number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
+def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> dict[str, int]:
+    """Taps along r and s; the number in the packed filter of a phase's first tap, and from one tap to the next along t, r and s."""
     _, r, s = packed.taps
     strides = (r * s, s, 1)
     step_t, step_r, step_s = (a * b for a, b in zip(walk.step, strides, strict=True))
-    return sum(a * b for a, b in zip(walk.base, strides, strict=True)), step_t, step_r, step_s
+    base = sum(a * b for a, b in zip(walk.base, strides, strict=True))
+    taps = {"tap_r": max(walk.taps[1], 1), "tap_s": max(walk.taps[2], 1)}
+    return taps | {"tap_base": base, "tap_step_t": step_t, "tap_step_r": step_r, "tap_step_s": step_s}
 
 
 def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int]:
@@ -530,15 +662,16 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), **epilogue(problem, split), "NHWC": int(nhwc),
-        "VEC": math.gcd(neighbours, 4), "DENSE": int(dense),
+        "SCALED": int(problem.dtype == "float32"), "HAS_RESIDUAL": int(problem.has_residual and not split), "NHWC": int(nhwc),
+        "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
     }
 
 
-def written_places(problem: ConvProblem, phase: Phase) -> tuple[int, ...]:
+def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:
     """Where a phase's pixels, and images and channels, lie in the result."""
     strides = written_strides(problem)
-    return (*places(problem, phase), strides.image, strides.channel)
+    names = ("out_size", "out_base", "out_d", "out_h", "out_w")
+    return dict(zip(names, places(problem, phase), strict=True)) | {"out_image": strides.image, "out_row": strides.channel}
 
 
 def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import ceil, filter_strides
+from pycuda_conv.engines.geometry import arguments, ceil, filter_strides
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, epilogue
+from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.problem import ConvProblem
@@ -110,21 +110,59 @@ def shared_bytes(problem: ConvProblem, config: Pointwise) -> int:
 # ---- launches
 
 
+class PointwiseProduct(NamedTuple):
+    """What the kernel is told of a product, which its text explains."""
+
+    tiles: int
+    across: int
+    by_across: int
+    down: int
+    by_down: int
+    steps: int
+    each: int
+    rows: int
+    columns: int
+    boxes: int
+    by_boxes: int
+    plane: int
+    busy: int
+    row_step: int
+    column_step: int
+    size: int
+    pairs: int
+    has_bias: int
+    has_scale: int
+    relu: int
+
+
+class SplitFilter(NamedTuple):
+    """What ``split_filter`` is told of the filter."""
+
+    rows: int
+    channels: int
+    padded: int
+    by_padded: int
+    row_step: int
+    channel_step: int
+
+
 @dataclass(frozen=True)
 class _Product:
     """The matrix product of a problem: see the head of the kernel.
 
-    Tiles along its columns, and rows; stages of k; columns, warps of a tile that have rows, and elements of the result from one column
-    to the next; the kernel's scalars.
+    Tiles along its columns, and rows; stages of k; rows, columns, warps of a tile that have rows, elements of the result from one row, and
+    column, to the next; splits.
     """
 
     across: int
     down: int
     steps: int
+    rows: int
     columns: int
     busy: int
+    row_step: int
     column_step: int
-    scalars: tuple[int, ...]
+    splits: int
 
     @classmethod
     def of(cls, problem: ConvProblem, config: Pointwise, multiprocessors: int) -> _Product:
@@ -141,15 +179,21 @@ class _Product:
             rows, columns, steps = images, written, ceil(read, 32)
             busy = _busy(images * boxes, ceil(columns, config.BLOCK_N), multiprocessors, products(problem) == 1)
             down, places = ceil(images * boxes, busy), (written * plane, plane)
-        across = ceil(columns, config.BLOCK_N)
-        each, size = ceil(steps, config.SPLIT), math.prod(problem.result_shape)
-        tiles = across * down * config.SPLIT
-        scalars = (tiles, across, down, steps, each, rows, columns, boxes, plane, busy, *places, size)
-        return cls(across, down, steps, columns, busy, places[1], scalars)
+        return cls(ceil(columns, config.BLOCK_N), down, steps, rows, columns, busy, *places, config.SPLIT)
 
     @property
     def tiles(self) -> int:
-        return self.scalars[0]
+        return self.across * self.down * self.splits
+
+    def arguments(self, problem: ConvProblem) -> PointwiseProduct:
+        """What the kernel is told."""
+        plane = math.prod(problem.operand_size)
+        return arguments(
+            PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
+            rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
+            column_step=self.column_step, size=math.prod(problem.result_shape),
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
+        )
 
 
 def _busy(boxes: int, across: int, multiprocessors: int, one_product: bool) -> int:
@@ -169,8 +213,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "COLUMNS": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
-        "NHWC": int(problem.layout == "NHWC"), "PAIRS": int(product.column_step == 1 and product.columns % 2 == 0),
-        **epilogue(problem), "MOMENTS": int(layout.moments is not None),
+        "NHWC": int(problem.layout == "NHWC"), "HAS_RESIDUAL": int(problem.has_residual), "MOMENTS": int(layout.moments is not None),
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[KernelLaunch]] = []
@@ -184,9 +227,9 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
         prepare, maps = [[step]], [_images(problem, config), of_filter]
     noted_at: tuple[Place, ...] = (layout.parts,) if layout.moments else ()
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
-    shared = shared_bytes(problem, config)
+    shared, told = shared_bytes(problem, config), product.arguments(problem)
     launch = KernelLaunch(
-        "pointwise_sm90", defines, grid, THREADS, buffers, product.scalars, maps=tuple(maps), shared=shared, arch="sm_90a"
+        "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told
     )
     steps = [[launch]]
     if split:
@@ -225,8 +268,9 @@ def _filter(problem: ConvProblem, config: Pointwise, kept: Arena, defines: dict[
     padded = ceil(channels, 4) * 4
     place = kept.take(4 * limbs(problem) * rows * padded)
     _, row_step, channel_step = filter_strides(problem)
-    scalars = (rows, channels, padded, row_step, channel_step)
-    step = KernelLaunch("split_filter", defines, ceil(rows * padded, 256), 256, (WEIGHT, place), scalars, "pointwise_sm90", arch="sm_90a")
+    told = arguments(SplitFilter, rows=rows, channels=channels, padded=padded, row_step=row_step, channel_step=channel_step)
+    grid = ceil(rows * padded, 256)
+    step = KernelLaunch("split_filter", defines, grid, 256, (WEIGHT, place), (), "pointwise_sm90", arch="sm_90a", arguments=told)
     sizes, strides = (padded, rows, limbs(problem)), (4 * padded, 4 * padded * rows)
     return step, TensorMap(*place, sizes, strides, (32, config.BLOCK_N, 1), 128, "float32")
 

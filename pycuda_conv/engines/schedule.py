@@ -105,3 +105,9 @@ def epilogue(problem: ConvProblem, split: bool = False) -> dict[str, int]:
         "RELU": problem.activation == "relu",
     }
     return {name: int(on and not split) for name, on in asked.items()}
+
+
+def finish(problem: ConvProblem, split: bool = False) -> dict[str, int]:
+    """The arguments of ``finish.cuh``: parts of a split sum have none of it, what adds them has it all."""
+    asked = {"has_bias": problem.has_bias, "has_scale": problem.has_scale, "relu": problem.activation == "relu"}
+    return {name: int(on and not split) for name, on in asked.items()}

@@ -408,6 +408,7 @@ class CudaDevice(Device):
         self.model = device.name()
         self.capability = device.compute_capability()
         self.multiprocessors = device.multiprocessor_count
+        self._shared_bytes = device.get_attribute(drv.device_attribute.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)
         self.context = device.retain_primary_context()
         #: Make the device's context current, and undo that. Called in pairs, or by ``with device:``.
         self.push: Callable[[], Any] = self.context.push
@@ -519,8 +520,9 @@ class CudaDevice(Device):
                 found = self._functions.get(key)
                 if found is None:
                     found = self._loaded(source, step.arch, step.kernel)
-                    if step.shared:  # with what the kernel declares it may be more than every kernel gets
-                        _check(_libcuda().cuFuncSetAttribute(found, 8, step.shared), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
+                    if step.shared:  # more than every kernel gets; other launches of the kernel may ask for more than this one
+                        most = self._shared_bytes - _attribute(found, 1)  # SHARED_SIZE_BYTES, which the kernel declares
+                        _check(_libcuda().cuFuncSetAttribute(found, 8, most), "cuFuncSetAttribute")  # MAX_DYNAMIC_SHARED_SIZE_BYTES
                     self._functions[key] = found
         return found
 

@@ -1,0 +1,109 @@
+"""The texts of the tensor cores' kernels: none depends on how large images are or how many there are, and what may be in one is a list."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from pycuda_conv import ConvProblem, engines
+from pycuda_conv.engines.implicit_gemm_sm90 import PIXELS
+
+DEVICES = {
+    "H200": SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="", model=""),
+    "H100": SimpleNamespace(capability=(9, 0), multiprocessors=114, backend="cuda", name="", model=""),
+    "sm_80": SimpleNamespace(capability=(8, 0), multiprocessors=108, backend="cuda", name="", model=""),
+}
+FLAG = {0, 1}
+#: What a define may be. Those of lines_sm90.cu are numbers of the layer and of the tile.
+LISTS = {
+    "implicit_gemm_sm90": {
+        "ROWS": {64, 128}, "PIXELS": set(PIXELS), "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "KC": {16, 32, 64},
+        "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "SCALED": FLAG, "HAS_RESIDUAL": FLAG, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
+        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "FILTER_MAP": {0, 1, 2}, "PHASES": {1, 2, 4}, "MOMENTS": FLAG, "RAW": FLAG, "PAIRED": FLAG,
+        "HALO": {n // m for n in PIXELS for m in (8, 16)} | {0},
+    },
+    "implicit_gemm_sm80": {
+        "ROWS": {64, 128}, "PIXELS": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "SCALED": FLAG,
+        "HAS_RESIDUAL": FLAG, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
+    },
+    "pack": {
+        "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "FLAGGED": FLAG, "SAMPLED": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
+    },
+    "pointwise_sm90": {
+        "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+    },
+}  # fmt: skip
+MOST = 32  # texts of one layer, all its kernels together, that sizes and batches may ask for: tiles, and how rows can be read and written
+
+
+def layers(count: int, seed: int):
+    """Random layers: a function of the number of images and their size that makes a problem, or raises ValueError."""
+    r = random.Random(seed)
+    for _ in range(count):
+        groups = r.choice((1, 1, 1, 1, 2, 4))
+        c, k = (groups * r.choice((3, 16, 20, 32, 64, 96, 128, 200, 256, 512)) for _ in range(2))
+        ndim, direction = r.choice((1, 2, 2, 2, 3)), r.choice(("fprop", "fprop", "dgrad", "wgrad"))
+        taps, stride, dilation = r.choice((1, 1, 3, 3, 3, 5, 7)), r.choice((1, 1, 1, 2, 3)), r.choice((1, 1, 1, 2))
+        dtype, precision = r.choice((("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat16", "fp32")))
+        options = {"stride": stride, "padding": taps // 2, "dilation": dilation, "groups": groups}
+        kind = {"dtype": dtype, "precision": precision, "layout": r.choice(("NCHW", "NHWC"))}
+        fused = {"bias_shape": (k,), "activation": r.choice((None, "relu"))} if direction == "fprop" else {}
+
+        def layer(n: int, size: int, c=c, k=k, groups=groups, ndim=ndim, direction=direction, taps=taps, options=options, kind=kind, fused=fused):
+            x, w = (n, c, *(size,) * ndim), (k, c // groups, *(taps,) * ndim)
+            forward = ConvProblem.forward(ndim, x, w, **options, **kind, **fused)
+            if direction == "fprop":
+                return forward
+            return ConvProblem.gradient({"dgrad": "input", "wgrad": "weight"}[direction], ndim, x, w, forward.result_shape, **options, **kind)
+
+        yield layer, (1500 if ndim == 1 else 90 if ndim == 2 else 20)
+
+
+def launches(problem: ConvProblem, device):
+    """What the planner's choice launches, but for the direct engine's kernels."""
+    schedule = engines.schedule(problem, engines.choose(problem, device), device)
+    steps = (*schedule.prepare, *schedule.steps, *schedule.whole, *(schedule.filter_last or ()))
+    return [launch for step in steps for launch in step if not launch.kernel.startswith("direct")]
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
+    device, r, met = DEVICES[name], random.Random(5), set()
+    for layer, largest in layers(40, 5):
+        texts = set()
+        for _ in range(10):
+            try:
+                problem = layer(r.choice((1, 2, 3, 5, 8, 16, 31, 64)), r.randint(7, largest))
+            except ValueError:  # a filter that is larger than the image
+                continue
+            for launch in launches(problem, device):
+                file = launch.file or launch.kernel
+                for define, value in launch.defines.items():
+                    assert file == "lines_sm90" or value in LISTS[file][define], f"{define} of {file} is {value}: {problem}"
+                texts.add((file, tuple(sorted(launch.defines.items()))))
+                met.add(file)
+        assert len(texts) <= MOST, f"{len(texts)} texts: {problem}"
+    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90"})
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_with_a_tile_no_text_depends_on_the_number_of_images(name):
+    """But for the gradient of a filter, whose channels they are, and its sums, which are split by how many there are."""
+    device = DEVICES[name]
+    for layer, _ in layers(40, 6):
+        one = layer(4, 24)
+        config = engines.choose(one, device)
+        for n in (5, 12, 40):
+            other = layer(n, 24)
+            if one.direction == "wgrad" or engines.refusal(other, config, device):
+                continue
+            found = [{(launch.kernel, launch.source()) for launch in launches_of(problem, config, device)} for problem in (one, other)]
+            assert found[0] == found[1], f"{other} {config}"
+
+
+def launches_of(problem: ConvProblem, config, device):
+    """What `config` launches, but for the direct engine's kernels."""
+    steps = engines.schedule(problem, config, device).whole
+    return [launch for step in steps for launch in step if not launch.kernel.startswith("direct")]
