@@ -19,12 +19,13 @@ endif
 
 CLI := $(RUN) -m pycuda_conv
 
-.PHONY: help setup verify test lint bench docs clean
+.PHONY: help setup verify test lint bench docs wheel clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
 	@echo "make bench    measure against torch; the figures go to build/"
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
+	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
 	@echo "make lint     ruff and mypy only"
 	@echo "make setup    only make $(or $(VENV),the environment); the others do it when setup.cfg or constraints.txt changed"
 	@echo "make clean    remove $(or $(VENV),build files) and what builds and tests leave behind"
@@ -44,6 +45,13 @@ verify: $(READY)
 bench: $(READY)
 	@mkdir -p build
 	$(CLI) bench --json build/bench.json --csv build/bench.csv $(if $(strip $(VENV)),--plots build) $(ARGS)
+
+SHIPPED := pycuda_conv/shipped
+wheel: $(READY)
+	@rm -rf build/lib $(SHIPPED)
+	$(if $(GPU),PYTHONPATH=. $(RUN) scripts/ship_kernels.py $(GPU) $(ARGS))
+	$(RUN) -m pip wheel -q --no-deps --no-build-isolation -w dist . ; status=$$?; rm -rf build/lib $(SHIPPED); exit $$status
+	@ls -l dist/*.whl
 
 lint: $(READY)
 	$(RUN) -m ruff check pycuda_conv scripts tests examples

@@ -1,4 +1,4 @@
-"""The command ``pycuda-conv``: info, verify, bench, tune, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
+"""The command ``pycuda-conv``: info, verify, bench, tune, warm, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Check this machine (info, verify), measure speed (bench, tune), convolve files (run).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,run}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,warm,run}")
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -116,6 +116,19 @@ def parser() -> argparse.ArgumentParser:
     tune.add_argument("--all", action="store_true", help="measure again what was measured before")
     tune.add_argument("--device", type=_device, help="a GPU; by default the first")
     tune.add_argument("--list", action="store_true", help="print the problems and stop")
+
+    warm = commands.add_parser(
+        "warm", help="compile kernels before they are needed",
+        description="Compile kernels before they are needed, as many at a time as there are cores: those of the benchmark's layers, of a "
+        "model's, or those that random layers need most often.",
+    )
+    warm.add_argument("--model", metavar="NAME", help="the layers of this network of torchvision's")
+    warm.add_argument("--size", type=_sizes, default=(8, 3, 224, 224), metavar="N,C,H,W", help="with --model: the images")
+    warm.add_argument("--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"], metavar="MODE", help="as for bench; by default fp32")
+    warm.add_argument("--training", action="store_true", help="the gradients too")
+    warm.add_argument("--random", type=_count, metavar="N", help="the N kernels that random layers of all families need most often")
+    warm.add_argument("--constants", action="store_true", help="kernels that know a layer's constants too")
+    warm.add_argument("--gpu", metavar="ARCH", help="for such a GPU, sm_90a for one, which need not be here")
 
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, or a picture",
@@ -159,6 +172,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
         chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
         return run.run(run.Settings(**chosen))
+    if arguments.command == "warm":
+        from pycuda_conv.tools import warm
+
+        modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
+        chosen = {name: value for name, value in vars(arguments).items() if name not in ("command", "mode")}
+        return warm.run(warm.Settings(**chosen, mode=modes))
     if arguments.command == "tune":
         from pycuda_conv.tools import tune
 

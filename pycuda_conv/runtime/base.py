@@ -137,7 +137,7 @@ class KernelLaunch:
         lines = []
         if "DTYPE" in self.defines:
             lines = [f"#define {name} {self.defines[name]}" for name in first] + ['#include "portable.cuh"']
-        lines += [f"#define {name} {value}" for name, value in self.defines.items() if name not in first]
+        lines += [f"#define {name} {value}" for name, value in sorted(self.defines.items()) if name not in first]
         file = self.file or self.kernel
         for struct in self.structs:
             _check_struct(file, type(struct))

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
-from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked, headers
-from pycuda_conv.runtime.cache import Entry
-from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
+from pycuda_conv.runtime import binaries
+from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
+from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 from pycuda_conv.runtime.workers import workers
 
@@ -81,9 +81,9 @@ def has_gpu() -> bool:
     return library.nvmlInit_v2() == 0 and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0 and count.value > 0
 
 
-def _newest(drv: Any) -> int:
+def newest() -> int:
     """The version of CUDA that the driver supports."""
-    return int(drv.get_driver_version()) // 1000
+    return int(driver().get_driver_version()) // 1000
 
 
 def why_not() -> str | None:
@@ -95,9 +95,10 @@ def why_not() -> str | None:
     if drv.Device.count() == 0:
         return "the CUDA driver sees no GPU (is CUDA_VISIBLE_DEVICES set?)"
     try:
-        compiler(_newest(drv))
+        compiler(newest())
     except CompileError as error:
-        return str(error)
+        if not binaries.serves("sm_{}{}".format(*drv.Device(0).compute_capability())):
+            return str(error)
     return None
 
 
@@ -191,11 +192,6 @@ def _accepted(code: int, what: str) -> None:
     if code in (200, 209, 218, 222, 300, 500):  # INVALID_IMAGE, NO_BINARY_FOR_GPU, INVALID_PTX, UNSUPPORTED_PTX, INVALID_SOURCE, NOT_FOUND
         raise _Refused(f"{what}: the driver refuses the binary ({code})")
     _check(code, what)
-
-
-def _entry(source: str, arch: str, made_by: Compiler) -> Entry:
-    """Where a cubin is kept on disk."""
-    return Entry((source, headers(), arch, *made_by.identity), ".cubin")
 
 
 def _attribute(function: int, which: int) -> int:
@@ -598,29 +594,24 @@ class CudaDevice(Device):
         return int(self._drv.Device(self.ordinal).get_attribute(self._drv.device_attribute.L2_CACHE_SIZE))
 
     def compile(self, source: str, arch: str = "", fresh: bool = False) -> bytes:
-        """The cubin of `source` for this GPU, compiled now or kept in the cache on disk.
+        """The cubin of `source` for this GPU: shipped with the package, kept on disk, or compiled now.
 
-        With `fresh`, a cubin that was kept is not used but replaced.
+        With `fresh`, it is compiled now, and what was kept is replaced.
 
         Raises
         ------
         CompileError
         """
         arch = arch or self._arch
-        with_what = compiler(_newest(self._drv))
-
-        def build() -> bytes:
-            log.debug("compiling for %s: %s", arch, source[: source.index("#line")].replace("\n", " "))
-            return with_what.compile(source, arch)
-
-        return _entry(source, arch, with_what).get(build, fresh)
+        found = None if fresh else binaries.shipped(source, arch)
+        return binaries.make(source, arch, compiler(newest()), fresh) if found is None else found
 
     def _kept(self, source: str, arch: str) -> bytes | None:
         """The cubin of `source`, if it was compiled before."""
-        try:
-            return _entry(source, arch or self._arch, compiler(_newest(self._drv))).read()
-        except CompileError:
-            return None
+        made_by = None
+        with suppress(CompileError):
+            made_by = compiler(newest())
+        return binaries.find(source, arch or self._arch, made_by)
 
     @property
     def _arch(self) -> str:

@@ -1,0 +1,52 @@
+"""A GPU that is not here: plans are made and kernels are compiled for it, and nothing runs on it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+
+#: Multiprocessors of the GPU that most people have of a kind.
+MULTIPROCESSORS = {(7, 5): 40, (8, 0): 108, (8, 6): 84, (8, 9): 128, (9, 0): 132, (10, 0): 148, (12, 0): 170}
+MODELS = {(9, 0): "NVIDIA H200"}
+
+
+class Target(Device):
+    """A GPU by its architecture.
+
+    Parameters
+    ----------
+    architecture : str
+        As compilers name it: ``"sm_90a"``, ``"sm_80"``.
+    """
+
+    backend = "cuda"
+
+    def __init__(self, architecture: str) -> None:
+        found = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
+        if not found or (int(found[1]), int(found[2])) < (5, 0):
+            raise ConvArgumentError(f"a GPU's architecture is sm_ and its compute capability, as in sm_90a, got {architecture!r}")
+        self.name = architecture
+        self.capability = int(found[1]), int(found[2])
+        self.multiprocessors = MULTIPROCESSORS.get(self.capability, 100)
+        self.model = MODELS.get(self.capability, "")
+
+    def arch(self, launch: KernelLaunch) -> str:
+        """What a launch's kernel is compiled for."""
+        return launch.arch or "sm_{}{}".format(*self.capability)
+
+    def launcher(self, step: KernelLaunch) -> Launcher:
+        raise NotImplementedError(f"{self.name} is not here")
+
+    def update_host_arrays(
+        self, launch: Launcher, inputs: Sequence[np.ndarray | None], outs: Sequence[np.ndarray | None], workspace: int
+    ) -> None:
+        raise NotImplementedError(f"{self.name} is not here")
+
+    def __exit__(self, *exc: Any) -> None:
+        pass

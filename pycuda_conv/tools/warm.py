@@ -1,0 +1,202 @@
+"""Compile kernels before they are needed: of a model's layers, of the benchmark's, or those that random layers need most often."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pycuda_conv import behind, engines
+from pycuda_conv.engines import batch_norm
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime import binaries
+from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools.families import draw
+from pycuda_conv.tools.suite import in_mode, suite
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
+from pycuda_conv.tune import lookup
+
+RANDOM = 400  # problems of each family, from which the most used texts are counted
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of ``pycuda-conv warm``."""
+
+    model: str | None = None
+    size: tuple[int, ...] = (8, 3, 224, 224)
+    mode: tuple[str, ...] = ("fp32",)
+    training: bool = False
+    random: int | None = None
+    constants: bool = False
+    gpu: str | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A kernel's text and what it is compiled for."""
+
+    source: str
+    arch: str
+    kernel: str
+
+
+def texts(launches: Iterable[KernelLaunch], target: Target) -> Iterator[Text]:
+    """The texts of launches."""
+    for launch in launches:
+        yield Text(launch.source(), target.arch(launch), launch.file or launch.kernel)
+
+
+def launches_of(problem: ConvProblem, target: Device, constants: bool = False, noted: bool = False) -> list[KernelLaunch]:
+    """What a plan for `problem` launches, and with `constants` by kernels that know its layer's too."""
+    found = lookup(problem, target)
+    schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
+    launches = behind.launches(schedule) + (behind.launches(behind.with_constants(schedule)) if constants else [])
+    return [*launches, *_batch_norm(problem, schedule, target)] if noted else launches
+
+
+def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device) -> Iterator[KernelLaunch]:
+    """What a batch norm behind a convolution launches in training."""
+    n, k, *size = problem.result_shape
+    pixels = batch_norm.Pixels(problem.dtype, problem.layout, n, k, math.prod(size))
+    at = pixels, target.multiprocessors
+    for launches, _ in (
+        batch_norm.statistics(*at, 1e-5, 0.1, schedule.moments), batch_norm.forward(*at, True), batch_norm.backward(*at, True, True),
+    ):  # fmt: skip
+        yield from launches
+
+
+def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text]:
+    """The `count` texts that most of the random problems of all families need."""
+    used: Counter[Text] = Counter()
+    for problem in draw(seed, each):
+        used.update(set(texts(launches_of(problem, target), target)))
+    return [text for text, _ in used.most_common(count)]
+
+
+def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, bytes], list[str]]:
+    """The binaries of all texts, as many compiled at a time as there are cores, behind a progress bar; and what compilers said."""
+    made: dict[Text, bytes] = {}
+    failed: list[str] = []
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        coming: dict[Future[bytes], Text] = {pool.submit(binaries.make, text.source, text.arch, made_by): text for text in wanted}
+        for done in track(_Finished(coming), lambda done: coming[done].kernel):
+            try:
+                made[coming[done]] = done.result()
+            except CompileError as error:
+                failed.append(f"{coming[done].kernel}: {error}")
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left
+    return made, failed
+
+
+class _Finished(Sequence[Any]):
+    """Futures in the order in which they finish, with a length."""
+
+    def __init__(self, futures: Iterable[Future[Any]]) -> None:
+        self._futures = list(futures)
+
+    def __len__(self) -> int:
+        return len(self._futures)
+
+    def __iter__(self) -> Iterator[Any]:
+        return as_completed(self._futures)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._futures[index]
+
+
+# ---- the layers of a model
+
+
+def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], training: bool) -> list[tuple[ConvProblem, bool]]:
+    """What a network of torchvision's convolves, for images of `size`; and whether moments of the result are noted, as in training."""
+    torch, torchvision = require("torch"), require("torchvision")
+    try:
+        with torch.device("meta"):
+            model = torchvision.models.get_model(name, weights=None).eval()
+            image = torch.empty(size)
+    except ValueError as error:
+        raise ToolError(str(error)) from error
+    found: dict[ConvProblem, None] = {}
+
+    def note(module: Any, given: tuple[Any, ...], result: Any) -> None:
+        ndim = given[0].ndim - 2
+        padding = module.padding if isinstance(module.padding, str) else tuple(module.padding)
+        options = {"stride": module.stride, "padding": padding, "dilation": module.dilation, "groups": module.groups}
+        shapes = ndim, tuple(given[0].shape), tuple(module.weight.shape)
+        if isinstance(module, (torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d)):
+            found[ConvProblem.transposed(*shapes, **options, output_padding=module.output_padding)] = None
+        else:
+            found[ConvProblem.forward(*shapes, **options)] = None
+
+    kinds = tuple(getattr(torch.nn, f"Conv{way}{n}d") for way in ("", "Transpose") for n in (1, 2, 3))
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.register_forward_hook(note)
+    with torch.no_grad():
+        model(image)
+    return [made for plain in found for mode in modes for made in _uses(in_mode(plain, mode), training)]
+
+
+def _uses(plain: ConvProblem, training: bool) -> Iterator[tuple[ConvProblem, bool]]:
+    """A layer by itself, with what is fused behind it, and its gradients."""
+    yield plain, False
+    fused = replace(plain, has_bias=True, has_scale=True, activation="relu")
+    yield from ((fused, False), (replace(fused, has_residual=True), False))
+    if training and plain.direction == "fprop":
+        yield plain, True
+        yield from ((replace(plain, direction="dgrad"), False), (replace(plain, direction="wgrad", layout="NCHW"), False))
+
+
+# ---- the command
+
+
+def problems(settings: Settings) -> list[tuple[ConvProblem, bool]]:
+    """What to warm."""
+    if settings.model:
+        return model_problems(settings.model, settings.size, settings.mode, settings.training)
+    plain = [in_mode(problem, mode) for mode in settings.mode for problem in suite()]
+    if settings.training:
+        return [made for problem in plain for made in _uses(problem, True)]
+    return [(problem, False) for problem in plain]
+
+
+def run(settings: Settings) -> int:
+    """Compile, and say how much there was to do."""
+    if settings.gpu:
+        target = Target(settings.gpu)
+        made_by = compiler()
+    else:
+        from pycuda_conv.runtime import cuda
+
+        device = named_device("cuda")
+        target = Target("sm_{}{}".format(*device.capability))
+        target.multiprocessors, target.model = device.multiprocessors, device.model
+        made_by = compiler(cuda.newest())
+    if settings.random:
+        wanted = most_used(target, settings.random, RANDOM)
+    else:
+        wanted = list(dict.fromkeys(
+            text for problem, noted in problems(settings)
+            for text in texts(launches_of(problem, target, settings.constants, noted), target)
+        ))  # fmt: skip
+    missing = [text for text in wanted if binaries.find(text.source, text.arch, made_by) is None]
+    begin = time.monotonic()
+    _, failed = compile_all(missing, made_by)
+    out = console()
+    out.print(
+        f"{len(wanted)} kernels for {target.name}: {len(wanted) - len(missing)} were there, {len(missing) - len(failed)} were compiled by "
+        f"{made_by.name} {made_by.version} in {time.monotonic() - begin:.1f} s"
+    )
+    for reason in failed[:5]:
+        out.print(f"failed: {reason}")
+    return FAILED if failed else OK

@@ -1,0 +1,185 @@
+"""Kernels that are there before they are needed: shipped in the wheel, or compiled by ``pycuda-conv warm``."""
+
+import logging
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pycuda_conv
+from pycuda_conv.cli import main
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.runtime import binaries
+from pycuda_conv.runtime.compiler import CompileError, Compiler, nvcc, nvrtc
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools import warm
+from pycuda_conv.tools.families import FAMILIES, draw
+
+SCRIPT = Path(pycuda_conv.__file__).resolve().parent.parent / "scripts" / "ship_kernels.py"
+TEXT = '#define ROWS 1\n#line 1 "cu/some.cu"\nand so on\n'
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    """An archive with the binary of one text."""
+    file = tmp_path / "kernels.zip"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr(binaries.shipped_name(TEXT, "sm_80"), b"binary" * 100)
+        archive.writestr(binaries.shipped_name(TEXT, "sm_90a"), b"hopper's" * 100)
+    monkeypatch.setattr(binaries, "SHIPPED", file)
+    binaries._archive.cache_clear()
+    yield file
+    monkeypatch.undo()
+    binaries._archive.cache_clear()
+
+
+# ---- shipped kernels
+
+
+def test_shipped_kernels_serve_their_gpus(shipped):
+    for arch in ("sm_80", "sm_86", "sm_89"):  # which run what is compiled for older ones of the same major version
+        assert binaries.shipped(TEXT, arch) == binaries.find(TEXT, arch, None) == b"binary" * 100 and binaries.serves(arch)
+    assert binaries.shipped(TEXT, "sm_90a") == b"hopper's" * 100
+    for arch in ("sm_75", "sm_90", "sm_100"):
+        assert binaries.shipped(TEXT, arch) is None and not binaries.serves(arch)
+    assert binaries.shipped(TEXT + " ", "sm_80") is None
+
+
+def test_kernels_of_other_headers_are_not_taken(shipped, monkeypatch):
+    monkeypatch.setattr(binaries, "headers", lambda: "another")
+    assert binaries.shipped(TEXT, "sm_80") is None
+
+
+@pytest.mark.parametrize("where", [0.05, 0.5])
+def test_a_damaged_shipped_kernel_is_compiled(shipped, caplog, where):
+    data = bytearray(shipped.read_bytes())
+    at = data.index(b"binary") + int(600 * where)
+    data[at] ^= 1
+    shipped.write_bytes(data)
+    with caplog.at_level(logging.WARNING, "pycuda_conv"):
+        assert binaries.shipped(TEXT, "sm_80") is None
+    assert "is damaged" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b""])
+def test_a_damaged_archive_is_none(shipped, caplog, damage):
+    shipped.write_bytes(damage(shipped.read_bytes()))
+    assert binaries.shipped(TEXT, "sm_80") is None and "can't be read" in caplog.text
+
+
+def test_no_archive_is_said_nothing_about(shipped, caplog):
+    shipped.unlink()
+    assert binaries.shipped(TEXT, "sm_80") is None and not caplog.text
+
+
+@pytest.mark.skipif(not (nvcc() or nvrtc()), reason="no compiler of CUDA C is installed")
+def test_the_script_compiles_the_most_used_kernels_into_the_package(tmp_path, python_env):
+    """In a copy of the package."""
+    import shutil
+
+    root = Path(pycuda_conv.__file__).resolve().parent.parent
+    for part in ("pycuda_conv", "cu"):
+        shutil.copytree(root / part, tmp_path / part, ignore=shutil.ignore_patterns("__pycache__", "shipped"))
+    env = {**python_env, "PYTHONPATH": str(tmp_path), "PYCUDA_CONV_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, str(SCRIPT), "sm_80", "--count", "2", "--each", "1"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and "sm_80: 2 kernels" in done.stdout, done.stderr
+    with zipfile.ZipFile(tmp_path / "pycuda_conv" / "shipped" / "kernels.zip") as archive:
+        assert [name.partition("/")[0] for name in archive.namelist()] == ["sm_80"] * 2
+        assert all(archive.read(name).startswith(b"\x7fELF") for name in archive.namelist())
+
+
+# ---- random problems
+
+
+def test_random_problems_are_of_all_families_and_the_same_again():
+    first, again, others = (list(draw(seed, 2)) for seed in (0, 0, 1))
+    assert first == again != others and len(first) == 2 * len(FAMILIES)
+    assert {p.direction for p in draw(0, 4)} == {"fprop", "dgrad", "wgrad"}
+
+
+# ---- a GPU that is not here
+
+
+@pytest.mark.parametrize("name", ["H100", "sm_9", "sm_20", "90a", "sm_90b"])
+def test_what_is_no_architecture_is_refused(name):
+    with pytest.raises(ConvArgumentError, match="a GPU's architecture is"):
+        Target(name)
+
+
+def test_targets():
+    assert Target("sm_90a").capability == (9, 0) and Target("sm_120").capability == (12, 0)
+    assert {text.arch for text in warm.most_used(Target("sm_90a"), 10**6, 2)} == {"sm_90", "sm_90a"}
+    assert {text.arch for text in warm.most_used(Target("sm_86"), 10**6, 2)} == {"sm_86"}
+
+
+# ---- the command
+
+
+class Fake(Compiler):
+    name, version, options = "fake", "1.0", ()
+
+    def __init__(self):
+        super().__init__(sys.executable)
+        self.compiled, self.refused = [], ""
+
+    def compile(self, source, arch):
+        if self.refused and self.refused in source:
+            raise CompileError("fake failed (1): no room")
+        self.compiled.append((source, arch))
+        return b"cubin"
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    made = Fake()
+    monkeypatch.setattr(warm, "compiler", lambda *_: made)
+    monkeypatch.setenv("PYCUDA_CONV_CACHE_DIR", str(tmp_path))
+    return made
+
+
+def counts(text):
+    return tuple(map(int, re.search(r"(\d+) kernels for \S+: (\d+) were there, (\d+) were compiled by fake 1.0", text).groups()))
+
+
+def test_what_was_compiled_is_there_the_next_time(fake, capsys):
+    assert main(["warm", "--gpu", "sm_80"]) == 0
+    all_, there, new = counts(capsys.readouterr().out)
+    assert there == 0 < new == all_ == len(fake.compiled)
+    assert main(["warm", "--gpu", "sm_80"]) == 0
+    assert counts(capsys.readouterr().out) == (all_, all_, 0)
+    assert main(["warm", "--gpu", "sm_80", "--training", "--mode", "fp16-nhwc"]) == 0
+    assert counts(capsys.readouterr().out)[2] > 0
+
+
+def test_the_most_used_of_random_problems(fake, capsys, monkeypatch):
+    monkeypatch.setattr(warm, "RANDOM", 2)
+    assert main(["warm", "--gpu", "sm_90a", "--random", "7"]) == 0
+    assert counts(capsys.readouterr().out) == (7, 0, 7)
+
+
+def test_what_a_compiler_refuses_is_told_and_the_rest_is_compiled(fake, capsys):
+    fake.refused = "direct_gemm.cu"
+    assert main(["warm", "--gpu", "sm_80"]) == 1
+    out = capsys.readouterr().out
+    assert "failed: direct_gemm: fake failed (1): no room" in out and counts(out)[2] == len(fake.compiled) > 0
+
+
+def test_a_model_s_layers(fake, capsys):
+    pytest.importorskip("torchvision")
+    assert main(["warm", "--gpu", "sm_90a", "--model", "resnet18", "--size", "2,3,64,64", "--training"]) == 0
+    assert counts(capsys.readouterr().out)[2] > 5
+    assert main(["warm", "--gpu", "sm_90a", "--model", "resnet19"]) == 2
+    assert "resnet19" in capsys.readouterr().err
+
+
+def test_without_a_gpu_the_command_asks_for_one(capsys):
+    from pycuda_conv.runtime.cuda import why_not
+
+    if why_not() is None:
+        pytest.skip("there is a GPU")
+    assert main(["warm"]) == 2
+    assert "pycuda-conv warm:" in capsys.readouterr().err
