@@ -255,14 +255,16 @@ class Seen:
         self.values = tuple(module.__dict__[name] for name in self.names)
 
     def unchanged(self) -> bool:
-        module, attributes = self.module, self.module.__dict__
-        children = attributes["_modules"].values()
-        return (
-            origin(type(module)) is self.cls and "forward" not in attributes
-            and len(children) == len(self.children) and all(map(operator.is_, children, self.children))
-            and all(map(operator.is_, map(attributes.get, self.names), self.values))
-            and not (self.taken_in and (hooked(module) or (self.training is not None and module.training is not self.training)))
-        )
+        module = self.module
+        attributes, cls = module.__dict__, type(module)
+        if (cls is not self.cls and origin(cls) is not self.cls) or "forward" in attributes:
+            return False
+        if self.taken_in and (hooked(module) or (self.training is not None and module.training is not self.training)):
+            return False
+        now = attributes["_modules"].values()
+        if len(now) != len(self.children) or (self.children and not all(map(operator.is_, now, self.children))):
+            return False
+        return not self.names or all(map(operator.is_, map(attributes.get, self.names), self.values))
 
 
 #: The attributes that all modules have, and those that a conversion adds.
@@ -570,8 +572,10 @@ def _finished(result: Any, residual: Any, relu: bool) -> Any:
 
 def hooked(module: Any) -> bool:
     """True if something else than the module's forward runs when it is called, or when gradients go through it."""
-    own = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return bool(own) or nn.modules.module._has_any_global_hook()
+    own = module.__dict__  # a module's attributes are slow
+    return bool(
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    ) or nn.modules.module._has_any_global_hook()
 
 
 def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
