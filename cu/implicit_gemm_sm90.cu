@@ -97,6 +97,7 @@
 #include "limbs.cuh"
 #endif
 #include "finish.cuh"
+#include "truncation.cuh"
 #include "wgmma.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
@@ -1131,8 +1132,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       wgmma_arrived(cross);
       give_back(1);
     }
+    const float part = 2048 * lost_in_promoted(range.last - range.first, HALO ? PARTS : 2);
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
+    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i] + give_back_lost(total[i], part), 0x1p-11f, total[i]);
 #else
     for (; step < range.last; ++step) {
       multiply_stage(step == range.first);
@@ -1142,8 +1144,12 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     wgmma_wait<0>();
     wgmma_arrived(main);
     if (any) give_back(1);
+    [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = any ? main[i] : 0;
+    for (int i = 0; i < WGMMA_N / 2; ++i) {
+      total[i] = any ? main[i] : 0;
+      if (SCALED) total[i] += give_back_lost(total[i], part);  // float32 results: the rounding of 16 bits hides it
+    }
 #endif
     pending = true;
     if (!OVERLAP) store();

@@ -51,6 +51,7 @@
 #define HAS_RESIDUAL 0
 #endif
 #include "finish.cuh"
+#include "truncation.cuh"
 #include "wgmma.cuh"
 
 template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product takes at once
@@ -294,6 +295,7 @@ DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, 
                   const float* bias, const float* scale, const float* residual, float* y) {
   const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * COLUMNS + 2 * (lane % 4);
   const long long at = unit.image * shape.image_step + unit.row_of(lane) * (int)shape.wide + unit.column_of(lane);
+  const float part = lost_in((int)shape.steps * W_PARTS<halves> * CHUNKS * TAPS);
   bool real[FOURS], good = true;
 #pragma unroll
   for (int four = 0; four < FOURS; ++four) real[four] = unit.has(shape, lane, four);
@@ -324,6 +326,7 @@ DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, 
         for (int pixel = 0; pixel < 4; ++pixel) {
           v[pixel] = sum.of[2 * four + pixel / 2][4 * i + 2 * (pixel % 2) + e];
           if (what & CHECK) good &= (fabsf(v[pixel]) >= least && fabsf(v[pixel]) < INFINITY) || !there;
+          if (what & WRITE) v[pixel] += give_back_lost(v[pixel], part);
           if (what & WRITE) v[pixel] = Finish<halves>{of_column[j]}.whole(shape, v[pixel], factor, ((const float*)&added[four])[pixel]);
         }
         if (what & WRITE && there) store_word(y + place + four * (int)shape.wide, *(const uint4*)v);

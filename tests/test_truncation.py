@@ -1,0 +1,93 @@
+"""Results are not too small: what tensor cores cut from their sums is given back (cu/truncation.cuh), in the model and on a GPU."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import truncation
+from truncation import one_product, shrinkage, three_products
+
+import pycuda_conv as pc
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.runtime.base import KERNEL_DIR
+
+SIDE = 64  # a case of the model has so many results squared
+
+
+def operands(kind: str, depth: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x, w = (rng.standard_normal((depth, SIDE)).astype(np.float32).astype(np.float64) for _ in range(2))
+    if kind == "integers":
+        return np.rint(3 * x), np.rint(3 * w)
+    return {"signed": (x, w), "relu": (np.maximum(x, 0), w), "positive": (abs(x), abs(w))}[kind]
+
+
+def test_the_kernels_constants_are_the_models():
+    text = (KERNEL_DIR / "truncation.cuh").read_text()
+    assert float(re.search(r"CUT = ([\d.e-]+)f", text)[1]) * 16 / 15 == truncation.CUT
+
+
+@pytest.mark.parametrize("depth, first", [(64, 2), (128, 2), (576, 2), (576, 3), (1152, 2), (2304, 2)])
+@pytest.mark.parametrize("kind", ["signed", "relu"])
+def test_three_products_have_no_bias(kind, depth, first):
+    x, w = operands(kind, depth)
+    exact = x.T @ w
+    found, error = shrinkage(three_products(x, w, first), exact)
+    before, _ = shrinkage(three_products(x, w, first, give_back=False), exact)
+    assert abs(found) < 1e-8 + 4 * error and before < -4e-8  # 0.8 of the factor itself
+
+
+@pytest.mark.parametrize("depth", [576, 2304])
+def test_one_product_has_no_bias(depth):
+    x, w = operands("signed", depth)
+    found, error = shrinkage(*one_product(x, w))
+    before, _ = shrinkage(*one_product(x, w, give_back=False))
+    assert abs(found) < 0.15 * abs(before) + 4 * error and before < -4e-7
+
+
+@pytest.mark.parametrize("depth", [64, 576, 2304])
+def test_small_integers_stay_exact(depth):
+    x, w = operands("integers", depth)
+    assert (three_products(x, w) == x.T @ w).all() and (one_product(x, w)[0] == x.T @ w).all()
+
+
+# ---- on a GPU: a million results
+
+#: (precision, channels, filter size, config): every engine, from 64 products a sum to 18432; the planner's choice where none is given.
+LAYERS = [
+    ("fp32", 64, 3, None), ("fp32", 64, 3, ImplicitGemm(128, 128, 3)), ("fp32", 256, 3, None), ("fp32", 512, 3, None), ("fp32", 2048, 3, None),
+    ("fp32", 64, 1, None), ("fp32", 1024, 1, None), ("fp32", 1024, 1, ImplicitGemm(128, 128, 3)),
+    ("tf32", 64, 3, None), ("tf32", 512, 3, None), ("tf32", 512, 3, ImplicitGemm(128, 128, 4)), ("tf32", 1024, 1, None),
+]  # fmt: skip
+
+
+def drawn(torch, kind: str, shape: tuple, seed: int):
+    v = torch.randn(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed))
+    if kind == "sparse":
+        return v * (torch.rand(shape, device="cuda", generator=torch.Generator("cuda").manual_seed(seed + 1)) < 0.1)
+    return {"signed": v, "relu": v.relu(), "positive": v.abs()}[kind]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind, limit", [("signed", 2e-8), ("relu", 2e-8), ("sparse", 1e-7), ("positive", 1e-7)])
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_results_are_not_too_small(layer, kind, limit):
+    torch = pytest.importorskip("torch")
+    precision, channels, taps, config = layer
+    size = 16 if channels > 1000 and taps > 1 else 32
+    x = drawn(torch, kind, (8, channels, size, size), 3)
+    w = drawn(torch, "positive" if kind == "positive" else "signed", (256, channels, taps, taps), 5)
+    problem = pc.ConvProblem.forward(2, tuple(x.shape), tuple(w.shape), padding=taps // 2, precision=precision)
+    plan = pc.Plan(problem, "cuda", config=config)
+    if precision == "tf32":  # what both round alike, so that the sum's own error is seen: numbers of 10 bits
+        x, w = x.half().float(), w.half().float()
+        limit = 4e-8 * channels * taps**2 / 576 + 1e-7 if kind in ("signed", "relu") else None
+    y = plan(x, w)
+    exact = torch.nn.functional.conv2d(x.double(), w.double(), padding=taps // 2)
+    found, error = shrinkage(y.double(), exact)
+    factor = float((y.double() * exact).sum() / (exact * exact).sum() - 1)
+    print(f"{precision} {channels * taps**2} {kind} {plan.config}: {found:.2e} +- {error:.1e}, factor {factor:.2e}")
+    if limit is not None:
+        assert abs(found) < limit + 4 * error
