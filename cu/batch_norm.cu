@@ -1,6 +1,6 @@
 // batch_norm.cu: batch normalisation and ReLU behind a convolution, forward and backward, and sums over channels.
 //
-//   over the M = N * PLANE values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
+//   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
 //   out  = relu((y - mean) * a + beta),             a = gamma * invstd
 //   g    = dout where (y - mean) * a + beta > 0, else 0: the ReLU's mask is computed again, not stored
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
@@ -9,11 +9,12 @@
 // Every array of pixels is read once a launch; all is bound by memory. Sums are taken in two launches, always in the same order:
 // a block sums one slice of its channels into part[slice][2][K], then a small launch adds the slices.
 //
-// Layout   y, dout, out, dy: NCHW [N][K][PLANE] or NHWC [N*PLANE][K]. What there is one of a channel is acc_t [K].
-// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4 where PLANE or K
+// Layout   y, dout, out, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. What there is one of a channel is acc_t [K].
+// Sizes    They are arguments, the struct Walk.
+// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4 where plane or K
 //          is a multiple of it: loads of 16 bytes (8 for 16-bit types); else 1. A channel, or a row of VEC channels, is
 //          `total` items, cut in slices of `per`.
-//          block -> one slice of ACROSS columns; GID_0 = slice * TILES + tile. A column is a channel in NCHW, where ACROSS = 1,
+//          block -> one slice of `across` columns; GID_0 = slice * tiles + tile. A column is a channel in NCHW, where `across` is 1,
 //          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
 //          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
 // Memory   shared: what the threads of a column add up, at most 3 * VEC * THREADS acc_t. Registers: UNROLL * VEC values an array.
@@ -27,10 +28,8 @@
 #ifndef THREADS
 #define THREADS 128
 #endif
-#ifndef PLANE  // the launches that add slices take all shapes
+#ifndef VEC  // the launches that add slices take all shapes
 #define NHWC 0
-#define K 64
-#define PLANE 3136
 #define VEC 4
 #endif
 #ifndef ROUNDED
@@ -40,23 +39,33 @@
 
 #define UNROLL (VEC == 4 ? 4 : 8)
 #define UNROLL_TWO (UNROLL / 2)  // where two arrays are read
+
+// How a launch walks an array.
+typedef struct Walk {
+  long_t channels, plane;         // K; pixels of a channel of an image
+  long_t total, per;              // items of a channel, or of VEC of them; of a slice
+  long_t columns, tiles, by_tiles, across, by_across;
+  long_t plane_items, by_plane_items;  // items of a plane in NCHW; by_: as a prepared divisor, see division.cuh, 0 for `total` from 2^31 on
+} Walk;
+
+#define K ((int)walk.channels)
+#define PLANE ((index_t)walk.plane)
 #if NHWC
-#define COLUMNS (K / VEC)
-#define TILES ((COLUMNS + 31) / 32)
-#define ACROSS ((COLUMNS + TILES - 1) / TILES)
+#define ACROSS ((int)walk.across)
+#define LANE divided(LID_0, walk.by_across)
 #define OWN VEC  // channels of a thread
 #define OF(e) ((e) % VEC)
 #define ITEM(i) ((i) * K + column * VEC)
 #define FIRST(j) (column * VEC + (j))
 #define VALUES(items) (items)  // of one channel
 #else
-#define COLUMNS K
-#define TILES K
 #define ACROSS 1
+#define LANE LID_0
 #define OWN 1
 #define OF(e) 0
-#define ITEM(i) (((i) / (PLANE / VEC) * K + column) * (index_t)PLANE + (i) % (PLANE / VEC) * VEC)
-#define FIRST(j) ((index_t)column * PLANE)
+#define IMAGE_OF(i) (INDEX_64 && !walk.by_plane_items ? (i) / (index_t)walk.plane_items : divided((int)(i), walk.by_plane_items))
+#define ITEM(i) ((IMAGE_OF(i) * (index_t)K + column) * PLANE + ((i) - IMAGE_OF(i) * (index_t)walk.plane_items) * VEC)
+#define FIRST(j) (column * PLANE)
 #define VALUES(items) ((items) * VEC)
 #endif
 #define DOWN (THREADS / ACROSS)
@@ -76,11 +85,12 @@
 #endif
 
 // Where a thread stands. Threads without a column have no items, but meet the others at barriers.
-#define STAND                                                                         \
-  const int column = (int)(GID_0 % TILES) * ACROSS + LID_0 % ACROSS, lane = LID_0 / ACROSS; \
-  const bool inside = lane < DOWN && column < COLUMNS;                                \
-  const index_t slice = (index_t)(GID_0 / TILES), start = slice * (index_t)per;       \
-  const index_t end = inside ? (start + per < total ? start + (index_t)per : (index_t)total) : start
+#define STAND                                                                                                                  \
+  const int tile_ = (int)GID_0 - divided((int)GID_0, walk.by_tiles) * (int)walk.tiles, lane = LANE, down = DOWN;               \
+  const int column = tile_ * ACROSS + LID_0 - lane * ACROSS;                                                                   \
+  const bool inside = lane < down && column < (int)walk.columns;                                                               \
+  const index_t slice = divided((int)GID_0, walk.by_tiles), per = (index_t)walk.per, total = (index_t)walk.total, start = slice * per; \
+  const index_t end = inside ? (start + per < total ? start + per : total) : start
 
 #define PARAMETER(p, otherwise) ((p) ? (p)[CHANNEL(j)] : (otherwise))
 
@@ -103,7 +113,7 @@
   }
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
-                                                      const long_t total, const long_t per) {
+                                                      const Walk walk) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
@@ -112,13 +122,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* R
     mean[j] = m2[j] = 0;
     shift[j] = inside ? LOAD(y, FIRST(j)) : 0;
   }
-  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+  for (index_t i = start + lane; i < end; i += down * UNROLL) {
     acc_t v[UNROLL * VEC], sum[OWN], square[OWN];
     int found = 0;
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (i + u * DOWN < end) {
-        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+      if (i + u * down < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
         found = u + 1;
       }
     const acc_t count = VALUES(found);
@@ -140,7 +150,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* R
     means[j * THREADS + LID_0] = mean[j];
     squares[j * THREADS + LID_0] = m2[j];
   }
-  FOLD(DOWN, ACROSS, {
+  FOLD(down, ACROSS, {
     for (int j = 0; j < OWN * THREADS; j += THREADS)
       COMBINE(counts[to], means[j + to], squares[j + to], counts[from], means[j + from], squares[j + from]);
     counts[to] += counts[from];
@@ -240,7 +250,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, GLOBAL_MEM data_t* RESTRICT out,
-    const long_t total, const long_t per, const long_t relu) {
+    const Walk walk, const long_t relu) {
   AFTER_LAST_LAUNCH
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN];
@@ -249,19 +259,19 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
     b[j] = PARAMETER(beta, 0);
   }
-  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+  for (index_t i = start + lane; i < end; i += down * UNROLL) {
     acc_t v[UNROLL * VEC];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (i + u * DOWN < end) LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
+      if (i + u * down < end) LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (i + u * DOWN < end) {
+      if (i + u * down < end) {
         for (int e = u * VEC; e < u * VEC + VEC; ++e) {
           v[e] = (v[e] - centre[OF(e)]) * a[OF(e)] + b[OF(e)];
           if (relu && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
-        STORE_ITEM(out, ITEM(i + u * DOWN), v + u * VEC);
+        STORE_ITEM(out, ITEM(i + u * down), v + u * VEC);
       }
   }
 }
@@ -287,7 +297,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    GLOBAL_MEM acc_t* RESTRICT part, const long_t total, const long_t per, const long_t relu) {
+    GLOBAL_MEM acc_t* RESTRICT part, const Walk walk, const long_t relu) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
@@ -298,17 +308,17 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
     b[j] = PARAMETER(beta, 0);
   }
-  for (index_t i = start + lane; i < end; i += DOWN * UNROLL_TWO) {
+  for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
     acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
-      if (i + u * DOWN < end) {
-        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
-        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * DOWN));
+      if (i + u * down < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
+        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
-      if (i + u * DOWN < end)
+      if (i + u * down < end)
         for (int e = u * VEC; e < u * VEC + VEC; ++e) {
           v[e] -= centre[OF(e)];
           if (!relu || v[e] * a[OF(e)] + b[OF(e)] > 0) {
@@ -318,7 +328,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
         }
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
-  FOLD(DOWN, ACROSS, { for (int j = 0; j < 2 * OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
+  FOLD(down, ACROSS, { for (int j = 0; j < 2 * OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
@@ -329,7 +339,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const long_t total, const long_t per, const long_t relu,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t relu,
     const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
@@ -342,46 +352,46 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
     less[j] = share * sums[CHANNEL(j)];
     slope[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
   }
-  for (index_t i = start + lane; i < end; i += DOWN * UNROLL_TWO) {
+  for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
     acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
-      if (i + u * DOWN < end) {
-        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * DOWN));
-        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * DOWN));
+      if (i + u * down < end) {
+        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
+        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
-      if (i + u * DOWN < end) {
+      if (i + u * down < end) {
         for (int e = u * VEC; e < u * VEC + VEC; ++e) {
           v[e] -= centre[OF(e)];
           if (relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) g[e] = 0;
           g[e] = a[OF(e)] * g[e] - less[OF(e)] - slope[OF(e)] * v[e];
         }
-        STORE_ITEM(dy, ITEM(i + u * DOWN), g + u * VEC);
+        STORE_ITEM(dy, ITEM(i + u * down), g + u * VEC);
       }
   }
 }
 
 // The sum over each channel of x, slice by slice: the gradient of a bias.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* RESTRICT part,
-                                                   const long_t total, const long_t per) {
+                                                   const Walk walk) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[OWN * THREADS];
   STAND;
   acc_t sum[OWN];
   for (int j = 0; j < OWN; ++j) sum[j] = 0;
-  for (index_t i = start + lane; i < end; i += DOWN * UNROLL) {
+  for (index_t i = start + lane; i < end; i += down * UNROLL) {
     acc_t v[UNROLL * VEC];
 #pragma unroll
     for (int u = 0; u < UNROLL; ++u)
-      if (i + u * DOWN < end) LOAD_ITEM(v + u * VEC, x, ITEM(i + u * DOWN));
+      if (i + u * down < end) LOAD_ITEM(v + u * VEC, x, ITEM(i + u * down));
 #pragma unroll
     for (int e = 0; e < UNROLL * VEC; ++e)
-      if (i + e / VEC * DOWN < end) sum[OF(e)] += v[e];
+      if (i + e / VEC * down < end) sum[OF(e)] += v[e];
   }
   for (int j = 0; j < OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
-  FOLD(DOWN, ACROSS, { for (int j = 0; j < OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
+  FOLD(down, ACROSS, { for (int j = 0; j < OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) part[slice * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
 }

@@ -21,11 +21,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from pycuda_conv import host
+from pycuda_conv.engines.geometry import divider
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES, channels_last
 from pycuda_conv.runtime import Device, KernelLaunch, cuda_device, device_of_pointer, get_device
@@ -477,6 +478,25 @@ class DeviceKind(ArrayKind):
         return pointer + before, pointer + after + DTYPE_BYTES[self.dtype_name(dtype)]
 
 
+class CopyArguments(NamedTuple):
+    """The struct of ``copy_strided.cu``, which says what its members are."""
+
+    size: int
+    n1: int
+    n2: int
+    n3: int
+    n4: int
+    by_n1: int
+    by_n2: int
+    by_n3: int
+    by_n4: int
+    s0: int
+    s1: int
+    s2: int
+    s3: int
+    s4: int
+
+
 def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:
     """Gather a strided device array (strides in bytes) into C order at `target`, on the default stream."""
     itemsize, rank = DTYPE_BYTES[dtype], 5
@@ -485,9 +505,12 @@ def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Seque
     elements = [s // itemsize for s in strides]
     if any(s % itemsize for s in strides):
         raise ConvArgumentError(f"strides {tuple(strides)} are not multiples of the item size, {itemsize} bytes")
+    wide = size >= 2**31 - 2**20
+    sizes, steps = (*fill, *shape)[1:], (*(0,) * len(fill), *elements)
+    arguments = CopyArguments(size, *sizes, *(0 if wide else divider(n) for n in sizes), *steps)
     step = KernelLaunch(
-        "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 1, "THREADS": 256}, -(-size // 256), 256, (0, 1),
-        (size, *fill, *shape, *(0,) * len(fill), *elements),
+        "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(wide), "THREADS": 256}, -(-size // 256), 256, (0, 1), (),
+        arguments=arguments,
     )
     device.launcher(step)((pointer, target), None)
 

@@ -253,7 +253,7 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     (step,), _ = batch_norm.forward(pixels, 132, True)
     few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
     assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
-    total, per = step.scalars[:2]
+    total, per = step.arguments.total, step.arguments.per
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 
 

@@ -30,8 +30,10 @@ from reference import DTYPES, Case, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, host, ops, runtime
+from pycuda_conv.arrays import CopyArguments
 from pycuda_conv.engines.direct import Batched, Dgrad
 from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
@@ -881,8 +883,10 @@ def packing(monkeypatch):
         if device.backend != "cuda":
             return plain
         size = math.prod(problem.weight_shape)
-        defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 1, "THREADS": 256}
-        copy = KernelLaunch("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (size, 1, 1, 1, 1, size, 0, 0, 0, 0, 1))
+        defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": 256}
+        one, whole = divider(1), divider(size)
+        arguments = CopyArguments(size, 1, 1, 1, size, one, one, one, whole, 0, 0, 0, 0, 1)
+        copy = KernelLaunch("copy_strided", defines, -(-size // 256), 256, (WEIGHT, PACKED), (), arguments=arguments)
         stages = [[replace(step, buffers=tuple(PACKED if i == WEIGHT else i for i in step.buffers)) for step in stage] for stage in plain.steps]
         return Schedule([[copy]], stages, [[copy], *stages], -(-plain.workspace_bytes // 256) * 256, size * problem.itemsize)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import pack, unpack
-from typing import Any
+from typing import Any, NamedTuple
 
+from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
@@ -55,6 +56,22 @@ class Pixels:
         return 8 if self.dtype == "float64" else 4
 
 
+class Walk(NamedTuple):
+    """The struct of ``batch_norm.cu``, which says what its members are."""
+
+    channels: int
+    plane: int
+    total: int
+    per: int
+    columns: int
+    tiles: int
+    by_tiles: int
+    across: int
+    by_across: int
+    plane_items: int
+    by_plane_items: int
+
+
 @dataclass(frozen=True)
 class _Cut:
     """How the kernels walk an array: see ``cu/batch_norm.cu``."""
@@ -94,9 +111,15 @@ class _Cut:
 
     def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> KernelLaunch:
         """A launch that reads the array."""
-        defines = {"NHWC": int(self.pixels.channels_last), "K": self.pixels.K, "PLANE": self.pixels.plane, "VEC": self.vector}
-        grid = self.tiles * self.slices
-        return KernelLaunch(kernel, self._common | defines, grid, THREADS, buffers, (self.total, self.per, *scalars), "batch_norm")
+        pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
+        across = -(-columns // self.tiles)
+        plane_items = pixels.plane // (1 if pixels.channels_last else self.vector)
+        walk = Walk(
+            pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
+            plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
+        )  # fmt: skip
+        defines = self._common | {"NHWC": int(pixels.channels_last), "VEC": self.vector}
+        return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
 
     def step_of_channels(
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False

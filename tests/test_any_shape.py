@@ -1,0 +1,171 @@
+"""Kernels that take sizes as arguments: a new size of a known layer compiles nothing, and all problems share few texts."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from reference import DTYPES, fprop, reference
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, engines
+from pycuda_conv.engines import batch_norm, direct, direct_gemm
+from pycuda_conv.engines.batch_norm import Pixels
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.runtime import get_device
+
+GPU = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="")
+
+
+def texts(problem, config, device=GPU) -> set[str]:
+    """The texts of the launches of `config`."""
+    return {launch.source() for step in engines.schedule(problem, config, device).whole for launch in step}
+
+
+# ---- on a device
+
+
+def arrays(*shapes):
+    rng = np.random.default_rng(0)
+    return [rng.integers(-4, 5, shape).astype("float32") for shape in shapes]
+
+
+def forward(c, k, filter, **options):
+    return lambda n, size: (pc.conv2d, arrays((n, c, *size), (k, c // options.get("groups", 1), *filter)), options)
+
+
+def transposed(n, size):
+    return pc.conv_transpose2d, arrays((n, 6, *size), (6, 9, 3, 3)), {"stride": 2, "padding": 1}
+
+
+def line(n, size):
+    return pc.conv1d, arrays((n, 4, size[0] * size[1]), (8, 4, 5)), {"padding": 2}
+
+
+def volume(n, size):
+    return pc.conv3d, arrays((n, 3, 4, *size), (8, 3, 2, 3, 3)), {"padding": 1}
+
+
+FUNCTIONS = {
+    "dense": forward(6, 9, (3, 3), padding=1), "strided": forward(6, 9, (3, 5), stride=2), "pointwise": forward(6, 9, (1, 1)),
+    "grouped": forward(8, 8, (3, 3), groups=4, dilation=2), "depthwise": forward(5, 10, (3, 3), groups=5, padding=1),
+    "depthwise, wide": forward(5, 5, (9, 9), groups=5, padding=4), "transposed": transposed, "line": line, "volume": volume,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_new_size_of_a_known_layer_compiles_nothing(device, name):
+    place = get_device(device)
+    kept = place._programs if device == "opencl" else place._functions
+    r = random.Random(name)
+
+    def call():
+        function, (x, w), options = FUNCTIONS[name](r.randrange(1, 5), (r.randrange(20, 60), r.randrange(20, 60)))
+        got = function(x, w, device=device, **options)
+        assert np.array_equal(got, reference(function is pc.conv_transpose2d, x.ndim - 2, x, w, **options))
+
+    # tiles follow from sizes, but there are few
+    for _ in range(6):
+        call()
+    known = len(kept)
+    for _ in range(6):
+        call()
+    assert len(kept) - known <= 1 if name.startswith("depthwise") else len(kept) == known
+
+
+# ---- by texts
+
+
+def sizes(count: int, seed: int = 0):
+    r = random.Random(seed)
+    for _ in range(count):
+        yield r.randrange(1, 65), (r.randrange(9, 300), r.randrange(9, 300))
+
+
+LAYERS = [
+    (64, 64, (3, 3), {"padding": 1}), (128, 128, (3, 3), {"padding": 1, "stride": 2}), (36, 72, (5, 1), {}), (8, 24, (3, 3), {"groups": 4}),
+    (32, 32, (7, 7), {"groups": 32, "padding": 3}), (32, 64, (3, 3), {"groups": 32, "dilation": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["fprop", "input", "weight"])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+@pytest.mark.parametrize(("c", "k", "taps", "options"), LAYERS)
+def test_the_text_of_a_tile_does_not_depend_on_sizes(c, k, taps, options, layout, of):
+    found, split = set(), set()
+    for n, size in sizes(12):
+        shapes = (n, c, *size), (k, c // options.get("groups", 1), *taps)
+        problem = ConvProblem.forward(2, *shapes, layout=layout, **options)
+        if of != "fprop":
+            problem = ConvProblem.gradient(of, 2, *shapes, problem.result_shape, **options)
+        found |= texts(problem, Gemm(64, 64, 16, 8, 4, 4))
+        split |= texts(problem, Gemm(64, 64, 16, 8, 4, 4, SPLIT_K=n % 5 + 2))
+    most = 2 if of == "input" else 1  # a phase of one tap reads whole vectors where a plane is made of them
+    assert len(found) <= most and len(split) <= most + 1  # and the launch that adds parts
+
+
+def test_a_pointwise_layer_has_a_text_for_planes_of_whole_vectors_and_one_for_others():
+    found = set()
+    for n, size in sizes(20):
+        found |= texts(ConvProblem.forward(2, (n, 64, *size), (64, 64, 1, 1)), Gemm(64, 64, 16, 8, 4, 4))
+    assert len(found) == 2
+
+
+@pytest.mark.parametrize("taps", [(3, 3), (5, 5), (7, 7), (9, 9), (1, 3)], ids=str)
+def test_depthwise_layers_share_the_texts_of_few_tiles(taps):
+    found = set()
+    for n, size in sizes(60):
+        problem = ConvProblem.forward(2, (n, 32, *size), (32, 1, *taps), groups=32, padding=tuple(t // 2 for t in taps))
+        found |= texts(problem, direct.choose(problem, GPU)[1])
+    assert len(found) <= len(direct.TILES)
+
+
+def problems(count: int, seed: int):
+    """Random problems of all kinds, small enough that no other engine competes."""
+    r = random.Random(seed)
+    for _ in range(count):
+        groups = r.choice((1, 1, 2, 8, 32))
+        c, k = groups * r.randrange(1, 9), groups * r.randrange(1, 9)
+        rank = r.choice((1, 2, 2, 3))
+        taps = tuple(r.choice((1, 2, 3, 3, 4, 5, 7, 11)) for _ in range(rank))
+        size = tuple(r.randrange(f, {1: 4000, 2: 90, 3: 24}[rank]) for f in taps)
+        shapes = (r.randrange(1, 40), c, *size), (k, c // groups, *taps)
+        stride, padding = r.randrange(1, 4), tuple(r.randrange(0, f) for f in taps)
+        options = {"stride": stride, "padding": padding, "groups": groups, "dtype": r.choice(DTYPES), "layout": r.choice(("NCHW", "NHWC"))}
+        problem = ConvProblem.forward(rank, *shapes, **options)
+        of = r.choice(("fprop", "input", "weight"))
+        yield problem if of == "fprop" else ConvProblem.gradient(of, rank, *shapes, problem.result_shape, **options)
+
+
+def test_random_problems_share_a_bounded_list_of_texts():
+    """Of 800 problems, those of the second half need few texts that those of the first do not."""
+    found, after = set(), []
+    for problem in problems(800, 1):
+        launched = problem.launched
+        for engine in (direct, direct_gemm):
+            chosen = engine.choose(launched, GPU)
+            if chosen is not None:
+                found |= texts(problem, chosen[1])
+        after.append(len(found))
+    assert after[-1] <= 260 and after[-1] - after[399] <= 0.3 * after[399]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_batch_norms_of_all_sizes_share_a_text_for_whole_vectors_and_one_for_others(layout):
+    r, found = random.Random(2), set()
+    for _ in range(30):
+        pixels = Pixels("float32", layout, r.randrange(1, 40), r.randrange(1, 300), r.randrange(2, 4000))
+        for launches, _ in (batch_norm.forward(pixels, 132, True), batch_norm.backward(pixels, 132, True, True), batch_norm.channel_sums(pixels, 132)):
+            found |= {launch.source() for launch in launches}
+    assert len(found) == 4  # two that walk arrays, two that add slices, rounded or not
+
+
+def test_the_constants_of_a_layer_are_those_of_its_arguments(device):
+    """They may be added to the text: the same bits."""
+    for case, config in (
+        (fprop((2, 3, 40, 50), (6, 1, 9, 4), groups=3, padding=2), direct.Tile(8, 32, 2)),
+        (fprop((2, 3, 20, 21), (6, 3, 5, 2), stride=2), direct.Batched()),
+    ):
+        problem, place = case.problem(), get_device(device)
+        ((launch,),) = engines.schedule(problem, config, place).whole
+        assert launch.layer and all(launch.arguments._asdict()[name.lower()] == value for name, value in launch.layer.items())
