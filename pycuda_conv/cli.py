@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
+    bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients, fused layers and a training loop against torch")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
@@ -195,6 +196,10 @@ def _run(arguments: argparse.Namespace) -> int:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)
     if arguments.devices is not None:
         raise ToolError("--devices goes with --host only")
+    if arguments.cold:
+        from pycuda_conv.tools import coldbench
+
+        return coldbench.run(arguments.device, arguments.json, arguments.only)
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)

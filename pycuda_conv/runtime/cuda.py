@@ -435,7 +435,7 @@ class CudaDevice(Device):
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
-            with ThreadPoolExecutor(len(missing)) as pool:
+            with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: KernelLaunch) -> Launcher:

@@ -23,7 +23,7 @@ from pycuda_conv.tools.suite import in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
 
-RANDOM = 400  # problems of each family, from which the most used texts are counted
+RANDOM = 150  # problems of each family, from which the most used texts are counted
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,67 @@
+"""``pycuda-conv bench --cold``: what it shows of its children's figures. These need a GPU; the rest is tested without."""
+
+import json
+import sys
+
+import pytest
+
+from pycuda_conv.cli import main
+from pycuda_conv.tools import coldbench
+from pycuda_conv.tools.terminal import ToolError
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """Children that are not started: (case, ours) of each, with figures by what they are called."""
+    from types import SimpleNamespace
+
+    asked = []
+
+    def measure(case, ours, archive):
+        asked.append((case.kind, case.name, case.wheel, ours, archive and archive.exists()))
+        return dict.fromkeys(case.shown, 0.25 if ours else 0.002)
+
+    monkeypatch.setattr(coldbench, "measure", measure)
+    monkeypatch.setattr(coldbench, "require", lambda module: None)
+    monkeypatch.setattr(coldbench, "named_device", lambda name: SimpleNamespace(capability=(9, 0), model="H200"))
+    monkeypatch.setattr(coldbench, "make_archive", lambda file, architecture, count: file.write_bytes(b""))
+    return asked
+
+
+def test_every_figure_is_shown_beside_torch_s(children, capsys, tmp_path):
+    assert main(["bench", "--cold", "--json", str(tmp_path / "cold.json")]) == 0
+    out = capsys.readouterr().out
+    rows = json.loads((tmp_path / "cold.json").read_text())["rows"]
+    assert len(rows) == sum(len(case.shown) for case in coldbench.CASES)
+    assert all(row == {"what": row["what"], "ours_s": 0.25, "torch_s": 0.002} for row in rows)
+    assert out.count("250.0") == out.count(" 2.0") == len(rows)
+    assert [(wheel, there) for _, _, wheel, ours, there in children if ours and wheel] == [(True, True)] * 2
+
+
+def test_only_some(children, capsys):
+    assert main(["bench", "--cold", "--only", "sixteen"]) == 0
+    assert {kind for kind, *_ in children} == {"sizes"} and "fifteen others" in capsys.readouterr().out
+
+
+def test_a_child_that_fails_costs_its_rows_only(children, capsys, monkeypatch):
+    def measure(case, ours, archive):
+        if case.kind == "training":
+            raise ToolError("training resnet50 failed: out of memory")
+        return dict.fromkeys(case.shown, 1.0)
+
+    monkeypatch.setattr(coldbench, "measure", measure)
+    assert main(["bench", "--cold"]) == 1
+    said = capsys.readouterr()
+    assert "out of memory" in said.err and "resnet18" in said.out and "resnet50" not in said.out
+
+
+def test_what_a_child_says_last_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(ToolError, match="sizes 3x3 float32 failed: exit status 1"):
+        coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
+
+
+@pytest.mark.gpu
+def test_a_child_measures(tmp_path):
+    found = coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
+    assert 0 < found["first"] < 30 and 0 < found["fifteen others"] < 30
