@@ -64,7 +64,7 @@ struct GemmPhase {
   long long chunks_pixel;                                  // of a pixel of x
   long long rows_group, rows;                              // output channels of a group, and of all
   long long blocks_group, channel_blocks, w_block;         // of w: blocks of 64 rows of a group, of channels of a tap; chunks of 64 rows
-  long long pieces;                                        // chunks of a row of such a block: 8, 4 or 2
+  long long piece_bits;                                    // chunks of a row of such a block are 8, 4 or 2: the logarithm of that
   long long x_limb;                                        // chunks from one limb of x to the other
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
@@ -161,8 +161,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
   const uint32_t to = stage + row * 64 + (threadIdx.x % 4 ^ row / 2 % 4) * 16;
   const int tap = (int)shape.tap_base + k.t * (int)shape.tap_step_t + k.r * (int)shape.tap_step_r + k.s * (int)shape.tap_step_s;
   // w is [64 rows][tap][block of channels][limb][row][pieces], whose rows pack.cu swizzles as implicit_gemm_sm90.cu wants them
-  const int pieces = (int)shape.pieces, shift = pieces == 8 ? 3 : pieces == 4 ? 2 : 1;
-  const int piece = (k.c ^ row >> (3 - shift)) & (pieces - 1);
+  const int shift = (int)shape.piece_bits, piece = (k.c ^ row >> (3 - shift)) & ((1 << shift) - 1);
   const unsigned w_chunk = w0 + ((tap * (int)shape.channel_blocks + (k.c >> shift)) * (LIMBS * 64) << shift) + (row << shift) + piece;
   const bool real = k.chunk < end;
 #pragma unroll
@@ -287,11 +286,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   // the tile
   const Divided across(blockIdx.x, shape.tiles_m, shape.by_tiles_m), part(across.quotient, shape.splits, shape.by_splits);
   const Divided along(part.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
-  const int m0 = across.rest * ROWS, split = part.rest, pixel0 = along.rest * PIXELS, group = along.quotient, k0 = group * (int)shape.rows_group;
+  const int m0 = across.rest * ROWS, split = part.rest, pixel0 = along.rest * PIXELS, group = along.quotient;
   const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
   // where there are none the first 64 once more: sums of rows that there are not are not stored
   const unsigned w_next = m0 / 64 + 1 < (int)shape.blocks_group ? (unsigned)shape.w_block : 0;
-  y += split * shape.out_part;
   __shared__ Corner corners[PIXELS];
   if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
   __syncthreads();
@@ -338,5 +336,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
   copies_wait<0>();
   __syncthreads();
-  store(sums.total, shape, m0 + warp_m, k0, pixel0 + warp_n, (float*)dynamic + warp * 16 * PITCH, scale_n, scale_k, bias, scale, residual, y);
+  store(sums.total, shape, m0 + warp_m, group * (int)shape.rows_group, pixel0 + warp_n, (float*)dynamic + warp * 16 * PITCH, scale_n, scale_k, bias, scale, residual,
+        y + split * shape.out_part);
 }

@@ -1163,7 +1163,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if RAW
-    implicit_gemm_sm90(const __grid_constant__ Maps maps_x, const float* __restrict__ x, float* __restrict__ unit_scales, int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
+    implicit_gemm_sm90(const __grid_constant__ Maps maps_x, const float* __restrict__ x, float* __restrict__ unit_scales,
+                       int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
 #else
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
 #if FILTER_MAP

@@ -30,10 +30,10 @@
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
 //          (1x1 with a stride), packing does: packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation.
-//          `fold_*` taps; 1 where an axis is not folded.
+//          `folds` taps, fold_r and fold_s of them along r and s; 1 where an axis is not folded.
 // Windows  few channels: packed channels are those of a pixel of fold_r rows; a tensor load takes the pixels that a row of taps meets,
 //          side by side as they lie, for one pixel with filter_s * window channels, and the next one's begins a stride further.
-// Groups   every group starts at a multiple of packed_group, zeros fill it up.
+// Groups   every group starts at a multiple of group_chunks, zeros fill it up.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/pack.cu
 #ifndef IN
@@ -84,7 +84,7 @@ struct PackArguments {
   long long piece_bits;                                   // of a row of a block of the packed filter, pieces of 8 channels: 8, 4 or 2
   long long channel_blocks, row_blocks;                   // blocks of a row; of 64 rows: one of zeros more where they are short
   long long row_pieces, by_row_pieces;                    // pieces of a row
-  long long fitting, by_fitting;                          // channels of a row of w that shared memory takes at a time; 0: none, its elements are read where they are needed
+  long long fitting, by_fitting;                          // channels of a row of w that shared memory takes at a time; 0: none of it passes through there
   long long part_pieces, by_part_pieces, parts, by_parts;  // pieces that a block packs, and blocks, of a row of w that is too long for shared memory
   long long window, by_window;                            // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's, or 0
   long long shift;                                        // rows of fold_r before the filter's first one
@@ -364,7 +364,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     // contiguous, and so aligned that 16 bytes are loaded at once
     const bool row_by_row = (last ? whole && channels % WIDE == 0 : shape.w_c == all_taps) && (size_t)from % 16 == 0;
     const int vectors = row_by_row ? count / WIDE : 0;
-    constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : 9;  // loads of a thread under way
+    constexpr int VECTORS = IN == 32 ? 5 : 3, SINGLE = FOLDED ? 6 : IN == 32 ? 7 : 9;  // loads of a thread under way
     for (int first = threadIdx.x; first < vectors; first += VECTORS * THREADS) {
       uint4 raw[VECTORS];
 #pragma unroll
@@ -402,13 +402,13 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     if (IN != 32 || !real) return;
     const bool row_by_row = (last || shape.w_c == all_taps) && first % WIDE == 0 && (size_t)w % 16 == 0;
     const int vectors = row_by_row ? end / WIDE : first / WIDE;
-#pragma unroll 4
+#pragma unroll 2
     for (int i = first / WIDE + threadIdx.x; i < vectors; i += THREADS) {
       const float4 v = ((const float4*)w)[i];
       found.add(v.x, v.y);
       found.add(v.z, v.w);
     }
-#pragma unroll 4
+#pragma unroll 2
     for (int i = (row_by_row ? vectors * WIDE : first) + threadIdx.x; i < end; i += THREADS) {
       const Divided at(i, all_taps, shape.by_all_taps);
       const float v = to_float(w[last ? i : source(at.quotient, at.rest)]);

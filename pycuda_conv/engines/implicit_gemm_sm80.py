@@ -177,7 +177,7 @@ class GemmPhase(NamedTuple):
     blocks_group: int
     channel_blocks: int
     w_block: int
-    pieces: int
+    piece_bits: int
     x_limb: int
     tap_r: int
     by_tap_r: int
@@ -231,7 +231,8 @@ def _product(
         GemmPhase, tiles_m=tiles_m, splits=config.SPLIT, split_stages=ceil(ceil(math.prod(walk.taps) * chunks, 4), config.SPLIT),
         tiles_pixels=tiles_pixels, chunks=math.prod(walk.taps) * chunks, chunks_group=chunks, chunks_pixel=problem.groups * chunks,
         rows_group=rows // problem.groups, rows=rows, blocks_group=blocks, channel_blocks=channel_blocks,
-        w_block=_w_chunks(problem, packed), pieces=packed.load // 8, x_limb=_x_chunks(problem, packed), **tap_numbers(packed, walk),
+        w_block=_w_chunks(problem, packed), piece_bits=(packed.load // 8).bit_length() - 1,
+        x_limb=_x_chunks(problem, packed), **tap_numbers(packed, walk),
         **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
         **by_axis("dilation_", walk.dilation),
         pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
