@@ -1,23 +1,24 @@
 // epilogue.cuh: what becomes of a sum on its way to y, in the sum's own type: activation(sum * scale[k] + bias[k] + residual).
 //
-// HAS_SCALE, HAS_BIAS, HAS_RESIDUAL and RELU say what there is; an argument for what there is not is never read. Scale and bias
-// belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y is what
-// read that element of the residual, before.
+// Scale and bias belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y
+// is what read that element of the residual, before. Whether there is a residual is known to the compiler, HAS_RESIDUAL; of the others
+// the launch's arguments, `arg`, say it. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change
+// no bit. CUDA's compiler rounds the product and the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
-// in two halves, for kernels whose sums change hands in between
-#define SCALE_AND_SHIFT(v, scale, bias) \
-  {                                     \
-    if (HAS_SCALE) (v) *= (scale);      \
-    if (HAS_BIAS) (v) += (bias);        \
+#define EPILOGUE_FLAGS const int has_scale = (int)arg.has_scale, has_bias = (int)arg.has_bias, relu = (int)arg.relu;
+#define NOTHING ((acc_t)-0.0f)
+#define SCALE_OF(channel) (has_scale ? LOAD(scale, channel) : (acc_t)1)
+#define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)
+#define FINISH(v, scale_, bias_, residual_)                       \
+  {                                                               \
+    (v) *= (scale_);                                              \
+    (v) += HAS_RESIDUAL && !has_bias ? (residual_) : (bias_);     \
+    (v) += HAS_RESIDUAL && has_bias ? (residual_) : NOTHING;      \
+    if (relu && (v) < 0) (v) = 0; /* a NaN stays one */           \
   }
-#define ADD_AND_ACTIVATE(v, residual)      \
-  {                                        \
-    if (HAS_RESIDUAL) (v) += (residual);   \
-    if (RELU && (v) < 0) (v) = 0; /* a NaN stays one */ \
-  }
-#define EPILOGUE(v, scale, bias, residual) \
-  {                                        \
-    SCALE_AND_SHIFT(v, scale, bias)        \
-    ADD_AND_ACTIVATE(v, residual)          \
+#define FINISH_AT(v, channel, at)                                           \
+  {                                                                         \
+    const acc_t residual_ = HAS_RESIDUAL ? LOAD(residual, at) : 0;          \
+    FINISH(v, SCALE_OF(channel), BIAS_OF(channel), residual_)               \
   }

@@ -1,7 +1,6 @@
 // packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, places in the result, the epilogue.
 #pragma once
 #include "division.cuh"
-#include "epilogue.cuh"
 #include "launch.cuh"
 #include "numbers.cuh"
 

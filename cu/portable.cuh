@@ -11,7 +11,7 @@
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
-//   FINISH              what becomes of a sum before it is stored
+//   FINISH              what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
 
@@ -150,25 +150,3 @@ WITHIN_KERNEL ushort float_to_bfloat16(float v) {
 #endif
 #define LOCAL_LOAD_VEC(d, p) VEC_COPY(d, p)
 #endif
-
-// The epilogue of a sum: activation(sum * scale + bias + residual), in the sum's own type. Scale and bias belong to an output channel,
-// the residual lies in memory as y does. It may be y itself: what stores an element of y is what read that element of the residual,
-// before. Whether there is a residual is known to the compiler, HAS_RESIDUAL; of the others the launch's arguments, `arg`, say it. What
-// there is not is never read: it counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds the product
-// and the first summand together; the first is the bias, or without one the residual.
-#define EPILOGUE_FLAGS const int has_scale = (int)arg.has_scale, has_bias = (int)arg.has_bias, relu = (int)arg.relu;
-#define NOTHING ((acc_t)-0.0f)
-#define SCALE_OF(channel) (has_scale ? LOAD(scale, channel) : (acc_t)1)
-#define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)
-#define FINISH(v, scale_, bias_, residual_)                       \
-  {                                                               \
-    (v) *= (scale_);                                              \
-    (v) += HAS_RESIDUAL && !has_bias ? (residual_) : (bias_);     \
-    (v) += HAS_RESIDUAL && has_bias ? (residual_) : NOTHING;      \
-    if (relu && (v) < 0) (v) = 0; /* a NaN stays one */           \
-  }
-#define FINISH_AT(v, channel, at)                                           \
-  {                                                                         \
-    const acc_t residual_ = HAS_RESIDUAL ? LOAD(residual, at) : 0;          \
-    FINISH(v, SCALE_OF(channel), BIAS_OF(channel), residual_)               \
-  }

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from reference import DTYPES, fprop, reference
+from reference import DTYPES, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, engines
+from pycuda_conv import ConvProblem, Plan, behind, engines
 from pycuda_conv.engines import batch_norm, direct, direct_gemm
 from pycuda_conv.engines.batch_norm import Pixels
 from pycuda_conv.engines.direct_gemm import Gemm
@@ -160,12 +160,21 @@ def test_batch_norms_of_all_sizes_share_a_text_for_whole_vectors_and_one_for_oth
     assert len(found) == 4  # two that walk arrays, two that add slices, rounded or not
 
 
-def test_the_constants_of_a_layer_are_those_of_its_arguments(device):
-    """They may be added to the text: the same bits."""
-    for case, config in (
-        (fprop((2, 3, 40, 50), (6, 1, 9, 4), groups=3, padding=2), direct.Tile(8, 32, 2)),
-        (fprop((2, 3, 20, 21), (6, 3, 5, 2), stride=2), direct.Batched()),
-    ):
-        problem, place = case.problem(), get_device(device)
-        ((launch,),) = engines.schedule(problem, config, place).whole
-        assert launch.layer and all(launch.arguments._asdict()[name.lower()] == value for name, value in launch.layer.items())
+LAYERED = [
+    (fprop((2, 3, 40, 50), (6, 1, 9, 4), groups=3, padding=2), direct.Tile(8, 32, 2)), (fprop((2, 3, 20, 21), (6, 3, 5, 2), stride=2), direct.Batched()),
+    (fprop((2, 3, 20, 21), (6, 3, 11, 7), padding=3), direct.Batched(BLOCK_C=1)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=(3, 2)), direct.Dgrad()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "config"), LAYERED, ids=[str(case) for case, _ in LAYERED])
+def test_the_constants_of_a_layer_change_no_bit(device, case, config, monkeypatch):
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
+    plan = Plan(case.problem(), device, config=config)
+    ((launch,),) = plan.schedule.whole
+    assert launch.layer and all(launch.arguments._asdict()[name.lower()] == value for name, value in launch.layer.items())
+    operands = case.normals("float32")
+    general = run(plan, *operands)
+    plan.specialise()
+    ((made,),) = behind.with_constants(plan.schedule).whole
+    assert made.defines.items() >= launch.layer.items() and made.source() != launch.source()
+    assert run(plan, *operands).tobytes() == general.tobytes()
