@@ -19,7 +19,7 @@ endif
 
 CLI := $(RUN) -m pycuda_conv
 
-.PHONY: help setup verify test lint bench docs wheel clean
+.PHONY: help setup launcher verify test lint bench docs wheel clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"
 	@echo "make test     ruff, mypy, pytest"
@@ -27,6 +27,7 @@ help:
 	@echo "make docs     build the documentation in build/docs; a warning is an error"
 	@echo "make wheel    a wheel in dist/; make wheel GPU=sm_90a,sm_80 compiles the most used kernels for those GPUs into it"
 	@echo "make lint     ruff and mypy only"
+	@echo "make launcher build the launcher in C in place, for a checkout that is not installed; make setup builds it too"
 	@echo "make setup    only make $(or $(VENV),the environment); the others do it when setup.cfg or constraints.txt changed"
 	@echo "make clean    remove $(or $(VENV),build files) and what builds and tests leave behind"
 	@echo "ARGS=...      is passed on to verify, bench and pytest: make test ARGS='-k dgrad'"
@@ -34,10 +35,13 @@ help:
 setup: $(READY)
 
 ifneq ($(READY),)
-$(READY): setup.cfg pyproject.toml constraints.txt scripts/setup_env.sh
+$(READY): setup.cfg setup.py pycuda_conv/runtime/_launch.c pyproject.toml constraints.txt scripts/setup_env.sh
 	PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)"
 	@touch $@
 endif
+
+launcher: $(READY)
+	$(RUN) setup.py -q build_ext --inplace
 
 verify: $(READY)
 	$(CLI) verify $(ARGS)
@@ -65,5 +69,5 @@ docs: $(READY)
 	@echo "build/docs/index.html"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info pycuda_conv/runtime/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

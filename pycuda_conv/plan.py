@@ -103,7 +103,7 @@ class Plan:
         self._behind: behind.Behind | None = None
         self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
-        self.reads_filter_last = bool(self._filter_last)
+        self.reads_filter_last = bool(schedule.filter_last) and not self.empty
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
         self.order = problem.order
@@ -123,9 +123,7 @@ class Plan:
         if self.empty:
             steps = [], [], [], []
         self.device.compile_all([launch for part in steps for step in part for launch in step])
-        self._prepare, self._launchers, self._whole, self._filter_last = (
-            [self.device.step_launcher(step) for step in part] for part in steps
-        )
+        self._pack, self._with_packed, self._whole, self._filter_last = map(self.device.schedule_launcher, steps)
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
@@ -197,9 +195,8 @@ class Plan:
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         place = packed or (buffers[4] + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        buffers = (*buffers, place, scale, residual)
-        for launcher in self._launchers if packed else self._filter_last if filter_last else self._whole:
-            launcher(buffers, stream)
+        launcher = self._with_packed if packed else self._filter_last if filter_last else self._whole
+        launcher((*buffers, place, scale, residual), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
@@ -211,8 +208,7 @@ class Plan:
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
-        for launcher in self._prepare:
-            launcher((0, weight, 0, 0, 0, packed, 0, 0), stream)
+        self._pack((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,

@@ -271,8 +271,10 @@ def _known(plan, monkeypatch):
     """The defines that a plan loads from now on."""
     seen = []
     kind = type(plan.device)
-    launcher = kind.step_launcher
-    monkeypatch.setattr(kind, "step_launcher", lambda self, step: (seen.extend(one.defines for one in step), launcher(self, step))[1])
+    launcher = kind.schedule_launcher
+    monkeypatch.setattr(
+        kind, "schedule_launcher", lambda self, steps: (seen.extend(one.defines for step in steps for one in step), launcher(self, steps))[1]
+    )
     return seen
 
 

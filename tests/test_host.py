@@ -752,9 +752,18 @@ class Simulated(cuda.CudaDevice):
     def compile_all(self, steps):
         pass
 
-    def step_launcher(self, steps):
+    def schedule_launcher(self, steps):
+        launchers = [self._step_launcher(step) for step in steps]
+
+        def launch(buffers, stream):
+            for launcher in launchers:
+                launcher(buffers, stream)
+
+        return launch
+
+    def _step_launcher(self, step):
         cl = opencl_device()
-        launchers = [cl.launcher(step) for step in steps]
+        launchers = [cl.launcher(launch) for launch in step]
 
         def launch(buffers, stream):
             assert self.current[-1] is self

@@ -206,13 +206,7 @@ def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelL
 def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tuple[Launcher, int]:
     """The launches of `maker` as one, compiled for `device`, and the bytes of workspace they need."""
     steps, workspace = maker(pixels, device.multiprocessors, *options)
-    launchers = [device.launcher(step) for step in steps]
-
-    def launch(buffers: Sequence[Any], stream: Any) -> None:
-        for one in launchers:
-            one(buffers, stream)
-
-    return launch, workspace
+    return device.schedule_launcher([[step] for step in steps]), workspace
 
 
 caches.append(compiled)

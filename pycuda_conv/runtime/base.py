@@ -17,7 +17,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError
 
-#: Launches one prepared kernel: (buffers, stream) -> None.
+#: Launches what was prepared: (buffers, stream) -> None.
 Launcher = Callable[[Sequence[Any], Any], None]
 
 #: A buffer of a step, or a place in one: see :class:`KernelLaunch`.
@@ -232,9 +232,9 @@ class Device(AbstractContextManager["Device"]):
         """Begin to compile the kernels of `steps` in other threads. The device itself is left alone until :meth:`launcher` is called."""
         return []
 
-    def step_launcher(self, steps: Sequence[KernelLaunch]) -> Launcher:
-        """One launcher for steps that don't depend on each other."""
-        launchers = [self.launcher(step) for step in steps]
+    def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
+        """One launcher for steps that follow one another; the launches of one step don't depend on each other."""
+        launchers = [self.launcher(launch) for step in steps for launch in step]
         if len(launchers) == 1:
             return launchers[0]
 

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from itertools import cycle
 from struct import Struct
@@ -34,6 +35,7 @@ from pycuda_conv.runtime.workers import workers
 log = logging.getLogger("pycuda_conv")
 
 FULL = 4 * 2048  # threads a multiprocessor of a launch that keeps it busy for long
+SIDES = 3  # streams beside the caller's, for launches that don't depend on each other
 
 _initialised = False
 _forked = False
@@ -43,7 +45,7 @@ def _after_fork() -> None:
     global _forked
     _forked = _initialised
     for device in _made.values():
-        device.push = driver  # which says what is wrong
+        device.push = device.is_current = driver  # which says what is wrong
 
 
 if hasattr(os, "register_at_fork"):
@@ -223,6 +225,79 @@ LAUNCH = "7I4xPPI4xN"
 _FOLLOWING = ctypes.create_string_buffer(Struct("I4xI60x").pack(6, 1), 72)
 
 
+@dataclass(frozen=True)
+class _Launch:
+    """A launch of a schedule, on the caller's stream (0) or on a side stream.
+
+    Attributes
+    ----------
+    step : KernelLaunch
+    stream, function, attributes : int
+        `function` is the driver's handle of the kernel; so many of :data:`_FOLLOWING` go with the launch.
+    first : int
+        Where in the parameters the first one lies.
+    maps : tuple of (int, int, callable)
+        Buffer, offset, and what makes the 128 bytes of a tensor map from an address.
+    """
+
+    step: KernelLaunch
+    stream: int
+    function: int
+    attributes: int
+    first: int
+    maps: tuple[tuple[int, int, Callable[[int], bytes]], ...]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Buffers and offsets of the addresses."""
+        return [place if isinstance(place, tuple) else (place, 0) for place in self.step.buffers]
+
+    @property
+    def parameters(self) -> str:
+        """What the kernel takes: tensor maps, addresses, numbers."""
+        return f"{self.first}x" + "128s" * len(self.maps) + "P" * len(self.step.buffers) + "q" * len(self.step.numbers)
+
+    def by_python(self, room_of: Callable[[], _Room]) -> Callable[[Sequence[Any], Sequence[int]], None]:
+        """A function of (buffers, handles of streams) that makes the launch."""
+        step, function, on, maps, places, numbers = self.step, self.function, self.stream, self.maps, self.places, self.step.numbers
+        packed = Struct(LAUNCH + self.parameters)
+        head = step.grid, 1, 1, step.block, 1, 1, step.shared
+        tail = ctypes.addressof(_FOLLOWING), self.attributes, packed.size - Struct(LAUNCH).size
+        call, pack_into = _libcuda().cuLaunchKernelEx, packed.pack_into
+
+        def launch(buffers: Sequence[Any], streams: Sequence[int]) -> None:
+            room = room_of()
+            described = [encode(buffers[i] + offset) for i, offset, encode in maps]
+            addresses = [buffers[i] + offset for i, offset in places]
+            pack_into(room.memory, 0, *head, streams[on], *tail, *described, *addresses, *numbers)
+            code = call(room.launch, function, None, room.extra)
+            if code:
+                _check(code, f"launching {step.kernel}")
+
+        return launch
+
+    def for_c(self) -> tuple[Any, ...]:
+        """The launch as ``_launch.c`` takes it."""
+        step, start = self.step, Struct(f"{self.first}x" + "128s" * len(self.maps) + "0P").size
+        parameters = Struct(self.parameters).pack(*[b""] * len(self.maps), *[0] * len(step.buffers), *step.numbers)
+        places = tuple((start + 8 * i, *place) for i, place in enumerate(self.places))
+        maps = tuple((self.first + 128 * i, *one) for i, one in enumerate(self.maps))
+        attributes = ctypes.addressof(_FOLLOWING), self.attributes
+        return 0, self.stream, self.function, step.grid, step.block, step.shared, *attributes, parameters, places, maps
+
+
+@dataclass(frozen=True)
+class _Order:
+    """One stream of a schedule waits for another; 0 is the caller's, others are side streams."""
+
+    first: int
+    second: int
+
+    def by_python(self, streams_of: Callable[[], _Streams]) -> Callable[[Sequence[Any], Sequence[int]], None]:
+        """A function of (buffers, handles of streams) that orders them."""
+        return lambda _, streams: streams_of().order(streams[self.first], streams[self.second])
+
+
 class _Room:
     """Where a thread writes the launch that it is about to make; the driver copies it."""
 
@@ -233,6 +308,35 @@ class _Room:
         # CU_LAUNCH_PARAM_BUFFER_POINTER and where, CU_LAUNCH_PARAM_BUFFER_SIZE and where, CU_LAUNCH_PARAM_END
         self._extra = (ctypes.c_void_p * 5)(1, self.launch + head, 2, self.launch + head - 8, 0)
         self.extra = ctypes.addressof(self._extra)
+
+
+def launcher_in_c() -> Any:
+    """The extension that makes all launches of a schedule by one call, or None where Python makes them one by one.
+
+    Raises
+    ------
+    ConvArgumentError, BackendError
+        ``PYCUDA_CONV_LAUNCHER`` is no known word, or asks for an extension that is not there.
+    """
+    wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
+    if wanted not in ("", "c", "python"):
+        raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}")
+    if wanted == "python":
+        return None
+    try:
+        return importlib.import_module("pycuda_conv.runtime._launch")
+    except ImportError as error:
+        if wanted:
+            raise BackendError(
+                f"PYCUDA_CONV_LAUNCHER is 'c', but the launcher in C can't be imported ({error}); in a checkout it is built by: "
+                "python setup.py build_ext --inplace"
+            ) from error
+        return None
+
+
+def _address_of(function: str) -> int:
+    """Where a function of the driver begins."""
+    return ctypes.cast(getattr(_libcuda(), function), ctypes.c_void_p).value or 0
 
 
 # ---- captured launches
@@ -314,12 +418,14 @@ class _Streams:
     def __init__(self) -> None:
         stream, non_blocking = driver().Stream, 1  # no implicit order with the default stream
         self.main = stream(non_blocking)
-        self.sides = [stream(non_blocking) for _ in range(3)]
+        self.sides = [stream(non_blocking) for _ in range(SIDES)]
         self.up, self.down = stream(non_blocking), stream(non_blocking)
         self.small: tuple[np.ndarray, Any] | None = None
         self._cu = _libcuda()
         self._event = ctypes.c_void_p()
         _check(self._cu.cuEventCreate(ctypes.byref(self._event), 2), "cuEventCreate")  # 2: no timing
+        #: the event and the side streams, as the launcher in C takes them
+        self.own = (self._event.value or 0, *(side.handle for side in self.sides))
 
     def order(self, first: int, second: int) -> None:
         """What stream `second` (a handle, 0 for the default stream) does from now on waits for what `first` holds now."""
@@ -409,6 +515,11 @@ class CudaDevice(Device):
         #: Make the device's context current, and undo that. Called in pairs, or by ``with device:``.
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
+        self._in_c = launcher_in_c()
+        #: Whether the device's context is known to be current. To ask costs less than to push it.
+        self.is_current: Callable[[], Any] = bool
+        if self._in_c is not None:
+            self.is_current = partial(self._in_c.is_current, _address_of("cuCtxGetCurrent"), self.context.handle)
         self._functions: dict[tuple[str, str], int] = {}
         self._modules: dict[str, int] = {}
         #: texts that are being compiled, or were and are not loaded yet
@@ -439,26 +550,61 @@ class CudaDevice(Device):
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: KernelLaunch) -> Launcher:
-        function, count, numbers = self._function(step), len(step.buffers), step.numbers
-        parameters = "P" * count + "q" * len(numbers)
-        if step.maps:
-            with self:
-                parameters = f"{first_parameter(function)}x" + "128s" * len(step.maps) + parameters
-        packed = Struct(LAUNCH + parameters)
-        head = step.grid, 1, 1, step.block, 1, 1, step.shared
-        tail = ctypes.addressof(_FOLLOWING), self._attributes, packed.size - Struct(LAUNCH).size
-        call, pack_into, room_of = _libcuda().cuLaunchKernelEx, packed.pack_into, self._room
-        places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
-        maps = [(one.buffer, one.offset, lru_cache(maxsize=64)(partial(encoded, one))) for one in step.maps]
+        return self.schedule_launcher([[step]])
+
+    def schedule_launcher(self, steps: Sequence[Sequence[KernelLaunch]]) -> Launcher:
+        """Launches of one step run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
+        operations = list(self._operations(steps))
+        forks = any(isinstance(one, _Order) for one in operations)
+        return (self._by_python if self._in_c is None else self._by_c)(operations, forks)
+
+    def _operations(self, steps: Sequence[Sequence[KernelLaunch]]) -> Iterator[_Launch | _Order]:
+        for step in steps:
+            fills = all(one.grid * one.block >= FULL * self.multiprocessors for one in step[:-1])
+            sides = range(1, 1 if fills else min(len(step), 1 + SIDES))
+            yield from (_Order(0, side) for side in sides)
+            for launch, stream in zip(step, cycle((0, *sides))):
+                function, first = self._function(launch), 0
+                if launch.maps:
+                    with self:
+                        first = first_parameter(function)
+                maps = tuple((one.buffer, one.offset, lru_cache(maxsize=64)(partial(encoded, one))) for one in launch.maps)
+                yield _Launch(launch, stream, function, self._attributes, first, maps)
+            yield from (_Order(side, 0) for side in sides)
+
+    def _by_python(self, operations: Sequence[_Launch | _Order], forks: bool) -> Launcher:
+        """A launcher that makes one call of the driver after the other."""
+        calls = [one.by_python(self._room) if isinstance(one, _Launch) else one.by_python(self._streams) for one in operations]
 
         def launch(buffers: Sequence[Any], stream: Any) -> None:
-            room = room_of()
-            described = [encode(buffers[i] + offset) for i, offset, encode in maps]
-            addresses = [buffers[i] + offset for i, offset in places]
-            pack_into(room.memory, 0, *head, _handle(stream), *tail, *described, *addresses, *numbers)
-            code = call(room.launch, function, None, room.extra)
-            if code:
-                _check(code, f"launching {step.kernel}")
+            if _forked:
+                raise forked("CUDA")
+            streams = (_handle(stream), *self._streams().own[1:]) if forks else (_handle(stream),)
+            for call in calls:
+                call(buffers, streams)
+
+        return launch
+
+    def _by_c(self, operations: Sequence[_Launch | _Order], forks: bool) -> Launcher:
+        """A launcher that makes all of them by one call."""
+        words: list[tuple[Any, ...]] = []
+        names: list[str] = []
+        for one in operations:
+            if isinstance(one, _Launch):
+                words.append(one.for_c())
+                names.append(f"launching {one.step.kernel}")
+            else:
+                words += (1, one.first), (2, one.second)
+                names += "cuEventRecord", "cuStreamWaitEvent"
+        functions = tuple(map(_address_of, ("cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent")))
+        schedule, run = self._in_c.prepare(functions, tuple(words)), self._in_c.launch
+
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            if _forked:
+                raise forked("CUDA")
+            failed = run(schedule, buffers, stream, self._streams().own if forks else None)
+            if failed:
+                _check(failed[0], names[failed[1]])
 
         return launch
 
@@ -468,36 +614,12 @@ class CudaDevice(Device):
             room = self._threads.room = _Room()
         return room
 
-    def step_launcher(self, steps: Sequence[KernelLaunch]) -> Launcher:
-        """Several steps run side by side, unless each alone fills the GPU: then one after the other, which costs the host less."""
-        launchers = [self.launcher(step) for step in steps]
-        if len(launchers) == 1:
-            return launchers[0]
-        if all(step.grid * step.block >= FULL * self.multiprocessors for step in steps[:-1]):
-
-            def launch_in_order(buffers: Sequence[Any], stream: Any) -> None:
-                for launcher in launchers:
-                    launcher(buffers, stream)
-
-            return launch_in_order
-
-        def launch(buffers: Sequence[Any], stream: Any) -> None:
-            streams = self._streams()
-            main, sides = _handle(stream), streams.sides[: len(launchers) - 1]
-            for side in sides:
-                streams.order(main, side.handle)
-            for launcher, on in zip(launchers, cycle((stream, *sides))):
-                launcher(buffers, on)
-            for side in sides:
-                streams.order(side.handle, main)
-
-        return launch
-
     def _streams(self) -> _Streams:
         """This thread's streams. When the thread ends they go to the next one that needs some."""
         lease = getattr(self._threads, "lease", None)
         if lease is None:
-            lease = self._threads.lease = _Lease(self._idle_streams)
+            with self:
+                lease = self._threads.lease = _Lease(self._idle_streams)
         return lease.streams
 
     def order(self, first: Any, second: Any) -> None:

@@ -1,0 +1,366 @@
+"""Launches: the launcher in C and the one in Python ask the driver for the same, byte for byte."""
+
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+from fake_cuda import FakeCuda
+
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, Plan, behind, engines
+from pycuda_conv.engines import batch_norm
+from pycuda_conv.runtime import cuda, get_device
+from pycuda_conv.runtime.base import KernelLaunch
+
+IN_C = pytest.mark.skipif(
+    shutil.which("gcc") is None or cuda.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
+)
+KINDS = [pytest.param("c", marks=IN_C), "python"]
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    if shutil.which("gcc") is None or sys.platform != "linux":
+        pytest.skip("the driver's stand-in is built by gcc on Linux")
+    return FakeCuda(tmp_path, monkeypatch)
+
+
+def plans(fake, problem, **options):
+    """The same plan for a device that launches in C, and for one that does by Python."""
+    return [Plan(problem, fake.device(kind), **options) for kind in ("c", "python")]
+
+
+def buffers(at):
+    """Addresses of input, weight, bias, result and workspace."""
+    return tuple(at + (i << 32) for i in range(5))
+
+
+def check_same(fake, ours, theirs):
+    """That two plans ask the driver for the same, in all ways in which they can be called. What they asked for."""
+    stream = SimpleNamespace(handle=0x77)
+    calls = [
+        lambda plan: plan.launch(buffers(1 << 40)),
+        lambda plan: plan.launch(buffers(1 << 40), 0x55, 0, 3 << 50, 5 << 50),
+        lambda plan: plan.launch(buffers(1 << 44), stream),  # tensor maps of other addresses
+        lambda plan: plan.launch(list(buffers(1 << 40)), stream),
+    ]
+    if ours.filter_bytes:
+        calls += [lambda plan: plan.launch(buffers(1 << 40), 0, 7 << 50), lambda plan: plan.pack(1 << 45, 7 << 50, 0x99)]
+    if ours.reads_filter_last:
+        calls.append(lambda plan: plan.launch(buffers(1 << 40), None, filter_last=True))
+    everything = []
+    for call in calls:
+        asked = []
+        for plan in (ours, theirs):
+            fake.asked()
+            call(plan)
+            asked.append(fake.asked(plan.device))
+        assert asked[0] and asked[0] == asked[1]
+        everything += asked[0]
+    return everything
+
+
+PROBLEMS = [
+    ConvProblem.forward(2, (4, 16, 32, 32), (32, 16, 3, 3), padding=1),
+    ConvProblem.forward(2, (1, 256, 14, 14), (256, 256, 3, 3), padding=1),
+    ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1),
+    ConvProblem.forward(2, (8, 256, 14, 14), (256, 256, 1, 1)),
+    ConvProblem.forward(2, (4, 128, 28, 28), (192, 128, 3, 3), padding=1, stride=2),
+    ConvProblem.forward(2, (2, 32, 30, 30), (32, 1, 3, 3), padding=1, groups=32),
+    ConvProblem.forward(3, (2, 8, 10, 12, 14), (16, 8, 3, 3, 3), padding=1),
+    ConvProblem.forward(1, (2, 24, 100), (48, 24, 5), padding=2, dilation=2),
+    # four phases, some of them side by side
+    ConvProblem.gradient("input", 2, (4, 96, 28, 28), (64, 96, 3, 3), (4, 64, 14, 14), padding=1, stride=2),
+    ConvProblem.transposed(2, (2, 20, 5, 6), (20, 18, 3, 2), padding=(1, 0), stride=(1, 2)),
+    ConvProblem.gradient("weight", 2, (4, 64, 28, 28), (96, 64, 3, 3), (4, 96, 28, 28), padding=1),
+    ConvProblem.gradient("weight", 2, (32, 256, 14, 14), (256, 256, 3, 3), (32, 256, 14, 14), padding=1),
+]
+NUMBERS = [("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32")]
+
+
+@IN_C
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_both_launchers_ask_the_driver_for_the_same(fake, problem):
+    """The planner's choice and other configurations, in both layouts, with and without tensor maps."""
+    for dtype, precision in NUMBERS:
+        first = replace(problem, dtype=dtype, precision=precision)
+        for asked in (first, replace(first, layout="NHWC")) if problem.direction != "wgrad" else (first,):
+            some = engines.candidates(asked, fake.device("c"))
+            for config in (None, *Random(f"{asked}").sample(some, min(4, len(some)))):
+                check_same(fake, *plans(fake, asked, config=config))
+
+
+@IN_C
+def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_streams(fake):
+    device = fake.device("c")
+    layouts = [replace(p, dtype=dtype, layout=layout) for p in PROBLEMS[:8] for dtype in ("float32", "float16") for layout in ("NCHW", "NHWC")]
+    made = [Plan(problem, device) for problem in (*PROBLEMS, *layouts)]
+    launches = [launch for plan in made for launch in behind.launches(plan.schedule)]
+    assert any(one.maps for one in launches) and any(one.arguments for one in launches)
+    assert any(plan.filter_bytes for plan in made) and any(plan.reads_filter_last for plan in made)
+    assert any(isinstance(one, cuda._Order) for plan in made for one in device._operations(plan.schedule.whole))
+
+
+@IN_C
+def test_the_epilogue_and_what_is_noted_for_a_batch_norm(fake):
+    problem = PROBLEMS[2]
+    check_same(fake, *plans(fake, replace(problem, has_bias=True, has_scale=True, has_residual=True, activation="relu")))
+    check_same(fake, *plans(fake, problem, noted=True))
+
+
+@IN_C
+def test_launches_side_by_side(fake):
+    """On the caller's stream and on side streams, ordered by events before and after; and one after the other where each fills the GPU."""
+    one = KernelLaunch("copy_strided", {}, 3, 64, (0, (1, 64)), (5, -7))
+    asked = {}
+    for kind in ("c", "python"):
+        device = fake.device(kind)
+        few, many = [replace(one, scalars=(i,)) for i in range(6)], [replace(one, grid=1 << 20)] * 2
+        launch = device.schedule_launcher([few, [one], few[:2], many])
+        fake.asked()
+        launch((1 << 40, 1 << 41), 0x55)
+        asked[kind] = fake.asked(device)
+    assert asked["c"] == asked["python"]
+    order = [re.sub(r"launch .* on (\w+),.*", r"\1", line) for line in asked["c"]]
+    fork = lambda *sides: [line for side in sides for line in ("record own0 on 0x55", f"own{side} waits for own0, 0")]  # noqa: E731
+    join = lambda *sides: [line for side in sides for line in (f"record own0 on own{side}", "0x55 waits for own0, 0")]  # noqa: E731
+    wide = ["0x55", "own1", "own2", "own3", "0x55", "own1"]
+    assert order == [*fork(1, 2, 3), *wide, *join(1, 2, 3), "0x55", *fork(1), "0x55", "own1", *join(1), "0x55", "0x55"]
+
+
+@IN_C
+def test_the_launches_of_a_batch_norm(fake):
+    pixels = batch_norm.Pixels("float32", "NCHW", 4, 64, 196)
+    asked = []
+    for kind in ("c", "python"):
+        batch_norm.compiled.cache_clear()
+        launch, _ = batch_norm.compiled(batch_norm.channel_sums, pixels, fake.device(kind))
+        fake.asked()
+        launch((1 << 40, 1 << 41, 1 << 42), None)
+        asked.append(fake.asked())
+    batch_norm.compiled.cache_clear()
+    assert len(asked[0]) == 2 and asked[0] == asked[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_of_the_driver_says_what_failed(fake, kind):
+    device = fake.device(kind)
+    one = KernelLaunch("copy_strided", {}, 3, 64, (0,), ())
+    launch = device.schedule_launcher([[one], [one, replace(one, kernel="another", file="copy_strided")]])
+    messages = []
+    for number in range(7):
+        fake.failing.value = number
+        with pytest.raises(RuntimeError, match=r"CUDA_ERROR_LAUNCH_FAILED \(719\)") as caught:
+            launch((1 << 40,), None)
+        messages.append(str(caught.value).partition(" failed")[0])
+        assert len(fake.asked()) == number + 1  # nothing is asked for after that
+    launched = ["launching copy_strided", "launching another"]
+    assert messages == [launched[0], "cuEventRecord", "cuStreamWaitEvent", *launched, "cuEventRecord", "cuStreamWaitEvent"]
+    launch((1 << 40,), None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arguments_that_are_none(fake, kind):
+    launch = fake.device(kind).launcher(KernelLaunch("copy_strided", {}, 3, 64, (0, 1), ()))
+    for given in [(("x", 1), None), ((1,), None), ((1, None), None)]:
+        fake.asked()
+        with pytest.raises((TypeError, IndexError)):
+            launch(*given)
+        assert not fake.asked()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_threads_run_while_the_driver_waits(fake, kind):
+    """A full queue of launches blocks, maybe until a callback has run that needs Python."""
+    launch = fake.device(kind).launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
+    fake.blocked.value = 1
+    with ThreadPoolExecutor(4) as pool:
+        coming = [pool.submit(launch, (1 << 40,), None) for _ in range(4)]
+        end = time.monotonic() + 20
+        while fake.waiting.value < 4 and time.monotonic() < end:
+            time.sleep(0.001)
+        seen = fake.waiting.value
+        fake.blocked.value = 0
+        for one in coming:
+            one.result(20)
+    assert seen == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_share_a_plan(fake, kind, monkeypatch):
+    """Each has tensor maps and addresses of its own, and side streams."""
+    problem = replace(PROBLEMS[2], dtype="float16")
+    plan = Plan(replace(problem, layout="NHWC"), fake.device(kind))
+    assert any(launch.maps for launch in behind.launches(plan.schedule))
+    expected = set()
+    for i in range(4):
+        fake.asked()
+        plan.launch(buffers((i + 1) << 40), i + 1)
+        expected |= set(fake.asked())
+    fake.asked()
+    encode, start = cuda.encoded, threading.Barrier(4)
+
+    def slowly(described, address):
+        """Let other threads run between a map's making and its use."""
+        time.sleep(0.0005)
+        return encode(described, address)
+
+    monkeypatch.setattr(cuda, "encoded", slowly)
+    plan = Plan(replace(PROBLEMS[2], dtype="float16", layout="NHWC"), fake.device(kind))
+
+    def work(i):
+        start.wait()
+        for _ in range(50):
+            plan.launch(buffers((i + 1) << 40), i + 1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    assert set(fake.asked()) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypatch):
+    """Not in a capture; and each of its schedules is prepared again."""
+    monkeypatch.setattr(behind, "OFTEN", 2)
+    problem = PROBLEMS[0]
+    real = engines.schedule
+
+    def schedule(*arguments, **options):
+        made = real(*arguments, **options)
+        known = lambda steps: [[replace(one, layer={"OF_THE_LAYER": 7}) for one in step] for step in steps]  # noqa: E731
+        return replace(made, prepare=known(made.prepare), steps=known(made.steps), whole=known(made.whole))
+
+    monkeypatch.setattr(engines, "schedule", schedule)
+    plan = Plan(problem, fake.device(kind))
+    coming = []
+    monkeypatch.setattr(cuda.CudaDevice, "compile_behind", lambda self, steps: coming)
+
+    def functions(stream=None):
+        fake.asked()
+        plan.launch(buffers(1 << 40), stream)
+        return [line.split()[1] for line in fake.asked() if line.startswith("launch")]
+
+    first = functions()
+    assert functions() == first and plan._behind is not None
+    assert functions(0xCA9) == first  # which is being captured
+    assert functions(0xCA9) == first
+    assert functions() == first  # now it takes them
+    assert plan._behind is None
+    second = functions()
+    assert len(second) == len(first) and not set(second) & set(first)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forked_child_is_refused(fake, kind, monkeypatch):
+    device = fake.device(kind)
+    launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
+    monkeypatch.setattr(cuda, "_made", {0: device})
+    read, write = os.pipe()
+    if child := os.fork():
+        os.close(write)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert os.read(read, 100) == b"all refused"
+        os.close(read)
+        return
+    try:
+        refused = 0
+        for call in (lambda: launch((1,), None), device.push, device.is_current):
+            try:
+                call()
+            except BackendError as error:
+                refused += "was in use when this process was forked" in str(error)
+        os.write(write, b"all refused" if refused == 3 and not fake.asked() else b"not refused")
+    finally:
+        os._exit(0)
+
+
+@IN_C
+def test_it_knows_whether_the_context_is_current(fake):
+    device = fake.device("c")
+    assert device.is_current() is False
+    with device:
+        assert device.is_current() is True
+    assert device.is_current() is False
+    assert fake.device("python").is_current() is False  # which pushes it always
+
+
+@pytest.mark.gpu
+@IN_C
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
+    """On the default stream, on another one, and in a graph; with arrays that move, so that tensor maps are encoded again."""
+    torch = pytest.importorskip("torch")
+    device = get_device("cuda:0")
+    for dtype, layout in [("float32", "NCHW"), ("float16", "NHWC" if problem.ndim > 1 and problem.direction != "wgrad" else "NCHW")]:
+        asked = replace(problem, dtype=dtype, layout=layout)
+        generator = torch.Generator().manual_seed(5)
+        x, w = (torch.randn(shape, generator=generator).to("cuda", getattr(torch, dtype)) for shape in asked.operand_shapes[:2])
+        if layout == "NHWC":
+            x = x.contiguous(memory_format=torch.channels_last if problem.ndim == 2 else torch.channels_last_3d)
+        results = []
+        for native in (cuda.launcher_in_c(), None):
+            monkeypatch.setattr(device, "_in_c", native)
+            plan = Plan(asked, device)
+            results += [plan(x, w), plan(x.clone(), w.clone()), plan(x, w)]
+            side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                results.append(plan(x, w))
+                held = plan(x, w)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                held = plan(x, w)
+            held.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append(held)
+        assert all(torch.equal(results[0], one) for one in results[1:]) and results[0].isfinite().all()
+
+
+# ---- which launcher
+
+
+def test_the_variable_chooses(fake, monkeypatch):
+    assert fake.device("python")._in_c is None
+    monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", "C++")
+    with pytest.raises(ConvArgumentError, match=r"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'C\+\+'"):
+        cuda.CudaDevice(0)
+
+
+def test_without_the_extension_python_launches(fake, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pycuda_conv.runtime._launch", None)
+    device = fake.device("")
+    launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
+    fake.asked()
+    launch((1 << 40,), None)
+    assert device._in_c is None and len(fake.asked()) == 1
+    with pytest.raises(BackendError, match=r"PYCUDA_CONV_LAUNCHER is 'c', but .* build_ext --inplace"):
+        fake.device("c")
+
+
+@IN_C
+def test_the_extension_refuses_what_is_no_schedule():
+    native = cuda.launcher_in_c()
+    launch = (0, 0, 1, 1, 1, 0, 0, 0, b"12345678", (), ())
+    for operations, error in [
+        (((3, 0),), ValueError), (((1, -1),), ValueError), (((1, 8),), ValueError), ((1,), TypeError), (((1, 2, 3),), TypeError),
+        (((*launch[:9], ((1, 0, 0),), ()),), ValueError), (((*launch[:9], ((0, -1, 0),), ()),), ValueError),
+        (((*launch[:10], ((0, 0, 0, repr),)),), ValueError), (((0, 0),), ValueError),
+    ]:
+        with pytest.raises(error):
+            native.prepare((1, 1, 1), operations)
+    forks = native.prepare((1, 1, 1), ((1, 2),))
+    with pytest.raises(ValueError, match="takes 3 streams, got 1"):
+        native.launch(forks, (), None, None)
+    with pytest.raises(ValueError):
+        native.launch(object(), (), None, None)
+    with pytest.raises(TypeError, match="launch takes 4 arguments, got 1"):
+        native.launch(forks)
+
