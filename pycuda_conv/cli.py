@@ -1,4 +1,4 @@
-"""The command ``pycuda-conv``: info, verify, bench, tune, warm, run. Exit status 0: fine, 1: something is wrong, 2: it can't be done."""
+"""The command ``pycuda-conv``. Its exit status is 0 if all is fine, 1 if something is wrong, 2 if it can't be done."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     top = _Parser(prog="pycuda-conv", description="Check this machine (info, verify), measure speed (bench, tune), convolve files (run).")
     top.add_argument("--version", action="version", version=f"pycuda_conv {pycuda_conv.__version__}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,warm,run}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="{info,verify,bench,tune,warm,kernels,run}")
 
     info = commands.add_parser("info", help="show versions, GPUs, the default device, and what is missing")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -131,6 +131,10 @@ def parser() -> argparse.ArgumentParser:
     warm.add_argument("--constants", action="store_true", help="kernels that know a layer's constants too")
     warm.add_argument("--gpu", metavar="ARCH", help="for such a GPU, sm_90a for one, which need not be here")
 
+    kernels = commands.add_parser("kernels", help="count, or list, all texts of kernels that problems may ask for")
+    kernels.add_argument("architectures", nargs="*", metavar="ARCH", help="sm_90a, sm_80, opencl, ...; by default these three")
+    kernels.add_argument("--list", action="store_true", help="print every text's defines")
+
     run = commands.add_parser(
         "run", help="convolve a .npy file, however large, or a picture",
         description="Convolve a .npy file, however large, or a picture. Arrays are padded with zeros. Arrays of integers give floats: "
@@ -173,6 +177,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
         chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
         return run.run(run.Settings(**chosen))
+    if arguments.command == "kernels":
+        from pycuda_conv.tools import kernels
+
+        return kernels.run(tuple(arguments.architectures), arguments.list)
     if arguments.command == "warm":
         from pycuda_conv.tools import warm
 

@@ -11,7 +11,7 @@ import pytest
 
 import pycuda_conv
 from pycuda_conv.cli import main
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.compiler import CompileError, Compiler, nvcc, nvrtc
 from pycuda_conv.runtime.target import Target
@@ -106,7 +106,7 @@ def test_random_problems_are_of_all_families_and_the_same_again():
 
 @pytest.mark.parametrize("name", ["H100", "sm_9", "sm_20", "90a", "sm_90b"])
 def test_what_is_no_architecture_is_refused(name):
-    with pytest.raises(ConvArgumentError, match="a GPU's architecture is"):
+    with pytest.raises(BackendError, match="a GPU's architecture is"):
         Target(name)
 
 

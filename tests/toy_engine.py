@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import ceil, needs_64_bits
 from pycuda_conv.engines.schedule import INPUT, RESULT, WEIGHT, Schedule
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -76,6 +77,12 @@ def schedule(problem: ConvProblem, config: Toy, device: Device, noted: bool = Fa
 
 def sum_order(problem: ConvProblem, config: Toy) -> None:
     """None: nothing is added up."""
+
+
+def texts(device: Device) -> tuple[TextFamily, ...]:
+    """A text for a type and a number of threads."""
+    choices = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0, 1), "THREADS": (128, 256)}
+    return (TextFamily("toy_engine", choices),)
 
 
 def filter_key(problem: ConvProblem, config: Toy) -> None:

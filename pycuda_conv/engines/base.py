@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
@@ -91,6 +92,9 @@ class Engine(Protocol):
 
         Whatever may change a bit belongs in it: when in doubt, more.
         """
+
+    def texts(self, device: Device) -> Iterable[TextFamily]:
+        """All texts of its own kernels that problems of any kind may ask for on such a device."""
 
     def filter_key(self, problem: ConvProblem, config: Any) -> Hashable:
         """Equal for problems whose filter is packed alike, whatever their images; None where the filter is read as it is."""

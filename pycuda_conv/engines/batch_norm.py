@@ -6,7 +6,7 @@ that it names; :func:`compiled` keeps them compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from struct import pack, unpack
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.schedule import Moments
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 from pycuda_conv.tune import caches
@@ -138,6 +139,14 @@ def _index_64(pixels: Pixels) -> bool:
 def _bits(value: float, pixels: Pixels) -> int:
     """`value` as the kernels take it among integers."""
     return int(unpack("q", pack("d", value))[0] if pixels.sum_bytes == 8 else unpack("i", pack("f", value))[0])
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
+    common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
+    yield TextFamily("batch_norm", common | {"THREADS": (THREADS,), "NHWC": FLAG, "VEC": (1, 4)})
+    yield TextFamily("batch_norm", common | {"THREADS": (THREADS,), "ROUNDED": FLAG, "NOTED": (0,)})
+    yield TextFamily("batch_norm", common | {"THREADS": (NOTED_THREADS,), "ROUNDED": (0,), "NOTED": (1,)})
 
 
 #: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.

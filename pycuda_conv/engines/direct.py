@@ -10,6 +10,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
@@ -28,6 +29,7 @@ from pycuda_conv.engines.schedule import (
     epilogue,
 )
 from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -307,6 +309,33 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     """The kernel; tiles don't matter, but how many threads and slices share the sums of the gradient of a filter."""
     return (Wgrad, config.THREADS, config.SLICES) if isinstance(config, Wgrad) else (type(config),)
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, a type and a room of shared memory; and one for each of a few common filters."""
+    finish = {"INDEX_64": FLAG, "HAS_RESIDUAL": FLAG}
+    for code, acc in ((64, 8), (32, 4), (16, 4), (17, 4)):
+        common = {"DTYPE": (code,), **finish}
+        rooms = {"ROOM": tuple(nbytes // acc for nbytes in ROOMS)}
+        yield TextFamily("direct_single", common | {"THREADS": (128,)} | rooms)
+        for tile in TILES:
+            of_tile = common | {name: (value,) for name, value in asdict(tile).items()}
+            yield TextFamily("direct_tile", of_tile | rooms)
+            for taps, stride in product((3, 5, 7), (1, 2)):
+                room = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
+                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1, "ROOM": room}
+                if room * acc <= STATIC_SHARED_BYTES:
+                    yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
+        batched = common | {"THREADS": (128,), "BLOCK_K": (1, 2, 4, 8)} | rooms
+        yield TextFamily("direct_batched", batched)
+        yield TextFamily("direct_batched", batched | {"R": (1, 3), "S": (1, 3)}, lambda d: d["R"] == d["S"])
+        dgrad = common | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)} | rooms
+        yield TextFamily("direct_dgrad", dgrad)
+        yield TextFamily("direct_dgrad", dgrad | {"R": (3,), "S": (3,), "STRIDE_H": (1, 2), "STRIDE_W": (1, 2)},
+                         lambda d: d["STRIDE_H"] == d["STRIDE_W"])  # fmt: skip
+        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,)}
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS})
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2)
 
 
 # ---- the choice

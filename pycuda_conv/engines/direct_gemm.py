@@ -39,6 +39,7 @@ from pycuda_conv.engines.schedule import (
     epilogue,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -203,6 +204,19 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
 def sum_order(problem: ConvProblem, config: Gemm) -> Hashable:
     """Where a split sum is cut: at multiples of BLOCK_K."""
     return config.SPLIT_K, config.BLOCK_K
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, a type, and how operands can be read."""
+    last, guarded = Gemm(64, 64, 8, 4, 4, 1), Gemm(128, 128, 16, 8, 8, 1)
+    for code in DTYPE_CODES.values():
+        tiles = [last] if device.backend != "cuda" else [last, *(GEMM_RATES_64 if code == 64 else GEMM_RATES)]
+        for tile, mends in [(tile, 0) for tile in tiles] + [(guarded, 1)] * (device.backend == "cuda" and code != 64):
+            of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
+            by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
+            vectors = {name: (1, 4) if fits else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
+            common = {"DTYPE": (code,), "INDEX_64": FLAG, "HAS_RESIDUAL": FLAG, "GUARDED": (mends,)}
+            yield TextFamily("direct_gemm", common | of_tile | vectors)
 
 
 # ---- the choice

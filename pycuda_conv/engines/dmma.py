@@ -27,6 +27,7 @@ from pycuda_conv.engines.schedule import (
     Schedule,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -322,6 +323,15 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
 def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
     """Where a split sum is cut."""
     return config.SPLIT
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, and how operands can be read; and one that lays filters."""
+    for m, n in TILES:
+        of_tile = _defines(Dmma(m, n), _Form(False, 1, 0, 1), device)
+        choices = {name: (value,) for name, value in of_tile.items()} | {"A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2)}
+        yield TextFamily("dmma", choices)
+    yield TextFamily("dmma", {})
 
 
 # ---- the choice

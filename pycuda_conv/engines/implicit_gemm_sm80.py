@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.packing import (
+    ARITHMETICS,
     Operands,
     PackedLayout,
     PhaseAddressing,
@@ -26,11 +28,13 @@ from pycuda_conv.engines.packing import (
     row_blocks,
     tap_numbers,
     written_places,
+    written_so,
 )
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
@@ -260,6 +264,19 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
 def sum_order(problem: ConvProblem, config: ImplicitGemm80) -> Hashable:
     """Where a split sum is cut."""
     return config.SPLIT
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, the arithmetic, and how the result lies; none for Hopper, for which nothing is chosen here."""
+    if device.capability == (9, 0):
+        return
+    for rows, pixels, count in product((128, 64), (256, 128, 64), (1, 3)):
+        if pixels == 256 and (rows == 64 or count == 3):
+            continue
+        stage = (2 if count == 3 else 1) * (rows + pixels) * 2 * STEP
+        stages = next(n for n in (4, 3) if n * stage + 16 * pixels <= SHARED_BYTES)
+        tile = {"ROWS": (rows,), "PIXELS": (pixels,), "STAGES": (stages,)}
+        yield from (TextFamily("implicit_gemm_sm80", one | tile, written_so) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
 
 # ---- the choice

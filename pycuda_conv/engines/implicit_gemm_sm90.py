@@ -17,6 +17,7 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.packing import (
+    ARITHMETICS,
     Operands,
     PackedLayout,
     PhaseAddressing,
@@ -31,18 +32,21 @@ from pycuda_conv.engines.packing import (
     tap_numbers,
     why_not,
     written_places,
+    written_so,
 )
 from pycuda_conv.engines.range_guard import slack
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
 __all__ = [
-    "CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
+    "CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from: a kernel for each. By the model the best of these take 0.3% longer than the best of all.
@@ -645,6 +649,81 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
     how = config.SPLIT, config.loader, config.schedule
     return (*how, config.BLOCK_N) if config.splits_images else how
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile and its loads, the arithmetic, and how the result lies."""
+    for rows, pixels, one in product((128, 64), PIXELS, ARITHMETICS):
+        consumer = pixels if rows == 128 else pixels // 2
+        if pixels % (8 if rows == 128 else 16) or consumer > (256 if one["PRODUCTS"] == (1,) else 136):
+            continue
+        tile = one | {"ROWS": (rows,), "PIXELS": (pixels,), "WGMMA_N": (consumer,)}
+        for special in _SPECIAL:
+            choices = tile | _ORDINARY | special
+            if choices["HALO"] == FLAG[1:]:
+                choices["HALO"] = (consumer // 8,)
+            else:
+                choices["STAGES"] = (_most_stages({name: values[0] for name, values in choices.items()}),)
+            yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
+
+
+#: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
+_ORDINARY: dict[str, tuple[int, ...]] = {
+    "KC": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "FILTER_MAP": (0, 1, 2), "PINGPONG": (0,), "PHASES": PHASES,
+    "MOMENTS": FLAG, "PAIRED": (0,), "HALO": (0,), "RAW": (0,), "STAGES": (0,),
+}  # fmt: skip
+_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,)}
+_STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
+_HALO: dict[str, tuple[int, ...]] = {
+    "HALO": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "FILTER_MAP": (0,), "STAGES": (6, 5, 4, 3),
+}  # fmt: skip
+#: What else may be of it: see :class:`ImplicitGemm`.
+_SPECIAL: tuple[dict[str, tuple[int, ...]], ...] = (
+    {}, {"PINGPONG": (1,)}, _STORED, _STORED | {"PINGPONG": (1,)}, _PLANES, _PLANES | {"PINGPONG": (1,)},
+    {"PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": (2, 4), "MOMENTS": (0,), "FILTER_MAP": (0,)},
+    _HALO, _HALO | {"RAW": (1,), "STAGES": (4, 3)},
+)  # fmt: skip
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made."""
+    consumer, three, own = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] != FLOAT or d["SCALED"]
+    if not written_so(d) or not d["STAGES"] or (d["PHASES"] > 1 and d["DENSE"]):
+        return False
+    if consumer > (256 if not three else 128 if d["HAS_RESIDUAL"] else 136):
+        return False
+    stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
+    if d["TENSOR_STORE"] != stores and not (stores and d["OUT"] != FLOAT):  # fours of channels may be no eights
+        return False
+    if d["MOMENTS"] and (d["HAS_RESIDUAL"] or not d["DENSE"] or not own or (three and consumer > 128) or d["FILTER_MAP"] == 2):
+        return False
+    if d["PAIRED"] and d["HAS_RESIDUAL"]:
+        return False
+    if d["POINTWISE"] and (d["SCALED"] or not own or consumer % 64 or d["FILTER_MAP"] == 2):
+        return False
+    if d["FILTER_MAP"] and (d["SCALED"] or not (d["NHWC"] or d["POINTWISE"])):
+        return False
+    if (d["FILTER_MAP"] == 1 and not d["DENSE"]) or (d["FILTER_MAP"] == 2 and d["KC"] != 64):
+        return False
+    if d["PINGPONG"]:
+        most = 128 if d["HAS_RESIDUAL"] else 192
+        return not three and d["ROWS"] == 128 and d["PIXELS"] <= most and not (d["NHWC"] and d["PIXELS"] % 32)
+    if d["HALO"]:
+        most = 112 if d["RAW"] else 128
+        return bool(d["SCALED"] and consumer <= most and (not d["RAW"] or (three and d["ROWS"] == 64)))
+    return True
+
+
+def _most_stages(d: Mapping[str, int]) -> int:
+    """The stages of the ring that shared memory has room for, as :func:`configs` asks for them."""
+    consumer, stored = d["WGMMA_N"], 4 if d["OUT"] == FLOAT else 2
+    staging = 2 * 32 * 64 * stored if d["TENSOR_STORE"] else 4 * 4 * 32 * 20
+    if d["PAIRED"]:
+        staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
+    beside = 2 * (staging + (12 if d["PAIRED"] else 4) * consumer) + 1024
+    stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["ROWS"] + d["PIXELS"]) * 128
+    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["ROWS"] == 64 else ()))
+    return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
 
 
 # ---- the choice

@@ -19,10 +19,14 @@ from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.tensor_cores import fastest, products
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
-__all__ = ["CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported"]
+__all__ = [
+    "CONFIGS", "TENSOR_CORES", "Lines", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
+]  # fmt: skip
 
 MOST_STAGES = 6  # of a ring of x, that are tried
 MOST_PIECES = 4  # of 16 bytes, that a thread keeps of a line
@@ -317,6 +321,11 @@ def _tiles(problem: ConvProblem, config: Lines, multiprocessors: int) -> tuple[i
 def sum_order(problem: ConvProblem, config: Lines) -> Hashable:
     """The order of lines, and what numbers they become."""
     return config.CHUNKS, config.FP16_OPERANDS, config.PIXEL_QUADS, config.WARP_TILE
+
+
+def texts(device: Device) -> tuple[TextFamily, ...]:
+    """None that could be listed: each layer has a text of its own, whose loops are the layer's."""
+    return ()
 
 
 # ---- the choice

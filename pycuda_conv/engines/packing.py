@@ -11,7 +11,7 @@ convolution), each of which is one launch: :func:`assemble` puts the launches ar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,9 +32,10 @@ from pycuda_conv.engines.geometry import (
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESULT, WEIGHT, WORKSPACE, Arena, Moments, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, limbs, products
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, limbs, products
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem, Size3
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
@@ -665,6 +666,33 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         "SCALED": int(problem.dtype == "float32"), "HAS_RESIDUAL": int(problem.has_residual and not split), "NHWC": int(nhwc),
         "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
     }
+
+
+#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their split sums.
+ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
+    {
+        "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "SCALED": (scaled,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
+        "HAS_RESIDUAL": (0,) if out == FLOAT and not scaled else FLAG,
+    }
+    for count, bf16, out, scaled in (
+        (3, 0, FLOAT, 1), (1, 0, FLOAT, 1), (1, 0, HALF, 0), (1, 0, FLOAT, 0), (1, 1, BFLOAT, 0), (1, 1, FLOAT, 0),
+    )
+)  # fmt: skip
+
+
+def written_so(d: Mapping[str, int]) -> bool:
+    """Whether a result is ever written so: in planes, pixels that lie apart have no neighbours."""
+    return bool(d["NHWC"] or d["DENSE"] or d["VEC"] == 1)
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text of pack.cu for the type and the layout, and how images can be read."""
+    for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
+        choices = {
+            "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 2, 4), "EIGHTS": FLAG, "FLAGGED": (1,) if code == FLOAT else FLAG,
+            "SAMPLED": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG,
+        }  # fmt: skip
+        yield TextFamily("pack", choices, lambda d: d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"]))
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, NamedTuple
 
 from pycuda_conv.engines.base import Config
@@ -19,11 +20,13 @@ from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "time", "unsupported",
+    "CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
 ]  # fmt: skip
 
 WARPS = 8  # of the consumers
@@ -283,6 +286,27 @@ def filter_key(problem: ConvProblem, config: Pointwise) -> Hashable:
 def sum_order(problem: ConvProblem, config: Pointwise) -> Hashable:
     """Where a split sum is cut, and which operand lies in the rows."""
     return config.SPLIT, config.SWAPPED
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, the arithmetic, and the layout."""
+    for blocks, columns, limbs_each in product((1, 2), (32, 64, 96, 128), (1, 2)):
+        tile = Pointwise(columns, blocks)
+        stage = 128 * (tile.rows + columns * limbs_each)
+        stages = next(n for n in (6, 5, 4, 3, 0) if n * stage + 1024 <= SHARED_BYTES)
+        if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
+            choices = {
+                "COLUMNS": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
+                "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+            }  # fmt: skip
+            yield TextFamily("pointwise_sm90", choices, _made, "sm_90a")
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made."""
+    if d["WGRAD"]:
+        return not (d["NHWC"] or d["HAS_RESIDUAL"] or d["MOMENTS"])
+    return (d["NHWC"] == 1 or d["BLOCKS"] == 2) and not (d["MOMENTS"] and d["HAS_RESIDUAL"])
 
 
 # ---- the choice

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from pycuda_conv.engines import direct, direct_gemm, dmma, implicit_gemm_sm80, implicit_gemm_sm90, lines_sm90, pointwise_sm90
+from pycuda_conv.engines import (
+    direct,
+    direct_gemm,
+    dmma,
+    implicit_gemm_sm80,
+    implicit_gemm_sm90,
+    lines_sm90,
+    packing,
+    pointwise_sm90,
+    split_sum,
+)
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
@@ -104,6 +115,12 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if reason:
         raise ValueError(f"{config} can't run {problem}: {reason}")
     return engine_of(config).schedule(problem.launched, config, device, noted)
+
+
+def texts(device: Device) -> list[TextFamily]:
+    """All texts of kernels that such a device may be asked for: a closed list, but for engines that keep their layers' numbers."""
+    packed = packing.texts(device) if device.backend == "cuda" else ()
+    return [*(family for engine in _engines(device) for family in engine.texts(device)), *split_sum.texts(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, epilogue
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import KernelLaunch, Place
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -43,3 +45,8 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
         size, split, plane, divider(plane), channels, divider(channels), finish["HAS_SCALE"], finish["HAS_BIAS"], finish["RELU"]
     )
     return KernelLaunch("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=arguments)
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text of direct_reduce.cu for a type."""
+    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (256,), "HAS_RESIDUAL": FLAG})

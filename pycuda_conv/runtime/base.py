@@ -133,16 +133,21 @@ class KernelLaunch:
         TypeError
             The struct in the text is not the one that :attr:`arguments` says.
         """
-        first = ("DTYPE", "INDEX_64")  # these shape the dialect's header; the others would collide with system headers
-        lines = []
-        if "DTYPE" in self.defines:
-            lines = [f"#define {name} {self.defines[name]}" for name in first] + ['#include "portable.cuh"']
-        lines += [f"#define {name} {value}" for name, value in sorted(self.defines.items()) if name not in first]
         file = self.file or self.kernel
         for struct in self.structs:
             _check_struct(file, type(struct))
-        lines.append(f'#line 1 "cu/{file}.cu"')
-        return "\n".join(lines) + "\n" + _text(file)
+        return source_of(file, self.defines)
+
+
+def source_of(file: str, defines: Mapping[str, int]) -> str:
+    """The text of a kernel file behind a prelude of defines, whatever their order."""
+    first = ("DTYPE", "INDEX_64")  # these shape the dialect's header; the others would collide with system headers
+    lines = []
+    if "DTYPE" in defines:
+        lines = [f"#define {name} {defines[name]}" for name in first] + ['#include "portable.cuh"']
+    lines += [f"#define {name} {value}" for name, value in sorted(defines.items()) if name not in first]
+    lines.append(f'#line 1 "cu/{file}.cu"')
+    return "\n".join(lines) + "\n" + _text(file)
 
 
 @cache

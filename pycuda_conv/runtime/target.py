@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 #: Multiprocessors of the GPU that most people have of a kind.
@@ -30,7 +30,7 @@ class Target(Device):
     def __init__(self, architecture: str) -> None:
         found = re.fullmatch(r"sm_(\d+)(\d)a?", architecture)
         if not found or (int(found[1]), int(found[2])) < (5, 0):
-            raise ConvArgumentError(f"a GPU's architecture is sm_ and its compute capability, as in sm_90a, got {architecture!r}")
+            raise BackendError(f"a GPU's architecture is sm_ and its compute capability, as in sm_90a, got {architecture!r}")
         self.name = architecture
         self.capability = int(found[1]), int(found[2])
         self.multiprocessors = MULTIPROCESSORS.get(self.capability, 100)

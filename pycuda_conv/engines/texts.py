@@ -1,0 +1,55 @@
+"""The closed list of kernels' texts: what every define may be, and which choices go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from pycuda_conv.runtime.base import KernelLaunch, source_of
+
+FLAG = (0, 1)
+Defines = Mapping[str, int]
+
+
+def _any(defines: Defines) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class TextFamily:
+    """Texts of one kernel file.
+
+    Attributes
+    ----------
+    file : str
+        The kernel's file in ``cu/``, without ``.cu``.
+    choices : mapping of str to tuple of int
+        The values of every define.
+    goes : callable
+        Whether a choice of values is one that is made.
+    arch : str
+        The target, where it is not the GPU's plain one.
+    """
+
+    file: str
+    choices: Mapping[str, tuple[int, ...]]
+    goes: Callable[[Defines], bool] = _any
+    arch: str = ""
+
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for values in product(*self.choices.values()):
+            defines = dict(zip(self.choices, values, strict=True))
+            if self.goes(defines):
+                yield defines
+
+    def __contains__(self, launch: object) -> bool:
+        if not isinstance(launch, KernelLaunch) or (launch.file or launch.kernel, launch.arch) != (self.file, self.arch):
+            return False
+        defines = launch.defines
+        known = defines.keys() == self.choices.keys() and all(value in self.choices[name] for name, value in defines.items())
+        return known and self.goes(defines)
+
+    def sources(self) -> Iterator[str]:
+        """The texts themselves."""
+        return (source_of(self.file, defines) for defines in self)

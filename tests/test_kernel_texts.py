@@ -1,0 +1,82 @@
+"""The closed list of texts: random problems of all families never leave it, and no size is in it."""
+
+import pytest
+
+from pycuda_conv import behind, engines
+from pycuda_conv.cli import main
+from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.runtime.base import KernelLaunch
+from pycuda_conv.tools.families import draw
+from pycuda_conv.tools.kernels import ARCHITECTURES, device_of, families
+from pycuda_conv.tools.suite import MODES, in_mode, suite
+from pycuda_conv.tools.warm import _batch_norm
+
+#: Each layer has a text of its own.
+UNLISTED = "lines_sm90"
+
+
+def check_listed(problems, architecture):
+    device, known = device_of(architecture), {}
+    for family in families(architecture):
+        known.setdefault((family.file, family.arch), []).append(family)
+    count = 0
+    for problem in problems:
+        plain = problem.direction == "fprop" and not problem.has_residual and not problem.activation
+        for noted in (False, True)[: 1 + plain]:
+            schedule = engines.schedule(problem, engines.choose(problem, device), device, noted)
+            launches = [*behind.launches(schedule), *(_batch_norm(problem, schedule, device) if plain else ())]
+            for launch in launches:
+                file = launch.file or launch.kernel
+                if file != UNLISTED:
+                    count += 1
+                    assert any(launch in family for family in known.get((file, launch.arch), ())), f"{file}, {launch.defines}: {problem}"
+    return count
+
+
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "sm_75", "sm_86"])
+def test_random_problems_never_leave_the_list(architecture):
+    assert check_listed(draw(11, 15), architecture) > 150
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_benchmark_s_problems_never_leave_the_list(architecture):
+    assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), architecture) > 150
+
+
+def test_what_is_listed_is_what_is_launched():
+    """A text of the list is the text of the launch, letter by letter."""
+    device = device_of("sm_80")
+    problem = next(p for p in draw(1, 1) if p.direction == "fprop")
+    for launch in behind.launches(engines.schedule(problem, engines.choose(problem, device), device)):
+        family = next(family for family in families("sm_80") if launch in family)
+        assert launch.source() in set(family.sources())
+
+
+def test_a_family_knows_its_own():
+    family = TextFamily("some", {"A": (1, 2), "B": (0, 1)}, lambda d: d["A"] > d["B"])
+    assert list(family) == [{"A": 1, "B": 0}, {"A": 2, "B": 0}, {"A": 2, "B": 1}]
+
+    def launch(file="some", **defines):
+        return KernelLaunch(file, defines, 1, 1, (), ())
+
+    assert launch(A=2, B=1) in family and launch(B=0, A=1) in family
+    for other in (launch(A=1, B=1), launch(A=3, B=0), launch(A=1), launch(A=1, B=0, C=0), launch("other", A=1, B=0), None):
+        assert other not in family
+
+
+def test_the_command_counts_and_lists(capsys):
+    assert main(["kernels", "opencl"]) == 0
+    out = capsys.readouterr().out
+    assert "direct_tile.cu" in out and "pack.cu" not in out
+    assert main(["kernels", "opencl", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(set(lines)) == sum(len(list(family)) for family in families("opencl"))
+    assert main(["kernels", "sm_5"]) == 2 and "architecture" in capsys.readouterr().err
+
+
+def test_moments_of_every_kind_are_listed():
+    pixels = batch_norm.Pixels("float16", "NHWC", 2, 64, 49)
+    of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
+    for launches, _ in (batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)):
+        assert all(any(launch in family for family in of_bn) for launch in launches)
