@@ -4,6 +4,7 @@ import itertools
 import logging
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.compiler import CompileError
+from pycuda_conv.runtime.cuda import CudaDevice
 from pycuda_conv.runtime.workers import Workers
 
 # ---- the order of sums
@@ -351,3 +353,19 @@ if os.fork() == 0:
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     assert python(code, python_env, PYTHONWARNINGS="ignore") == "5\n"
+
+
+def test_threads_that_need_the_same_kernel_compile_it_once():
+    """The first one compiles; the others wait for it, and take nothing back that is under way."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._lock, device._cubins, begun = threading.Lock(), {}, []
+
+    def compile(source, arch):
+        begun.append(source)
+        time.sleep(0.2)
+        return b"machine code"
+
+    device.compile = compile
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: device._cubin("text", "sm_90").result(), range(8)))
+    assert found == [b"machine code"] * 8 and begun == ["text"]

@@ -665,6 +665,8 @@ class CudaDevice(Device):
             if coming is not None and not failed and (behind or not coming.cancel()):  # what waits for its turn is not waited for
                 return coming
             coming = self._cubins[source, arch] = workers.submit(make) if behind else Future()
+            if not behind:
+                coming.set_running_or_notify_cancel()  # under way: whoever asks from now on waits for it
         if not behind:
             try:
                 coming.set_result(make())
