@@ -165,15 +165,27 @@ class Plan:
             if self._better_config is None:
                 self._load(behind.with_constants(self.schedule))
             else:
-                better = type(self).__new__(type(self))
-                better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
-                better._set_up(self._better_config, self.noted)
-                self.better = better
-                for cache in holders:
-                    cache.cache_clear()
+                self._make_better(self._better_config)
         except Exception as error:  # what serves goes on serving
             self._behind = None
             behind.say(error)
+
+    def _make_better(self, config: engines.Config) -> None:
+        better = type(self).__new__(type(self))
+        better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
+        better._set_up(config, self.noted)
+        self.better = better
+        for cache in holders:
+            cache.cache_clear()
+
+    def settled(self) -> Plan:
+        """The plan that calls will take in the end: the best configuration, with the layer's constants. Waits for the compiler."""
+        if self._better_config is not None and self.better is None:
+            self._behind = None
+            self._make_better(self._better_config)
+        plan = self.better or self
+        plan.specialise()
+        return plan
 
     def specialise(self) -> None:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.

@@ -59,6 +59,14 @@ def no_tuned_choices(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_behind_calls():
+    """Which configuration runs does not depend on what other tests have compiled; test_behind.py turns it on again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+        yield
+
+
 @pytest.fixture(scope="session", params=["opencl", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def device(request):
     """The name of a device, as `device=` takes it."""

@@ -186,6 +186,15 @@ def test_the_functions_take_the_better_plan(slow):
     assert used == [best]
 
 
+def test_what_calls_will_take_in_the_end(slow):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    best = direct.choose(problem, slow.device)[1]
+    slow.know(problem, engines.alternatives(problem, best, slow.device)[0])
+    plan = cached_plan(problem, slow.device)
+    assert plan.config != best and plan.settled().config == best and plan.better is plan.settled()
+    assert run(plan, *arrays).tobytes() == run(plan.better, *arrays).tobytes()
+
+
 def test_nothing_stands_in_that_adds_up_in_another_order(slow):
     problem = CASE.problem()
     slow.know(problem, direct.Single())

@@ -285,7 +285,7 @@ def measure(torch: Any, plan: Plan, mode: str, effort: Effort, seed: int, cache_
     truth = Truth(torch, problem, sets.x[0], sets.w[0], seed)
     turned = on_gpu and problem.layout == "NHWC" and not reads_channels_last(problem, plan.device)
     if turned:  # as the public functions do it: to NCHW and back, with a filter that is packed in the call if at all
-        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device)
+        plan = cached_plan(dataclasses.replace(problem, layout="NCHW"), plan.device).settled()
     call = public(problem) if turned else plan
     bound = [partial(call, weight=w) if turned else plan.bind(w) for w in sets.w]
     function = rival(torch, problem, sets.x, sets.w)
