@@ -70,8 +70,9 @@ def drawn(torch, kind: str, shape: tuple, seed: int):
     return {"signed": v, "relu": v.relu(), "positive": v.abs()}[kind]
 
 
+# products that are all positive lose more, by their own cuts; no constant serves them and signed ones
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, limit", [("signed", 2e-8), ("relu", 2e-8), ("sparse", 1e-7), ("positive", 1e-7)])
+@pytest.mark.parametrize("kind, limit", [("signed", 2e-8), ("relu", 2e-8), ("sparse", 1e-7), ("positive", 3e-7)])
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_results_are_not_too_small(layer, kind, limit):
     torch = pytest.importorskip("torch")
@@ -83,7 +84,7 @@ def test_results_are_not_too_small(layer, kind, limit):
     plan = pc.Plan(problem, "cuda", config=config)
     if precision == "tf32":  # what both round alike, so that the sum's own error is seen: numbers of 10 bits
         x, w = x.half().float(), w.half().float()
-        limit = 4e-8 * channels * taps**2 / 576 + 1e-7 if kind in ("signed", "relu") else None
+        limit = 6e-8 * channels * taps**2 / 576 + 1e-7 if kind in ("signed", "relu") else None
     y = plan(x, w)
     exact = torch.nn.functional.conv2d(x.double(), w.double(), padding=taps // 2)
     found, error = shrinkage(y.double(), exact)
