@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pycuda_conv import behind, engines
+from pycuda_conv import arrays, behind, engines  # arrays imports this module: nothing of it is asked for before a call
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.problem import ConvProblem, channels_last
@@ -227,9 +227,7 @@ class Plan:
         out: Array | None = None, stream: Any = None,
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
-        from pycuda_conv.arrays import call_plan
-
-        result: Array = call_plan(self, input, weight, bias, scale, residual, out, stream)
+        result: Array = arrays.call_plan(self, input, weight, bias, scale, residual, out, stream)
         return result
 
     def bind(self, weight: Any, bias: Any = None, scale: Any = None) -> BoundPlan:
@@ -295,17 +293,15 @@ class BoundPlan:
     """
 
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
-        from pycuda_conv.arrays import check_fit, same_kind
-
         self.plan = plan
-        self._kind = same_kind(weight, weight, bias, None, scale)
+        self._kind = arrays.same_kind(weight, weight, bias, None, scale)
         self._kind.check_not_recorded(weight, weight, bias, scale)
         sign = self._kind.signature
         of_weight = sign(weight)
         self._kept = (of_weight, None if bias is None else sign(bias), None if scale is None else sign(scale))
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
         assert input is not None
-        check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
+        arrays.check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
         self._accepted: Any = None  # what the last input and residual looked like
         self._filter, self._run = self._kind.bind(plan, weight, bias, scale)
 
@@ -314,15 +310,13 @@ class BoundPlan:
 
     def __call__(self, input: Array, *, residual: Array | None = None, out: Array | None = None, stream: Any = None) -> Array:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
-        from pycuda_conv.arrays import check_fit, same_kind
-
-        kind = same_kind(input, input, None, out, None, residual)
+        kind = arrays.same_kind(input, input, None, out, None, residual)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
         kind.check_not_recorded(input, input, None, None, residual)
         signatures = kind.signature(input), None if residual is None else kind.signature(residual)
         if signatures != self._accepted:
-            check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
+            arrays.check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
             self._accepted = signatures
         return self._run(input, out, stream, residual)
 

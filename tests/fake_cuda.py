@@ -50,7 +50,7 @@ class FakeCuda:
         monkeypatch.setattr(cuda, "_initialised", cuda._initialised)
         monkeypatch.setattr(cuda.CudaDevice, "compile", lambda _, source, arch="", fresh=False: hashlib.sha256(source.encode()).hexdigest().encode())
         monkeypatch.setattr(cuda.CudaDevice, "_kept", lambda _, source, arch: b"kept")
-        monkeypatch.setattr(cuda.atexit, "register", lambda function: None)
+        monkeypatch.setattr(cuda, "atexit", SimpleNamespace(register=lambda function: None))
 
     multiprocessor_count = 132
 
@@ -71,8 +71,8 @@ class FakeCuda:
         self._patch.setenv("PYCUDA_CONV_LAUNCHER", launcher)
         return cuda.CudaDevice(0)
 
-    def asked(self, device=None):
-        """What the driver was asked since this was called last, a line for each call of it.
+    def asked(self, device=None, contexts=False):
+        """What the driver was asked since this was called last, a line for each call of it; with `contexts`, pushes and pops too.
 
         The event and the side streams that this thread has of `device` are called own0 to own3.
         """
@@ -80,4 +80,4 @@ class FakeCuda:
         self._length.value = 0
         for i, handle in enumerate(device._streams().own if device else ()):
             text = re.sub(rf"{handle:#x}\b", f"own{i}", text)
-        return [line for line in text.splitlines() if line not in ("push", "pop")]
+        return [line for line in text.splitlines() if contexts or line not in ("push", "pop")]

@@ -335,6 +335,9 @@ class Recorder:
 
     __enter__, __exit__ = push, pop
 
+    def is_current(self):
+        return self.depth > 0
+
     def order(self, first, second):
         assert self.depth
         self.events.append(("order", first, second))

@@ -15,6 +15,7 @@ import pytest
 from fake_cuda import FakeCuda
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, Plan, behind, engines
+from pycuda_conv.arrays import DeviceKind, TorchKind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.runtime import cuda, get_device
 from pycuda_conv.runtime.base import KernelLaunch
@@ -322,6 +323,46 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
             torch.cuda.synchronize()
             results.append(held)
         assert all(torch.equal(results[0], one) for one in results[1:]) and results[0].isfinite().all()
+
+
+def convolved(device):
+    """A function that convolves torch's tensors there, which the driver's stand-in has no need to see, and a plan for it."""
+    torch = pytest.importorskip("torch")
+    kind = TorchKind()
+    kind._current_stream = lambda ordinal: 0
+    kind.signature = lambda array: (array.shape, array.dtype, array.get_device() + 1)
+    plan = Plan(ConvProblem.forward(2, (2, 16, 8, 8), (16, 16, 3, 3), padding=1), device)
+    w = torch.zeros(16, 16, 3, 3)
+    return torch, lambda x, out=None, residual=None: DeviceKind.convolve(kind, plan, x, w, None, out, None, residual=residual)
+
+
+@IN_C
+def test_a_context_that_is_current_is_not_pushed(fake):
+    device = fake.device("c")
+    torch, convolve = convolved(device)
+    fake.asked()
+    convolve(torch.zeros(2, 16, 8, 8))
+    first, *launches, last = fake.asked(contexts=True)
+    assert (first, last) == ("push", "pop") and launches and not {"push", "pop"} & set(launches)
+    with device:
+        fake.asked()
+        convolve(torch.zeros(2, 16, 8, 8))
+        assert not {"push", "pop"} & set(fake.asked(contexts=True))
+
+
+def test_out_may_not_share_memory_with_what_is_read(fake):
+    torch, convolve = convolved(fake.device("python"))
+    memory = torch.zeros(4, 16, 8, 8)
+    convolve(memory[:2], out=memory[2:])
+    convolve(memory[:2], out=memory[2:], residual=memory[2:])
+    apart = torch.zeros(2, 16, 8, 8)
+    for x, residual, out, what in [
+        (memory[1:3], None, memory[2:], "input"), (memory[::2], None, memory[1:3], "input"), (apart, memory[::2], memory[1:3], "residual"),
+    ]:
+        fake.asked()
+        with pytest.raises(ConvArgumentError, match=f"out .*{what}"):
+            convolve(x, out=out, residual=residual)
+        assert not fake.asked()
 
 
 # ---- which launcher
