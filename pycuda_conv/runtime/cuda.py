@@ -647,7 +647,8 @@ class CudaDevice(Device):
     def _loaded(self, source: str, arch: str, kernel: str) -> int:
         """The handle of a kernel in the module of its text, which stays loaded. PyCUDA hides the handles of its own."""
         if source not in self._modules:
-            cubin = self._cubins.pop((source, arch)).result()
+            coming = self._cubins.pop((source, arch), None)  # none if another thread could not load it
+            cubin = coming.result() if coming else self.compile(source, arch)
             try:
                 self._modules[source] = _module_of(cubin)
                 return _function_of(self._modules[source], kernel)
