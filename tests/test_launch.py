@@ -230,6 +230,7 @@ def test_threads_share_a_plan(fake, kind, monkeypatch):
 def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypatch):
     """Not in a capture; and each of its schedules is prepared again."""
     monkeypatch.setattr(behind, "OFTEN", 2)
+    monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     problem = PROBLEMS[0]
     real = engines.schedule
 
