@@ -554,13 +554,20 @@ def test_info_tells_its_sections_as_text(command, rich):
     assert ("No GPU was found." in out) or ("compute capability" in out)
 
 
+@pytest.mark.parametrize(("chosen", "said"), [("python", "in Python"), ("rust", "PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got 'rust'")])
+def test_info_tells_which_launcher_is_used(command, monkeypatch, chosen, said):
+    monkeypatch.setenv("PYCUDA_CONV_LAUNCHER", chosen)
+    status, out, err = command("info", "--json")
+    assert (status, err) == (OK, "") and json.loads(out)["uses"]["launcher"] == said
+
+
 def test_info_tells_its_sections_as_json(command):
     status, out, err = command("info", "--json")
     facts = json.loads(out)
     assert (status, err) == (OK, "")
     assert sorted(facts) == ["cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
-    assert {"backend", "device", "why", "environment", "cache", "kernels"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
 
 
 def test_verify_passes_and_says_so(command, device, torch, rich):

@@ -275,8 +275,11 @@ static PyObject* launch(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (s->streams > known) return PyErr_Format(PyExc_ValueError, "the schedule takes %zd streams, got %zd", s->streams, known);
   PyObject* buffers = PySequence_Tuple(args[1]);
   if (!buffers) return NULL;
-  uint8_t usual[USUAL_BYTES];
-  uint8_t* room = s->bytes <= USUAL_BYTES ? usual : PyMem_Malloc(s->bytes);
+  union {
+    uint8_t bytes[USUAL_BYTES];
+    long double aligned;
+  } usual;
+  uint8_t* room = s->bytes <= USUAL_BYTES ? usual.bytes : PyMem_Malloc(s->bytes);
   PyObject* result = NULL;
   if (!room) {
     PyErr_NoMemory();
@@ -291,7 +294,7 @@ static PyObject* launch(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   Py_END_ALLOW_THREADS
   result = code ? Py_BuildValue("(in)", code, failed) : Py_BuildValue("");
 done:
-  if (room != usual) PyMem_Free(room);
+  if (room != usual.bytes) PyMem_Free(room);
   Py_DECREF(buffers);
   return result;
 }

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, packages_distributions, ver
 from typing import Any
 
 import pycuda_conv
-from pycuda_conv.errors import BackendError
+from pycuda_conv.errors import BackendError, ConvArgumentError
 from pycuda_conv.runtime import cuda, default_backend, get_device
 from pycuda_conv.runtime.base import KERNEL_DIR
 from pycuda_conv.runtime.cache import cache_dir
@@ -145,9 +145,14 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
     except BackendError as error:
         backend, why = None, str(error)
     names = sorted(name for name in os.environ if name.startswith("PYCUDA_CONV_")) + [name for name in ENVIRONMENT if name in os.environ]
+    try:
+        launcher = "in C" if cuda.launcher_in_c() else "in Python"
+    except (BackendError, ConvArgumentError) as error:
+        launcher = str(error)
     return {
         "backend": backend, "device": {"cuda": "cuda:0", "opencl": "opencl"}.get(backend or ""), "why": why,
         "environment": {name: os.environ[name] for name in names}, "cache": str(cache_dir()), "kernels": str(KERNEL_DIR),
+        "launcher": launcher,
     }
 
 
@@ -177,6 +182,7 @@ def run(as_json: bool = False) -> int:
         ("CUDA", facts["cuda_missing"] or f"usable, {facts['gpu_count']} GPU(s)"),
         ("OpenCL", cl["missing"] or f"usable: {cl['device']} ({cl['platform']})"),
         ("default device", f"{use['device'] or 'none'}: {use['why']}"), ("cache folder", use["cache"]), ("kernels", use["kernels"]),
+        ("launcher for GPUs", use["launcher"]),
         *use["environment"].items(),
     ]
     out.print(table("What the package uses", ("what", "here"), here, left=("what", "here")))
