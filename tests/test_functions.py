@@ -273,7 +273,7 @@ HOPPER, AMPERE, TURING = (
 )  # fmt: skip
 LAYER = {"input_shape": (64, 64, 56, 56), "weight_shape": (64, 64, 3, 3), "padding": 1}
 READ = [  # (problem, where tensors of it are read as they lie)
-    ({**LAYER, "dtype": "float16"}, (HOPPER, AMPERE)), (LAYER, (HOPPER, AMPERE)), ({**LAYER, "dtype": "float64"}, ()),
+    ({**LAYER, "dtype": "float16"}, (HOPPER, AMPERE)), (LAYER, (HOPPER, AMPERE)), ({**LAYER, "dtype": "float64"}, (HOPPER, AMPERE)),
     ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64, "dtype": "float16"}, ()), ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64}, ()),
     ({**LAYER, "weight_shape": (64, 8, 3, 3), "groups": 8, "dtype": "bfloat16"}, ()),
     ({"input_shape": (64, 256, 56, 56), "weight_shape": (8, 256, 1, 1), "dtype": "float16"}, (HOPPER, AMPERE)),  # few channels, but deep sums
