@@ -33,21 +33,22 @@ class Plan:
     device : None, int, str or Device
         See :func:`pycuda_conv.runtime.get_device`.
     config : optional
-        One of the configurations in :mod:`pycuda_conv.engines`; by default the one that was measured to be the fastest for
-        the problem on such a GPU (see :mod:`pycuda_conv.tune`), or else the one that the engines' models predict to be.
+        One of the configurations in :mod:`pycuda_conv.engines`. By default the plan takes the fastest one that was measured on such
+        a GPU (see :mod:`pycuda_conv.tune`). Where none was measured, it takes the one that the engines predict to be the fastest.
     tune : bool
-        Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
+        Measure the problem if it was not measured before. That takes seconds. The result is kept for later plans and processes.
         On OpenCL nothing is measured.
     noted : bool
-        Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
-        :class:`pycuda_conv.engines.schedule.Moments`. For what goes on with them in the same workspace.
+        Write the moments of the result's channels to the workspace while the result is computed, if the kernels can: see
+        :class:`pycuda_conv.engines.schedule.Moments`. A batch norm that follows reads them there.
 
     Raises
     ------
     TypeError
-        A `problem` that is no :class:`ConvProblem`, or a `config` that is no configuration.
+        `problem` is no :class:`ConvProblem`, or `config` is no configuration.
     ValueError
-        A configuration that can't run the problem, or one to tune; a problem to measure while a stream is being captured.
+        `config` can't run the problem, or was given together with `tune`; or there is something to measure while a stream is
+        being captured.
 
     Notes
     -----
@@ -266,22 +267,22 @@ def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Con
 
 
 class BoundPlan:
-    """A plan and its filter. Made by :meth:`Plan.bind`.
+    """A plan and its filter. :meth:`Plan.bind` makes it.
 
-    A filter in host memory is copied to the device once, when this is made, and so is one that the plan's kernels take packed
-    (:attr:`Plan.filter_bytes`): what the caller writes to its array later makes no difference. Any other filter on the
-    device, and a bias or a scale there, is kept, not copied: calls read what the caller's memory holds then.
+    The bound plan copies a filter in host memory to the device once, when it is made. It also copies a filter that the kernels
+    take packed (:attr:`Plan.filter_bytes`). What the caller writes to these arrays later makes no difference. It keeps a reference to
+    any other filter on the device, and to a bias or a scale there: calls read what that memory holds at the time.
 
-    The packed filter is ready when this is made, for calls on any stream. It is memory of the stream that was current then:
-    wait for calls on other streams before you drop the last reference.
+    The packed filter is ready for calls on any stream. Its memory belongs to the stream that was current when it was made. Wait
+    for calls on other streams before you drop the last reference.
 
-    It can be pickled and copied as a :class:`Plan` can, with the filter that it has then.
+    A bound plan can be pickled and copied as a :class:`Plan` can, with the filter that it has then.
 
     Parameters
     ----------
     plan : Plan
     weight, bias, scale : arrays of the plan's shapes
-        Of the kind that the inputs will be.
+        They are of the same kind as the inputs to come.
 
     Examples
     --------
