@@ -23,8 +23,8 @@ from pycuda_conv.runtime.compiler import CompileError
 
 log = logging.getLogger("pycuda_conv")
 
-#: Calls of a plan after which its layer's constants are worth kernels of their own.
-OFTEN = 100
+#: Calls of a plan by general kernels after which those that know the layer's constants are compiled.
+OFTEN = 10
 
 
 def enabled() -> bool:
@@ -51,12 +51,24 @@ def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
 
 
 def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], device: Device) -> engines.Config | None:
-    return next((one for one in configs if not missing(engines.schedule(problem, one, device), device)), None)
+    return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
 
 
 def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:
     """The launches whose kernels are not compiled."""
     return [launch for launch in launches(schedule) if not device.compiled(launch)]
+
+
+def form(schedule: Schedule, device: Device) -> Schedule:
+    """The form in which a plan's launches begin.
+
+    They know their layer's constants if such kernels are compiled, and also if a compiler has to run anyway. So general kernels
+    serve only where they alone are compiled.
+    """
+    if not (enabled() and device.constants_pay and has_constants(schedule)):
+        return schedule
+    known = with_constants(schedule)
+    return schedule if missing(known, device) and not missing(schedule, device) else known
 
 
 def with_constants(schedule: Schedule) -> Schedule:

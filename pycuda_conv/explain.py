@@ -34,7 +34,7 @@ def explain(plan: Plan, measure: bool) -> str:
         packed = f", {plan.filter_bytes:,} of them the packed filter" if plan.filter_bytes else ""
         facts.append(("workspace", f"{plan.workspace_bytes:,} bytes{packed}"))
     lines = [str(problem), *(f"  {name:9}  {text}" for name, text in facts)]
-    steps = [] if plan.empty else [step for stage in plan.schedule.whole for step in stage]
+    steps = [] if plan.empty else [step for stage in plan.loaded.whole for step in stage]
     return "\n".join(lines + _table([("launch", "file", "blocks", "threads", *_NAMES), *(_row(plan, step) for step in steps)]))
 
 

@@ -33,22 +33,21 @@ class Plan:
     device : None, int, str or Device
         See :func:`pycuda_conv.runtime.get_device`.
     config : optional
-        One of the configurations in :mod:`pycuda_conv.engines`. By default the plan takes the fastest one that was measured on such
-        a GPU (see :mod:`pycuda_conv.tune`). Where none was measured, it takes the one that the engines predict to be the fastest.
+        One of the configurations in :mod:`pycuda_conv.engines`; by default the one that was measured to be the fastest for
+        the problem on such a GPU (see :mod:`pycuda_conv.tune`), or else the one that the engines' models predict to be.
     tune : bool
-        Measure the problem if it was not measured before. That takes seconds. The result is kept for later plans and processes.
+        Measure a problem that has not been measured, which takes seconds, and keep what is found for later plans and processes.
         On OpenCL nothing is measured.
     noted : bool
-        Write the moments of the result's channels to the workspace while the result is computed, if the kernels can: see
-        :class:`pycuda_conv.engines.schedule.Moments`. A batch norm that follows reads them there.
+        Note the moments of the result's channels in the workspace while it is computed, if the kernels can: see
+        :class:`pycuda_conv.engines.schedule.Moments`. For what goes on with them in the same workspace.
 
     Raises
     ------
     TypeError
-        `problem` is no :class:`ConvProblem`, or `config` is no configuration.
+        A `problem` that is no :class:`ConvProblem`, or a `config` that is no configuration.
     ValueError
-        `config` can't run the problem, or was given together with `tune`; or there is something to measure while a stream is
-        being captured.
+        A configuration that can't run the problem, or one to tune; a problem to measure while a stream is being captured.
 
     Notes
     -----
@@ -97,12 +96,14 @@ class Plan:
         #: bytes of workspace for a call that packs the filter itself
         self.workspace_bytes = schedule.workspace_bytes + schedule.filter_bytes
         self.empty = 0 in problem.result_shape
-        self._load(schedule)
+        known = behind.form(schedule, self.device)
+        self._load(known)
         #: the same problem by a better configuration, made behind the calls of this plan: the next call should take that one
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
-        self._await_constants()
+        if known is schedule:
+            self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
@@ -120,6 +121,8 @@ class Plan:
 
     def _load(self, schedule: Schedule) -> None:
         """Compile the kernels, or find them compiled, and make launchers of them."""
+        #: the form of :attr:`schedule` whose kernels serve
+        self.loaded = schedule
         steps = schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or []
         if self.empty:
             steps = [], [], [], []
@@ -135,7 +138,8 @@ class Plan:
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
-        missing = [] if noted or 0 in problem.result_shape else behind.missing(engines.schedule(problem, config, device), device)
+        best = behind.form(engines.schedule(problem, config, device), device)
+        missing = [] if noted or 0 in problem.result_shape else behind.missing(best, device)
         instead = behind.stand_in(problem, config, device) if missing else None
         if instead is None:
             try:
@@ -152,8 +156,8 @@ class Plan:
         return self
 
     def _await_constants(self) -> None:
-        """Count calls, to compile the layer's constants in if there are many."""
-        if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
+        """Count calls by general kernels, to compile the layer's constants in if there are several."""
+        if not self.empty and behind.enabled() and self.device.constants_pay and behind.has_constants(self.schedule):
             kernels = behind.launches(behind.with_constants(self.schedule))
             self._behind = behind.Behind(self.device, kernels, behind.OFTEN)
 
@@ -191,7 +195,8 @@ class Plan:
     def specialise(self) -> None:
         """Compile the layer's constants into the kernels now, where that makes them faster. The results stay the same, bit by bit.
 
-        Otherwise that is done behind the calls, after a hundred of them.
+        On a GPU, kernels that know them serve from the first call on, unless only general ones are compiled then. In that case the others
+        are compiled behind the calls, after ten of them.
         """
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
             self._behind = None
@@ -267,22 +272,22 @@ def _plan_again(problem: ConvProblem, name: str, model: str, config: engines.Con
 
 
 class BoundPlan:
-    """A plan and its filter. :meth:`Plan.bind` makes it.
+    """A plan and its filter. Made by :meth:`Plan.bind`.
 
-    The bound plan copies a filter in host memory to the device once, when it is made. It also copies a filter that the kernels
-    take packed (:attr:`Plan.filter_bytes`). What the caller writes to these arrays later makes no difference. It keeps a reference to
-    any other filter on the device, and to a bias or a scale there: calls read what that memory holds at the time.
+    A filter in host memory is copied to the device once, when this is made, and so is one that the plan's kernels take packed
+    (:attr:`Plan.filter_bytes`): what the caller writes to its array later makes no difference. Any other filter on the
+    device, and a bias or a scale there, is kept, not copied: calls read what the caller's memory holds then.
 
-    The packed filter is ready for calls on any stream. Its memory belongs to the stream that was current when it was made. Wait
-    for calls on other streams before you drop the last reference.
+    The packed filter is ready when this is made, for calls on any stream. It is memory of the stream that was current then:
+    wait for calls on other streams before you drop the last reference.
 
-    A bound plan can be pickled and copied as a :class:`Plan` can, with the filter that it has then.
+    It can be pickled and copied as a :class:`Plan` can, with the filter that it has then.
 
     Parameters
     ----------
     plan : Plan
     weight, bias, scale : arrays of the plan's shapes
-        They are of the same kind as the inputs to come.
+        Of the kind that the inputs will be.
 
     Examples
     --------

@@ -115,9 +115,10 @@ class Slow:
         monkeypatch.setattr(kind, "compiled", lambda _, launch: launch.source() in self.ready)
         monkeypatch.setattr(kind, "compile_behind", lambda _, launches: self._compile_behind(launches))
         monkeypatch.setattr(kind, "capturing", lambda *_: self.captured)
+        monkeypatch.setattr(kind, "constants_pay", True)
 
-    def know(self, problem, config):
-        self.ready |= {launch.source() for launch in behind.launches(engines.schedule(problem, config, self.device))}
+    def know(self, problem, config, form=lambda schedule: schedule):
+        self.ready |= {launch.source() for launch in behind.launches(form(engines.schedule(problem, config, self.device)))}
 
     def _compile_behind(self, launches):
         from concurrent.futures import Future
@@ -306,9 +307,59 @@ def test_a_layer_that_is_used_often_gets_its_constants(slow, constants, monkeypa
         assert run(plan, *arrays).tobytes() == first.tobytes()
 
 
+def _with_constants(plan):
+    return all(launch.defines.get("OF_THE_LAYER") == 7 for launch in behind.launches(plan.loaded))
+
+
+@pytest.mark.parametrize("general", [True, False])
+def test_kernels_that_know_a_layer_serve_at_once_if_they_are_compiled(slow, constants, general):
+    """Also at sizes of images that are new to them."""
+    for size in ((37, 45), (30, 41)):
+        problem = fprop((2, 6, *size), (6, 1, 3, 3), padding=1, groups=6).problem()
+        best = direct.choose(problem, slow.device)[1]
+        if general:
+            slow.know(problem, best)
+        slow.know(problem, best, behind.with_constants)
+        for plan in (cached_plan(problem, slow.device), Plan(problem, slow.device)):
+            assert plan.config == best and _with_constants(plan) and plan._behind is None and not slow.asked
+
+
+def test_a_compiler_that_has_to_run_makes_kernels_that_know_their_layer(slow, constants, monkeypatch):
+    problem, texts = CASE.problem(), []
+    kind = type(slow.device)
+    compile_all = kind.compile_all
+    monkeypatch.setattr(kind, "compile_all", lambda self, launches: (texts.extend(one.source() for one in launches), compile_all(self, launches))[1])
+    plan = cached_plan(problem, slow.device)
+    assert _with_constants(plan) and texts and all("OF_THE_LAYER 7" in text for text in texts)
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+    assert not _with_constants(Plan(problem, slow.device))
+
+
+def test_kernels_that_know_a_layer_stand_in_too(slow, constants):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    best = direct.choose(problem, slow.device)[1]
+    other = engines.alternatives(problem, best, slow.device)[0]
+    slow.know(problem, other, behind.with_constants)
+    plan = cached_plan(problem, slow.device)
+    assert plan.config == other and _with_constants(plan) and all("OF_THE_LAYER 7" in text for text in slow.asked)
+    first = run(plan, *arrays)
+    slow.finish()
+    run(plan, *arrays)
+    assert plan.better.config == best and _with_constants(plan.better)
+    assert run(plan.better, *arrays).tobytes() == first.tobytes()
+
+
+def test_general_kernels_serve_where_constants_do_not_pay(slow, constants, monkeypatch):
+    monkeypatch.setattr(type(slow.device), "constants_pay", False)
+    plan = Plan(CASE.problem(), slow.device)
+    assert not _with_constants(plan) and plan._behind is None
+
+
 def test_constants_at_once(slow, constants, monkeypatch):
     problem, arrays = CASE.problem(), CASE.normals("float32")
+    slow.know(problem, direct.choose(problem, slow.device)[1])
     plan = Plan(problem, slow.device)
+    assert not _with_constants(plan)
     seen = _known(plan, monkeypatch)
     first = run(plan, *arrays)
     plan.specialise()

@@ -1,6 +1,5 @@
 """Launches: the launcher in C and the one in Python ask the driver for the same, byte for byte."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from pycuda_conv.runtime import cuda, get_device
 from pycuda_conv.runtime.base import KernelLaunch
 
 IN_C = pytest.mark.skipif(
-    shutil.which("gcc") is None or importlib.util.find_spec("pycuda_conv.runtime._launch") is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
+    shutil.which("gcc") is None or cuda.launcher_in_c() is None, reason="the launcher in C is not built: python setup.py build_ext --inplace"
 )
 KINDS = [pytest.param("c", marks=IN_C), "python"]
 
@@ -241,6 +240,7 @@ def test_a_plan_whose_kernels_change_launches_the_new_ones(fake, kind, monkeypat
         return replace(made, prepare=known(made.prepare), steps=known(made.steps), whole=known(made.whole))
 
     monkeypatch.setattr(engines, "schedule", schedule)
+    monkeypatch.setattr(cuda.CudaDevice, "compiled", lambda self, launch: "OF_THE_LAYER" not in launch.defines)
     plan = Plan(problem, fake.device(kind))
     coming = []
     monkeypatch.setattr(cuda.CudaDevice, "compile_behind", lambda self, steps: coming)
@@ -308,7 +308,7 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
         if layout == "NHWC":
             x = x.contiguous(memory_format=torch.channels_last if problem.ndim == 2 else torch.channels_last_3d)
         results = []
-        for native in (importlib.import_module("pycuda_conv.runtime._launch"), None):
+        for native in (cuda.launcher_in_c(), None):
             monkeypatch.setattr(device, "_in_c", native)
             plan = Plan(asked, device)
             results += [plan(x, w), plan(x.clone(), w.clone()), plan(x, w)]
@@ -379,7 +379,7 @@ def test_the_variable_chooses(fake, monkeypatch):
 
 def test_without_the_extension_python_launches(fake, monkeypatch):
     monkeypatch.setitem(sys.modules, "pycuda_conv.runtime._launch", None)
-    device = fake.device("python")
+    device = fake.device("")
     launch = device.launcher(KernelLaunch("copy_strided", {}, 3, 64, (0,), ()))
     fake.asked()
     launch((1 << 40,), None)
@@ -390,7 +390,7 @@ def test_without_the_extension_python_launches(fake, monkeypatch):
 
 @IN_C
 def test_the_extension_refuses_what_is_no_schedule():
-    native = importlib.import_module("pycuda_conv.runtime._launch")
+    native = cuda.launcher_in_c()
     launch = (0, 0, 1, 1, 1, 0, 0, 0, b"12345678", (), ())
     for operations, error in [
         (((3, 0),), ValueError), (((1, -1),), ValueError), (((1, 8),), ValueError), ((1,), TypeError), (((1, 2, 3),), TypeError),

@@ -141,10 +141,10 @@ class KernelLaunch:
 
 def source_of(file: str, defines: Mapping[str, int]) -> str:
     """The text of a kernel file behind a prelude of defines, whatever their order."""
-    first = ("DTYPE", "INDEX_64")  # these shape the dialect's header; the others would collide with system headers
+    first = ("DTYPE", "INDEX_64", "LAYER")  # these shape the dialect's header; the others would collide with system headers
     lines = []
     if "DTYPE" in defines:
-        lines = [f"#define {name} {defines[name]}" for name in first] + ['#include "portable.cuh"']
+        lines = [f"#define {name} {defines[name]}" for name in first if name in defines] + ['#include "portable.cuh"']
     lines += [f"#define {name} {value}" for name, value in sorted(defines.items()) if name not in first]
     lines.append(f'#line 1 "cu/{file}.cu"')
     return "\n".join(lines) + "\n" + _text(file)
@@ -221,6 +221,8 @@ class Device(AbstractContextManager["Device"]):
     capability: tuple[int, int] = (0, 0)
     #: What an NVIDIA GPU calls itself.
     model: str = ""
+    #: Whether kernels that know a layer's constants are worth compiling for each layer.
+    constants_pay = False
 
     @abstractmethod
     def launcher(self, step: KernelLaunch) -> Launcher:

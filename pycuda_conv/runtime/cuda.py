@@ -311,25 +311,27 @@ class _Room:
 
 
 def launcher_in_c() -> Any:
-    """The extension that makes all launches of a schedule by one call, where that was asked for; else None: Python makes them one by one.
+    """The extension that makes all launches of a schedule by one call, or None where Python makes them one by one.
 
     Raises
     ------
     ConvArgumentError, BackendError
         ``PYCUDA_CONV_LAUNCHER`` is no known word, or asks for an extension that is not there.
     """
-    wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "python")
-    if wanted not in ("c", "python"):
+    wanted = os.environ.get("PYCUDA_CONV_LAUNCHER", "")
+    if wanted not in ("", "c", "python"):
         raise ConvArgumentError(f"PYCUDA_CONV_LAUNCHER must be 'c' or 'python', got {wanted!r}")
     if wanted == "python":
         return None
     try:
         return importlib.import_module("pycuda_conv.runtime._launch")
     except ImportError as error:
-        raise BackendError(
-            f"PYCUDA_CONV_LAUNCHER is 'c', but the launcher in C can't be imported ({error}); in a checkout it is built by: "
-            "python setup.py build_ext --inplace"
-        ) from error
+        if wanted:
+            raise BackendError(
+                f"PYCUDA_CONV_LAUNCHER is 'c', but the launcher in C can't be imported ({error}); in a checkout it is built by: "
+                "python setup.py build_ext --inplace"
+            ) from error
+        return None
 
 
 def _address_of(function: str) -> int:
@@ -495,6 +497,7 @@ class CudaDevice(Device):
     """One NVIDIA GPU. Made by :func:`cuda_device`."""
 
     backend = "cuda"
+    constants_pay = True
 
     def __init__(self, ordinal: int) -> None:
         drv = driver()
