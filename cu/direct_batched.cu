@@ -8,7 +8,8 @@
 // kernel: any rank, group count, stride, dilation and padding. A 2-d convolution has d = t = o = 1, a 1-d one
 // h = r = p = 1 too.
 //
-// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled.
+// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled. With LAYER,
+//          all numbers but the batch, the sizes of images and what follows from these are constants; AXES is their number then.
 // Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
 // Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
 //          channels of one group; GID_0 = (pixel tile * groups + g) * k_tiles + k tile: the blocks that read the
@@ -49,6 +50,14 @@ typedef struct BatchedArguments {
 #define R ((int)arg.r)
 #define S ((int)arg.s)
 #endif
+#ifndef AXES
+#define AXES 3
+#endif
+#ifdef LAYER
+#define WHOLE_BLOCKS (CG % BLOCK_C == 0)
+#else
+#define WHOLE_BLOCKS 0
+#endif
 #ifndef UNROLL_TAPS
 #define UNROLL_TAPS
 #endif
@@ -61,18 +70,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
                            const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const BatchedArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t filter[ROOM];
-  const int cg = (int)arg.cg, kg = (int)arg.kg, h_end = (int)arg.h, w_end = (int)arg.w, t_end = (int)arg.t;
-  const int taps = t_end * R * S, block_c = (int)arg.block_c, block_taps = (int)arg.block_taps;
-  const int tile = divided((int)GID_0, arg.by_k_tiles), k0 = ((int)GID_0 - tile * (int)arg.k_tiles) * BLOCK_K;
-  const int n_tile = divided(tile, arg.by_groups), g = tile - n_tile * (int)arg.groups;
+  const int groups = OF_LAYER(GROUPS, groups), cg = OF_LAYER(CG, cg), kg = OF_LAYER(KG, kg), k_tiles = OF_LAYER(K_TILES, k_tiles);
+  const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w;
+  const int t_end = OF_LAYER(T, t), dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);
+  const int taps = t_end * R * S, block_c = OF_LAYER(BLOCK_C, block_c), block_taps = OF_LAYER(BLOCK_TAPS, block_taps);
+  const int tile = OVER((int)GID_0, k_tiles, by_k_tiles), k0 = ((int)GID_0 - tile * k_tiles) * BLOCK_K;
+  const int n_tile = OVER(tile, groups, by_groups), g = tile - n_tile * groups;
   const index_t pixel = (index_t)n_tile * THREADS + LID_0;
   const bool inside = pixel < (index_t)arg.n_pixels;
   const index_t n = DIVIDED(pixel, arg.plane, arg.by_plane);
   const int number = (int)(pixel - n * (index_t)arg.plane);
-  const int o = divided(number, arg.by_pq), row = divided(number, arg.by_q), p = row - o * (int)arg.p, q = number - row * (int)arg.q;
-  const int d0 = o * (int)arg.stride_d - (int)arg.pad_d, h0 = p * (int)arg.stride_h - (int)arg.pad_h;
-  const int w0 = q * (int)arg.stride_w - (int)arg.pad_w;
-  const index_t plane = (index_t)h_end * w_end, x_image = (n * (index_t)arg.groups + g) * cg * ((index_t)arg.d * plane);
+  const int o = AXES < 3 ? 0 : divided(number, arg.by_pq), row = AXES < 2 ? 0 : divided(number, arg.by_q);
+  const int p = row - o * (int)arg.p, q = number - row * (int)arg.q;
+  const int d0 = o * OF_LAYER(STRIDE_D, stride_d) - OF_LAYER(PAD_D, pad_d), h0 = p * OF_LAYER(STRIDE_H, stride_h) - OF_LAYER(PAD_H, pad_h);
+  const int w0 = q * OF_LAYER(STRIDE_W, stride_w) - OF_LAYER(PAD_W, pad_w);
+  const index_t plane = (index_t)h_end * w_end, x_image = (n * (index_t)groups + g) * cg * (d_end * plane);
 
   acc_t sum[BLOCK_K];
   for (int j = 0; j < BLOCK_K; ++j) sum[j] = 0;
@@ -80,29 +92,29 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
   for (int c0 = 0; c0 < cg; c0 += block_c) {
     // stage the weights of this channel block; channels and filters past the end count as zero
     for (int i = LID_0; i < block_taps * BLOCK_K; i += THREADS) {
-      const int j = divided(i, arg.by_block_taps), ct = i - j * block_taps;
+      const int j = OVER(i, block_taps, by_block_taps), ct = i - j * block_taps;
       acc_t v = 0;
       if (k0 + j < kg && c0 * taps + ct < cg * taps) v = LOAD(w, ((index_t)(g * kg + k0 + j) * cg + c0) * taps + ct);
       filter[ct * BLOCK_K + j] = v;
     }
     local_barrier();
     if (inside) {
-      const int c_end = c0 + block_c < cg ? block_c : cg - c0;
+      const int c_end = WHOLE_BLOCKS || c0 + block_c < cg ? block_c : cg - c0;
       UNROLL_CHANNELS
       for (int c = 0; c < c_end; ++c)
         for (int t = 0; t < t_end; ++t) {
-          const int d = d0 + t * (int)arg.dil_d;
-          if (d >= 0 && d < (int)arg.d) {
-            const index_t x_plane = x_image + ((c0 + c) * (index_t)arg.d + d) * plane;
+          const int d = d0 + t * dil_d;
+          if (d >= 0 && d < d_end) {
+            const index_t x_plane = x_image + ((c0 + c) * (index_t)d_end + d) * plane;
             UNROLL_TAPS
             for (int r = 0; r < R; ++r) {
-              const int h = h0 + r * (int)arg.dil_h;
+              const int h = h0 + r * dil_h;
               const index_t x_row = x_plane + (index_t)h * w_end + w0;
               UNROLL_TAPS
               for (int s = 0; s < S; ++s) {
-                const int col = w0 + s * (int)arg.dil_w;
+                const int col = w0 + s * dil_w;
                 acc_t v = 0;
-                if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, x_row + s * (int)arg.dil_w);
+                if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, x_row + s * dil_w);
 #pragma unroll
                 for (int j = 0; j < BLOCK_K; ++j) sum[j] += v * filter[((c * t_end + t) * R * S + r * S + s) * BLOCK_K + j];
               }
@@ -119,7 +131,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
     for (int j = 0; j < BLOCK_K; ++j)
       if (k0 + j < kg) {
         const int k = g * kg + k0 + j;
-        const index_t at = (n * (index_t)arg.groups * kg + k) * (index_t)arg.plane + number;
+        const index_t at = (n * (index_t)groups * kg + k) * (index_t)arg.plane + number;
         FINISH_AT(sum[j], k, at)
         STORE(y, at, sum[j]);
       }

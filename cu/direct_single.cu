@@ -6,7 +6,8 @@
 // Each output plane (n,k) reads one input plane, so this serves one channel in, one out (c = k = 1) and depthwise
 // convolution (c groups, multiplier = k/c filters a channel).
 //
-// Layout   x [n][c][h][w], w [k][r][s], y [n][k][p][q]. All sizes are arguments.
+// Layout   x [n][c][h][w], w [k][r][s], y [n][k][p][q].
+// Sizes    They are arguments; with LAYER, all but those of images and what follows from these are constants.
 // Mapping  block -> THREADS consecutive pixels (p,q) of one plane; GID_0 = plane * tiles per plane + tile.
 //          thread -> one pixel; the threads of a warp write neighbours and, at stride 1, read neighbours.
 // Memory   shared: the r*s filter weights, in ROOM elements, read r*s times by every thread of the block; x comes from global memory
@@ -30,32 +31,47 @@ typedef struct SingleArguments {
   long_t has_scale, has_bias, relu;             // the epilogue
 } SingleArguments;
 
+#if !defined(LAYER)
+#define UNROLL_ROWS
+#define UNROLL_TAPS _Pragma("unroll 4")
+#elif R * S <= 64
+#define UNROLL_ROWS _Pragma("unroll")
+#define UNROLL_TAPS _Pragma("unroll")
+#else
+#define UNROLL_ROWS
+#define UNROLL_TAPS
+#endif
+
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                           const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const SingleArguments arg) {
   AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS
   LOCAL_MEM acc_t filter[ROOM];
-  const int h_end = (int)arg.h, w_end = (int)arg.w, taps = (int)(arg.r * arg.s), pixels = (int)(arg.p * arg.q);
+  const int h_end = (int)arg.h, w_end = (int)arg.w, pixels = (int)(arg.p * arg.q);
+  const int c_all = OF_LAYER(C, c), k_all = OF_LAYER(K, k), r_end = OF_LAYER(R, r), s_end = OF_LAYER(S, s), taps = r_end * s_end;
+  const int dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);
   const int plane = divided((int)GID_0, arg.by_tiles);                              // n*K + k
   const int pixel = ((int)GID_0 - plane * (int)arg.tiles) * THREADS + LID_0;        // p*Q + q, may lie past P*Q in the last tile
-  const int n = divided(plane, arg.by_k), k = plane - n * (int)arg.k;
+  const int n = OVER(plane, k_all, by_k), k = plane - n * k_all;
 
   for (int i = LID_0; i < taps; i += THREADS) filter[i] = LOAD(w, (index_t)k * taps + i);
   local_barrier();
 
   if (pixel < pixels) {
-    const index_t x_plane = (n * (index_t)arg.c + divided(k, arg.by_multiplier)) * (h_end * w_end);
+    const index_t x_plane = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
     const int p = divided(pixel, arg.by_q);
-    const int h0 = p * (int)arg.stride_h - (int)arg.pad_h, w0 = (pixel - p * (int)arg.q) * (int)arg.stride_w - (int)arg.pad_w;
+    const int h0 = p * OF_LAYER(STRIDE_H, stride_h) - OF_LAYER(PAD_H, pad_h);
+    const int w0 = (pixel - p * (int)arg.q) * OF_LAYER(STRIDE_W, stride_w) - OF_LAYER(PAD_W, pad_w);
     acc_t sum = 0;
-    for (int r = 0; r < (int)arg.r; ++r)
-#pragma unroll 4
-      for (int s = 0; s < (int)arg.s; ++s) {
-        const int h = h0 + r * (int)arg.dil_h, col = w0 + s * (int)arg.dil_w;
+    UNROLL_ROWS
+    for (int r = 0; r < r_end; ++r)
+      UNROLL_TAPS
+      for (int s = 0; s < s_end; ++s) {
+        const int h = h0 + r * dil_h, col = w0 + s * dil_w;
         acc_t v = 0;  // a value chosen, not a branch taken: loads of several taps can be under way together
         if (h >= 0 && h < h_end && col >= 0 && col < w_end) v = LOAD(x, x_plane + (index_t)h * w_end + col);
-        sum += v * filter[r * (int)arg.s + s];
+        sum += v * filter[r * s_end + s];
       }
     const index_t at = plane * (index_t)pixels + pixel;
     FINISH_AT(sum, k, at)

@@ -4,7 +4,8 @@
 // fetches the window of its whole tile once and every thread reads it from shared memory. And what each column of the
 // filter gives is added up by itself, unless the result has 16 bits: short sums lose less.
 //
-// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are unrolled.
+// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are
+//          unrolled. With LAYER, all numbers but the sizes of images and what follows from these are constants; AXES is their number then.
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
@@ -46,6 +47,16 @@ typedef struct TileArguments {
 #define DIL_W ((int)arg.dil_w)
 #define HALO_ROW(i) divided(i, arg.by_halo_w)
 #endif
+#if !defined(LAYER) || DTYPE == 64 || INDEX_64
+#define AT_ONCE 1
+#elif R * S <= 25 || R * S > 64
+#define AT_ONCE (1280 / THREADS)  // 48 registers are enough
+#else
+#define AT_ONCE (1152 / THREADS)  // 56
+#endif
+#ifndef AXES
+#define AXES 2
+#endif
 #ifndef UNROLL_TAPS
 #define UNROLL_TAPS
 #endif
@@ -54,7 +65,7 @@ typedef struct TileArguments {
 #define HALO_H ((TILE_P - 1) * STRIDE_H + (R - 1) * DIL_H + 1)
 #define HALO_W ((TILE_Q - 1) * STRIDE_W + (S - 1) * DIL_W + 1)
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
                         const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
@@ -62,13 +73,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_tile(const GLOBAL_MEM data_t* RESTR
   LOCAL_MEM acc_t tile[ROOM];
   const int filter = HALO_H * HALO_W;  // where it starts in there
   const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
-  const int plane = divided(row, arg.by_tiles_p), tile_p = (row - plane * (int)arg.tiles_p) * TILE_P;
-  const int n = divided(plane, arg.by_k), k = plane - n * (int)arg.k;  // plane = n*K + k
-  const int h_end = (int)arg.h, w_end = (int)arg.w, p_end = (int)arg.p, q_end = (int)arg.q;
+  const int plane = AXES < 2 ? row : divided(row, arg.by_tiles_p), tile_p = AXES < 2 ? 0 : (row - plane * (int)arg.tiles_p) * TILE_P;
+  const int c_all = OF_LAYER(C, c), k_all = OF_LAYER(K, k);
+  const int n = OVER(plane, k_all, by_k), k = plane - n * k_all;  // plane = n*K + k
+  const int h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, p_end = AXES < 2 ? 1 : (int)arg.p, q_end = (int)arg.q;
 
   for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + i);
-  const int h0 = tile_p * STRIDE_H - (int)arg.pad_h, w0 = tile_q * STRIDE_W - (int)arg.pad_w;
-  const index_t corner = (n * (index_t)arg.c + divided(k, arg.by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
+  const int h0 = tile_p * STRIDE_H - OF_LAYER(PAD_H, pad_h), w0 = tile_q * STRIDE_W - OF_LAYER(PAD_W, pad_w);
+  const index_t corner = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
     const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;

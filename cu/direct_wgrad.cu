@@ -7,7 +7,8 @@
 // filter of t x r x s taps there, the filter's o x p x q taps are the pixels, x's C/groups channels the images and its N = cg images
 // the channels. direct_gemm.cu computes the same, but wants tiles of 64 k by 64 (c,o,p,q), which a group of one channel leaves empty.
 //
-// Sizes    They are arguments. Q may be defined, for o = 1, TAPS = p * Q and strides of 1: then no table of taps is needed.
+// Sizes    They are arguments. Q may be defined, for o = 1, TAPS = p * Q and strides of 1: then no table of taps is needed. With LAYER,
+//          all numbers but the images, the sizes of x and y, and `slices` are constants, and one chunk of taps needs no table.
 // Mapping  block -> one k and c, TAPS of the (o,p,q), and one of `slices` runs of images n;
 //          GID_0 = ((k * images + c) * chunks of taps + chunk) * slices + slice.
 //          thread -> every THREADS-th pixel of y: one value of y meets TAPS of x, neighbours of what the threads beside it read.
@@ -33,6 +34,19 @@ typedef struct WgradArguments {
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
 } WgradArguments;
 
+#if defined(LAYER) && CHUNKS == 1  // where tap i lies is known
+#define TAP_D(i) ((i) / (P * Q) * STRIDE_D)
+#define TAP_H(i) ((i) / Q % P * STRIDE_H)
+#define TAP_W(i) ((i) % Q * STRIDE_W)
+#elif !defined(LAYER) && defined(Q)
+#define TAP_D(i) 0
+#define TAP_H(i) ((i) / Q)
+#define TAP_W(i) ((i) % Q)
+#endif
+#ifndef AXES
+#define AXES 3
+#endif
+
 #define PARTS 8  // in which a tap's sums are added first
 
 // Where a tap lies from the first element that a pixel of y meets.
@@ -55,18 +69,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
                                                    GLOBAL_MEM data_t* RESTRICT w, const WgradArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[TAPS * THREADS];
-  const int d_end = (int)arg.d, h_end = (int)arg.h, w_end = (int)arg.w, pixels = (int)arg.pixels;
+  const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, pixels = (int)arg.pixels;
+  const int groups = OF_LAYER(GROUPS, groups), kg = OF_LAYER(KG, kg), images = OF_LAYER(IMAGES, images), chunks = OF_LAYER(CHUNKS, chunks);
+  const int dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w), taps = OF_LAYER(ALL_TAPS, taps);
   const int of_slice = divided((int)GID_0, arg.by_slices), slice = (int)GID_0 - of_slice * (int)arg.slices;
-  const int of_chunk = divided(of_slice, arg.by_chunks), first_tap = (of_slice - of_chunk * (int)arg.chunks) * TAPS;
-  const int k = divided(of_chunk, arg.by_images), c = of_chunk - k * (int)arg.images;
-#ifndef Q
+  const int of_chunk = OVER(of_slice, chunks, by_chunks), first_tap = (of_slice - of_chunk * chunks) * TAPS;
+  const int k = OVER(of_chunk, images, by_images), c = of_chunk - k * images;
+#ifndef TAP_W
   LOCAL_MEM Tap places[TAPS];
   for (int i = LID_0; i < TAPS; i += THREADS) {
-    const int tap = first_tap + i, o = divided(tap, arg.by_pq), row = divided(tap, arg.by_q);
+    const int p_end = OF_LAYER(P, p), q_end = OF_LAYER(Q, q);
+    const int tap = first_tap + i, o = OVER(tap, p_end * q_end, by_pq), row = OVER(tap, q_end, by_q);
     Tap place;
-    place.d = o * (int)arg.stride_d;
-    place.h = (row - o * (int)arg.p) * (int)arg.stride_h;
-    place.w = (tap - row * (int)arg.q) * (int)arg.stride_w;
+    place.d = o * OF_LAYER(STRIDE_D, stride_d);
+    place.h = (row - o * p_end) * OF_LAYER(STRIDE_H, stride_h);
+    place.w = (tap - row * q_end) * OF_LAYER(STRIDE_W, stride_w);
     place.x = (place.d * (index_t)h_end + place.h) * w_end + place.w;
     places[i] = place;
   }
@@ -77,23 +94,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   for (int i = 0; i < TAPS; ++i) sum[i] = 0;
   const int first = (int)(arg.cg * slice / arg.slices), last = (int)(arg.cg * (slice + 1) / arg.slices);
   for (int n = first; n < last; ++n) {
-    const index_t x_plane = (n * (index_t)(arg.groups * arg.images) + divided(k, arg.by_kg) * (int)arg.images + c) * ((index_t)d_end * h_end * w_end);
-    const index_t y_plane = (n * (index_t)(arg.groups * arg.kg) + k) * (index_t)pixels;
+    const index_t x_plane = (n * (index_t)(groups * images) + OVER(k, kg, by_kg) * images + c) * ((index_t)d_end * h_end * w_end);
+    const index_t y_plane = (n * (index_t)(groups * kg) + k) * (index_t)pixels;
     for (int pixel = LID_0; pixel < pixels; pixel += THREADS) {
       const acc_t v = LOAD(y, y_plane + pixel);
-      const int t = divided(pixel, arg.by_rs), row = divided(pixel, arg.by_s);
-      const int d0 = t * (int)arg.dil_d - (int)arg.pad_d, h0 = (row - t * (int)arg.r) * (int)arg.dil_h - (int)arg.pad_h;
-      const int w0 = (pixel - row * (int)arg.s) * (int)arg.dil_w - (int)arg.pad_w;
+      const int t = AXES < 3 ? 0 : divided(pixel, arg.by_rs), row = AXES < 2 ? 0 : divided(pixel, arg.by_s);
+      const int d0 = t * dil_d - OF_LAYER(PAD_D, pad_d), h0 = (row - t * (int)arg.r) * dil_h - OF_LAYER(PAD_H, pad_h);
+      const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
       const index_t corner = x_plane + (d0 * (index_t)h_end + h0) * w_end + w0;
-#ifdef Q
-      const bool inside = (unsigned)d0 < (unsigned)d_end;
-#endif
 #pragma unroll
       for (int i = 0; i < TAPS; ++i) {
         acc_t u = 0;
-#ifdef Q
-        const index_t x_row = corner + i / Q * (index_t)w_end;
-        if (inside && (unsigned)(h0 + i / Q) < (unsigned)h_end && (unsigned)(w0 + i % Q) < (unsigned)w_end) u = LOAD(x + i % Q, x_row);
+#ifdef TAP_W
+        const index_t x_row = corner + (TAP_D(i) * (index_t)h_end + TAP_H(i)) * w_end;
+        if ((unsigned)(d0 + TAP_D(i)) < (unsigned)d_end && (unsigned)(h0 + TAP_H(i)) < (unsigned)h_end && (unsigned)(w0 + TAP_W(i)) < (unsigned)w_end)
+          u = LOAD(x + TAP_W(i), x_row);
 #else
         const Tap place = places[i];
         if ((unsigned)(d0 + place.d) < (unsigned)d_end && (unsigned)(h0 + place.h) < (unsigned)h_end && (unsigned)(w0 + place.w) < (unsigned)w_end)
@@ -113,10 +128,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   }
   local_barrier();
   for (int i = LID_0; i < TAPS; i += THREADS)
-    if (first_tap + i < (int)arg.taps) {
+    if (first_tap + i < taps) {
       acc_t all = 0;
       for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
-      const index_t filter = (slice * (index_t)(arg.groups * arg.kg) + k) * (index_t)arg.images + c;
-      STORE_SUM(filter * (index_t)arg.taps + first_tap + i, all)
+      const index_t filter = (slice * (index_t)(groups * kg) + k) * (index_t)images + c;
+      STORE_SUM(filter * (index_t)taps + first_tap + i, all)
     }
 }

@@ -2,11 +2,11 @@
 //
 // Scale and bias belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y
 // is what read that element of the residual, before. Whether there is a residual is known to the compiler, HAS_RESIDUAL; of the others
-// the launch's arguments, `arg`, say it. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change
+// the launch's arguments, `arg`, say it, or the layer's constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change
 // no bit. CUDA's compiler rounds the product and the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
-#define EPILOGUE_FLAGS const int has_scale = (int)arg.has_scale, has_bias = (int)arg.has_bias, relu = (int)arg.relu;
+#define EPILOGUE_FLAGS const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias), relu = OF_LAYER(RELU, relu);
 #define NOTHING ((acc_t)-0.0f)
 #define SCALE_OF(channel) (has_scale ? LOAD(scale, channel) : (acc_t)1)
 #define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)

@@ -11,6 +11,9 @@
 //   LOCAL_LOAD_VEC      four acc_t out of shared memory
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
+//   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; where LAYER is defined, NAME, which then has the same value: a
+//                           kernel that knows its layer's constants
+//   OVER(n, d, by)      n / d, 0 <= n < 2^31, for a d of OF_LAYER: `by` is the member with its prepared form
 //   FINISH              what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
@@ -20,6 +23,13 @@
 #endif
 #ifndef INDEX_64
 #define INDEX_64 0
+#endif
+#ifdef LAYER
+#define OF_LAYER(NAME, member) (NAME)
+#define OVER(n, d, by) ((int)((unsigned)(n) / (unsigned)(d)))
+#else
+#define OF_LAYER(NAME, member) ((int)arg.member)
+#define OVER(n, d, by) divided(n, arg.by)
 #endif
 #include "division.cuh"
 #include "epilogue.cuh"

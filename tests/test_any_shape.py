@@ -1,6 +1,7 @@
 """Kernels that take sizes as arguments: a new size of a known layer compiles nothing, and all problems share few texts."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,6 +10,7 @@ from reference import DTYPES, dgrad, fprop, reference, run
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, behind, engines
+from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import batch_norm, direct, direct_gemm
 from pycuda_conv.engines.batch_norm import Pixels
 from pycuda_conv.engines.direct_gemm import Gemm
@@ -53,9 +55,14 @@ FUNCTIONS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("constants", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_new_size_of_a_known_layer_compiles_nothing(device, name):
+def test_a_new_size_of_a_known_layer_compiles_nothing(device, name, constants, monkeypatch):
+    """By general kernels, and by those that know their layer's constants."""
     place = get_device(device)
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", str(int(constants)))
+    monkeypatch.setattr(type(place), "constants_pay", constants)
+    plan_module.cached_plan.cache_clear()
     kept = place._programs if device == "opencl" else place._functions
     r = random.Random(name)
 
@@ -120,6 +127,32 @@ def test_depthwise_layers_share_the_texts_of_few_tiles(taps):
     assert len(found) <= len(direct.TILES)
 
 
+LAYERS_OF_ALL_KINDS = [
+    (1, 6, 9, (5,), {"padding": 2}), (2, 6, 9, (3, 3), {"padding": 1}), (2, 8, 24, (3, 5), {"groups": 4, "stride": 2}), (3, 3, 8, (2, 3, 3), {"padding": 1}),
+    (2, 32, 32, (5, 5), {"groups": 32, "padding": 2}), (2, 16, 32, (3, 3), {"groups": 16, "dilation": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of", ["fprop", "input", "weight"])
+@pytest.mark.parametrize(("rank", "c", "k", "taps", "options"), LAYERS_OF_ALL_KINDS)
+def test_kernels_that_know_a_layer_do_not_know_its_sizes(rank, c, k, taps, options, of):
+    """They have one text a layer and configuration, whatever the batch and the size of its images."""
+    found = {}
+    for n, size in sizes(12):
+        shapes = (n, c, *(*size, 7)[:rank]), (k, c // options.get("groups", 1), *taps)
+        problem = ConvProblem.forward(rank, *shapes, **options)
+        if of != "fprop":
+            problem = ConvProblem.gradient(of, rank, *shapes, problem.result_shape, **options)
+        config = {"fprop": direct.Batched(), "input": direct.Dgrad(), "weight": direct.Wgrad(TAPS=5, SLICES=min(n, 2))}[of]
+        configs = [config, *(direct.TILES if of == "fprop" and c == options.get("groups") else ())]
+        for one in configs:
+            if direct.refusal(problem.launched, one) is None:
+                found.setdefault(replace(one, SLICES=1) if of == "weight" else one, set()).add(
+                    behind.with_constants(engines.schedule(problem, one, GPU)).whole[0][0].source()
+                )
+    assert found and all(len(texts) == 1 for texts in found.values())
+
+
 def problems(count: int, seed: int):
     """Random problems of all kinds, small enough that no other engine competes."""
     r = random.Random(seed)
@@ -163,6 +196,9 @@ def test_batch_norms_of_all_sizes_share_a_text_for_whole_vectors_and_one_for_oth
 LAYERED = [
     (fprop((2, 3, 40, 50), (6, 1, 9, 4), groups=3, padding=2), direct.Tile(8, 32, 2)), (fprop((2, 3, 20, 21), (6, 3, 5, 2), stride=2), direct.Batched()),
     (fprop((2, 3, 20, 21), (6, 3, 11, 7), padding=3), direct.Batched(BLOCK_C=1)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=(3, 2)), direct.Dgrad()),
+    (fprop((2, 3, 300), (6, 1, 15), groups=3, padding=7), direct.Tile(1, 256, 1)), (fprop((2, 4, 9, 8), (4, 1, 3, 2), groups=4), direct.Single()),
+    (fprop((2, 6, 90), (8, 3, 5), groups=2, dilation=2), direct.Batched(BLOCK_K=4)), (fprop((1, 5, 5, 6, 7), (4, 5, 2, 3, 3), padding=1), direct.Batched()),
+    (dgrad((2, 4, 30), (4, 3, 3), stride=2), direct.Dgrad(BLOCK_C=2)), (dgrad((1, 4, 3, 4, 5), (4, 3, 2, 3, 3), stride=2, padding=1), direct.Dgrad()),
 ]  # fmt: skip
 
 
@@ -170,11 +206,33 @@ LAYERED = [
 def test_the_constants_of_a_layer_change_no_bit(device, case, config, monkeypatch):
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan = Plan(case.problem(), device, config=config)
-    ((launch,),) = plan.schedule.whole
-    assert launch.layer and all(launch.arguments._asdict()[name.lower()] == value for name, value in launch.layer.items())
+    launch = plan.schedule.whole[0][0]
+    arguments = launch.arguments._asdict()
+    constants = {name: value for name, value in launch.layer.items() if name not in ("LAYER", "AXES", "ROOM", "TAPS", "ALL_TAPS")}
+    assert constants and all(arguments[name.lower()] == value for name, value in constants.items())
     operands = case.normals("float32")
     general = run(plan, *operands)
     plan.specialise()
-    ((made,),) = behind.with_constants(plan.schedule).whole
+    made = behind.with_constants(plan.schedule).whole[0][0]
     assert made.defines.items() >= launch.layer.items() and made.source() != launch.source()
+    assert run(plan, *operands).tobytes() == general.tobytes()
+
+
+GRADIENTS = [
+    ((3, 4, 12, 13), (8, 1, 3, 2), {"groups": 4, "stride": 2}, direct.Wgrad(TAPS=6)), ((2, 2, 5, 6, 7), (2, 1, 2, 2, 2), {"groups": 2}, direct.Wgrad(TAPS=8)),
+    ((3, 4, 12, 13), (4, 1, 5, 3), {"groups": 4}, direct.Wgrad(TAPS=4, SLICES=2)), ((2, 3, 40), (3, 1, 5), {"groups": 3, "dilation": 2}, direct.Wgrad(TAPS=5)),
+    ((3, 4, 12, 13), (4, 1, 3, 3), {"groups": 4, "padding": 1}, direct.Wgrad(TAPS=9)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("x", "w", "options", "config"), GRADIENTS)
+def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x, w, options, config, monkeypatch):
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
+    ndim, rng = len(x) - 2, np.random.default_rng(0)
+    y = ConvProblem.forward(ndim, x, w, **options).result_shape
+    plan = Plan(ConvProblem.gradient("weight", ndim, x, w, y, **options), device, config=config)
+    operands = [rng.standard_normal(shape).astype("float32") for shape in plan.problem.operand_shapes[:2]]
+    general = run(plan, *operands)
+    plan.specialise()
+    assert "LAYER" in plan.loaded.whole[0][0].defines
     assert run(plan, *operands).tobytes() == general.tobytes()

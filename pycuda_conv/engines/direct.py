@@ -186,7 +186,20 @@ WgradArguments = namedtuple(
     "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
 )
 
+#: Members that follow from the batch and from sizes of images; all others are constants of a layer.
+_SIZES = {
+    SingleArguments: "tiles h w p q", TileArguments: "tiles_p tiles_q h w p q", BatchedArguments: "n_pixels plane p q d h w",
+    DgradArguments: "n_pixels plane h w o p q", WgradArguments: "slices cg d h w pixels r s",
+}  # fmt: skip
+
 Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, arguments, and constants that the layer may add
+
+
+def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str, int]:
+    """What a kernel that knows the layer is compiled with: :attr:`KernelLaunch.layer`."""
+    sizes = _SIZES[type(arguments)].split()
+    known = {name.upper(): value for name, value in arguments._asdict().items() if name not in sizes and not name.startswith("by_")}
+    return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
 
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
@@ -215,7 +228,7 @@ def _single(problem: ConvProblem, config: Single) -> Made:
         tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
         *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], *_finish(problem),
     )
-    return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, {}
+    return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, _constants(problem, arguments, ROOM=r * s)
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
@@ -228,9 +241,10 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
         h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), *_finish(problem),
     )
     elements = r * s + halo_h * halo_w
-    layer = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w, "DIL_H": dil_h, "DIL_W": dil_w}
+    layer = _constants(problem, arguments, ROOM=elements)
     if r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
-        return asdict(config) | layer | {"ROOM": elements}, arguments, {}
+        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W", "ROOM"
+        return asdict(config) | {name: layer[name] for name in names}, arguments, layer
     return asdict(config) | {"ROOM": _room(problem, elements)}, arguments, layer
 
 
@@ -245,8 +259,8 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
         *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem),
     )
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, block_taps * config.BLOCK_K)}
-    layer = {"R": r, "S": s}
-    return (defines | layer, arguments, {}) if r == s and r in (1, 3) else (defines, arguments, layer)
+    common = {"R": r, "S": s} if r == s and r in (1, 3) else {}
+    return defines | common, arguments, _constants(problem, arguments, ROOM=block_taps * config.BLOCK_K)
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
@@ -263,8 +277,8 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
-    layer = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w}
-    return (defines | layer, arguments, {}) if r == s == 3 and stride_h == stride_w <= 2 else (defines, arguments, layer)
+    common = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w} if r == s == 3 and stride_h == stride_w <= 2 else {}
+    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
 
 
 def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
@@ -277,7 +291,8 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
         taps, divider(p * q), p, q, divider(q), *problem.stride, *problem.padding_before, *problem.dilation,
     )
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS}
-    return defines | ({"Q": q} if _square(problem) and config.TAPS == taps else {}), arguments, {}
+    common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
+    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps)
 
 
 def _square(problem: ConvProblem) -> bool:

@@ -615,22 +615,22 @@ def _refuse_sync(bn: nn.Module | None) -> None:
 class FusedConvBnReLU2d(_FusedConvBnReLU):
     """Convolution, batch norm and ReLU: ``nn.Conv2d``, ``nn.BatchNorm2d`` and ``nn.ReLU`` in one module.
 
-    Values, gradients and running statistics are those of the three modules. ``conv`` and ``bn`` are modules of torch's types, so a
-    ``state_dict`` has ``conv.weight``, ``bn.running_mean`` and so on. They hold parameters and buffers. The layer does not call them,
-    so hooks on them don't run. Where ``bn.training`` is set, the statistics are the batch's, as in ``nn.BatchNorm2d``.
+    Values, gradients and running statistics are theirs; ``conv`` and ``bn`` are modules of those types, so that a
+    ``state_dict`` has ``conv.weight``, ``bn.running_mean`` and so on. They hold parameters and buffers and are not called: hooks
+    on them don't run. The statistics are the batch's where ``bn.training`` is set, as in ``nn.BatchNorm2d``.
 
-    The layer takes less memory than the three modules. For the backward pass it keeps the convolution's result; it computes the
-    normalised array and the ReLU's mask again. Evaluated without gradients, it makes the running statistics a scale and a bias of
-    the convolution. These have the input's dtype, so in float16 they must lie below 65504.
+    Less memory is taken than by the three modules: for the backward pass the convolution's result is kept, and neither its
+    normalised form nor the ReLU's mask, which are computed again. Evaluated without gradients, the running statistics become a
+    factor and a summand of the convolution, of the input's dtype: in float16, below 65504.
 
     There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.
 
     Parameters
     ----------
     in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode
-        As for ``nn.Conv2d``, but without a bias by default: the batch norm would subtract it again.
+        As for ``nn.Conv2d``; without a bias by default, which the batch norm would take away again.
     eps, momentum, affine, track_running_stats
-        As for ``nn.BatchNorm2d``. With ``momentum=None`` the running statistics are the mean over all batches.
+        As for ``nn.BatchNorm2d``; ``momentum=None`` makes the running statistics the mean over all batches.
     relu : bool
         False leaves the ReLU out.
     precision : {"fp32", "tf32"}
@@ -641,7 +641,7 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     Raises
     ------
     ValueError
-        The input of a call is not (N, C, H, W), or has one value a channel in training.
+        On a call: arrays that are not (N, C, H, W); in training, one value a channel.
 
     Examples
     --------
