@@ -509,7 +509,7 @@ def imagined(problem, config=None, tuned=None):
     chosen = config or (tuned.config if tuned else engines.choose(problem, device))
     program = engines.schedule(problem, chosen, device)
     return SimpleNamespace(
-        problem=problem, device=device, config=chosen, fixed=config is not None, tuned=tuned, empty=False, schedule=program,
+        problem=problem, device=device, config=chosen, fixed=config is not None, tuned=tuned, empty=False, schedule=program, loaded=program,
         workspace_bytes=program.workspace_bytes + program.filter_bytes, filter_bytes=program.filter_bytes,
     )
 
