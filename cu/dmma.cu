@@ -72,7 +72,6 @@ static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
 static_assert(BLOCK_N % 16 == 0, "rows of pixels meet all banks");
 static_assert(STAGE_BYTES % 16 == 0, "copies of 16 bytes");
 
-
 struct Tables {
   int4 x[2][BLOCK_K];   // offset in x; d, h, w
   int w[2][BLOCK_K];    // offset in w, or -1

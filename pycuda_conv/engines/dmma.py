@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import Phase, ceil, divider, filter_strides, phases, places, read_strides, written_strides
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, places, read_strides, written_strides
 from pycuda_conv.engines.schedule import (
     BIAS,
     GRID_LIMIT,
@@ -248,24 +248,24 @@ def _pack(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
     groups, taps = problem.groups, math.prod(problem.filter_size)
     rows, channels = problem.result_channels // groups, problem.operand_channels // groups
     w_group, w_row, w_channel = filter_strides(problem)
-    arguments = DmmaFilterArguments(groups * rows, rows, channels, taps, w_group, w_row, w_channel, 1)
+    told = DmmaFilterArguments(groups * rows, rows, channels, taps, w_group, w_row, w_channel, 1)
     if filter_last:  # [K][taps][C / groups] of the convolution
         last = problem.weight_shape[1]
         w_row, w_channel = (taps * last, 1) if problem.direction == "fprop" else (1, taps * last)
-        arguments = arguments._replace(w_row=w_row, w_channel=w_channel, w_tap=last)
+        told = told._replace(w_row=w_row, w_channel=w_channel, w_tap=last)
     blocks = ceil(math.prod(problem.weight_shape), FILTER_THREADS)
-    return KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=arguments)
+    return KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=told)
 
 
 def _product(
     problem: ConvProblem, config: Dmma, form: _Form, phase: Phase, weight: Buffer, packed: bool, target: Buffer, device: Device
 ) -> KernelLaunch:
     """The launch of a phase."""
-    defines, arguments = _defines(config, form, device), _arguments(problem, config, phase, packed)
+    defines, told = _defines(config, form, device), _arguments(problem, config, phase, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
-    grid = ceil(arguments.pixels, config.BLOCK_N) * arguments.groups * arguments.splits * arguments.tiles_m
+    grid = ceil(told.pixels, config.BLOCK_N) * told.groups * told.splits * told.tiles_m
     buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
-    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=arguments)
+    return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
 
 
 def stage_bytes(config: Dmma, form: _Form) -> int:
@@ -306,11 +306,10 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
     axes = {
         "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
     }
-    return DmmaArguments(
-        pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
+    return arguments(
+        DmmaArguments, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
         split_steps=ceil(ceil(reduction, BLOCK_K), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
-        inner=inner, rs=rs_here, s=s_here, by_inner=divider(inner), by_rs=divider(rs_here), by_s=divider(s_here),
-        opq=o * p * q, pq=p * q, q=q, by_opq=divider(o * p * q), by_pq=divider(p * q), by_q=divider(q),
+        inner=inner, rs=rs_here, s=s_here, opq=o * p * q, pq=p * q, q=q,
         w_base=sum(first * stride for first, stride in zip(phase.first, tap_strides, strict=True)),
         w_group=w_group, w_row=w_row, w_channel=w_channel, **dict(zip(("w_t", "w_r", "w_s"), of_taps, strict=True)),
         x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
