@@ -224,10 +224,10 @@ def run(device: Any, json_file: Path | None, only: str | None) -> int:
     rows, measured, status = [], [], OK
     with tempfile.TemporaryDirectory(prefix="pycuda_conv-") as folder:
         archive = Path(folder, "kernels.zip")
-        if any(case.wheel for case in cases):
-            make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else "sm_{}{}".format(*gpu.capability), SHIPPED)
         for case in track(cases, lambda case: case.name):
             try:
+                if case.wheel and not archive.exists():
+                    make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else "sm_{}{}".format(*gpu.capability), SHIPPED)
                 ours, torchs = measure(case, True, archive), measure(case, False, None)
             except ToolError as error:
                 console(stderr=True).print(str(error))
@@ -236,10 +236,10 @@ def run(device: Any, json_file: Path | None, only: str | None) -> int:
             for key, shown in case.shown.items():
                 rows.append((shown, f"{ours[key] * 1e3:,.1f}", f"{torchs[key] * 1e3:,.1f}"))
                 measured.append({"what": shown, "ours_s": ours[key], "torch_s": torchs[key]})
+            if json_file:  # After every case: a run that is stopped keeps what it has measured.
+                json_file.write_text(json_text({"gpu": gpu.model, "rows": measured}) + "\n")
     title = f"First calls on {gpu.model}, each in a fresh process with an empty cache"
     console().print(table(title, ("what", "ms", "torch's ms"), rows, left=("what",)))
-    if json_file:
-        json_file.write_text(json_text({"gpu": gpu.model, "rows": measured}) + "\n")
     return status
 
 
