@@ -150,7 +150,9 @@ def _not_contiguous(order: tuple[int, ...] | None, strides: Sequence[int], shape
 
 def _order(plan: Plan, layout: str) -> tuple[int, ...] | None:
     """The axes of the plan's result as they lie in memory in that layout, outermost first; None for C order."""
-    return channels_last(len(plan.result_shape), plan.problem.ndim) if layout == "NHWC" else None
+    if layout != "NHWC" or plan.problem.direction == "wgrad":
+        return None
+    return channels_last(len(plan.result_shape), plan.problem.ndim)
 
 
 # ---- host arrays
@@ -371,7 +373,7 @@ class DeviceKind(ArrayKind):
             if x % ALIGNMENT or not (contiguous(input) if order is None else self.lies(input, order)):
                 copies["input"] = input
             filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and self.lies(weight, plan.filter_order)
-            if not filter_last and (w % ALIGNMENT or not contiguous(weight)):
+            if not filter_last and (w % ALIGNMENT or not self.lies(weight, plan.weight_order)):
                 copies["weight"] = weight
             if bias is not None and not contiguous(bias):
                 copies["bias"] = bias
@@ -381,16 +383,17 @@ class DeviceKind(ArrayKind):
                 copies["residual"] = residual
             if out is not None:
                 operands = input, weight, bias, scale, residual
-                residual_is_out = self._check_out(out, plan, order, operands, (x, w, b, s, r), copies)
+                residual_is_out = self._check_out(out, plan, plan.result_order, operands, (x, w, b, s, r), copies)
                 if residual_is_out and plan.redoes:
                     copies["residual"] = residual
             if copies:
                 if stream is not None:  # what is copied may still be written there
                     device.order(on, home)
-                copies = {name: self.copy(a, order if name in ("input", "residual") else None) for name, a in copies.items()}
+                orders = {"input": order, "residual": order, "weight": plan.weight_order}
+                copies = {name: self.copy(a, orders.get(name)) for name, a in copies.items()}
                 named = zip(OPERANDS, (x, w, b, s, r), strict=True)
                 x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
-            result = self.empty(plan.result_shape, input, device, order) if out is None else out
+            result = self.empty(plan.result_shape, input, device, plan.result_order) if out is None else out
             if not plan.empty:
                 nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, pointer(packed))
                 workspace = self.workspace(nbytes, input, device) if nbytes else None

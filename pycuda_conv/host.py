@@ -541,9 +541,12 @@ def convolve(
     if plan.order is None:
         return _convolve(plan, x, filters, out, stream, devices, residual)
     # arrays as they lie in memory: from here on their axes are in that order
-    given = (None if a is None else a.transpose(plan.order) for a in (out, residual))
-    y = _convolve(plan, x.transpose(plan.order), filters, next(given), stream, devices, next(given))
-    return y.transpose(np.argsort(plan.order))
+    if plan.weight_order is not None:
+        filters = Filter(filters.arrays[0].transpose(plan.weight_order), None)
+    written = plan.result_order
+    out, residual = (a if a is None or written is None else a.transpose(written) for a in (out, residual))
+    y = _convolve(plan, x.transpose(plan.order), filters, out, stream, devices, residual)
+    return y if written is None else y.transpose(np.argsort(written))
 
 
 def _convolve(
@@ -551,7 +554,7 @@ def _convolve(
     residual: np.ndarray | None,
 ) -> np.ndarray:
     problem, device = plan.problem, plan.device
-    shape = plan.result_shape if plan.order is None else tuple(plan.result_shape[i] for i in plan.order)
+    shape = plan.result_shape if plan.result_order is None else tuple(plan.result_shape[i] for i in plan.result_order)
     if device.backend != "cuda":
         y = np.empty(shape, problem.storage) if out is None else out
         if not plan.empty:

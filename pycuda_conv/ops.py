@@ -70,7 +70,7 @@ def _gradient_plan(
         of, ndim, *shapes, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=kind.dtype_name(first[1]),
         precision=precision,
     )
-    return _plan_for(problem, kind, first, device, layout if of == "input" else "NCHW", tune)
+    return _plan_for(problem, kind, first, device, layout, tune)
 
 
 caches += _plan, _gradient_plan
@@ -171,10 +171,10 @@ def _gradient(
         recorder = kind.recorder(first, second, None, None, None, out is None and stream is None)
         if recorder is not None:
             return recorder.gradient(of, ndim, first, second, size, *rest, None if device is None else device.name, tune)
-    layout = kind.layout(first, ndim) if of == "input" else "NCHW"
+    layout = kind.layout(first, ndim)
     plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
     plan = plan.better or plan
-    options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
+    options: dict[str, Any] = {} if of == "weight" or layout == plan.problem.layout else {"layout": layout}
     return kind.convolve(plan, first, second, None, out, stream, **options)
 
 

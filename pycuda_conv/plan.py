@@ -108,7 +108,7 @@ class Plan:
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
-        self.order = problem.order
+        self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
         self.result_shape = problem.result_shape
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
         #: of input, weight, bias, scale and residual
@@ -348,14 +348,17 @@ caches.append(cached_plan)
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
     """Whether arrays that are channels last, as in `problem`, are best convolved as they lie, on a GPU.
 
-    The tensor cores' engines read either order; the direct engine's fast kernels read NCHW alone. Nothing is compiled, and
+    The tensor cores' engines read either order; the direct engine's fast kernels read NCHW alone, other kernels channels last alone. Nothing is compiled, and
     with `tune` nothing is measured that can't be the answer.
     """
     return _pays(problem, device, lookup(problem, device)) and (not tune or _pays(problem, device, tuned(problem, device)))
 
 
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
-    if not engines.uses_tensor_cores(found.config if found else engines.choose(problem, device)):
+    config = found.config if found else engines.find(problem, device)
+    if config is None or not engines.reads_c_order(config):
+        return config is not None
+    if not engines.uses_tensor_cores(config):
         return False
     if engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
         return True

@@ -147,9 +147,9 @@ class ConvProblem:
     has_bias : bool
     precision : {"fp32", "tf32"}
         The arithmetic asked for float32 arrays.
-    layout : {"NCHW", "NHWC", "CNHW"}
-        How the arrays that are read and written lie in memory: ``"NHWC"`` is channels last. Shapes are the same.
-        ``"CNHW"`` is for :attr:`launched` alone.
+    layout : {"NCHW", "NHWC", "CNHW", "CHWN"}
+        How the arrays of images lie in memory: ``"NHWC"`` is channels last. Shapes are the same. A filter and its gradient lie in
+        C order. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
     has_scale, has_residual : bool
     activation : {None, "relu"}
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
@@ -172,7 +172,7 @@ class ConvProblem:
     padding_after: Size3
     has_bias: bool
     precision: str = "fp32"
-    layout: Literal["NCHW", "NHWC", "CNHW"] = "NCHW"
+    layout: Literal["NCHW", "NHWC", "CNHW", "CHWN"] = "NCHW"
     has_scale: bool = False
     has_residual: bool = False
     activation: str | None = None
@@ -344,7 +344,7 @@ class ConvProblem:
             )
         if of == "input":
             return replace(forward, direction="dgrad")
-        return replace(forward, direction="wgrad", layout="NCHW")
+        return replace(forward, direction="wgrad")
 
     def _checked_sizes(self) -> ConvProblem:
         for what, size in (("input", self.input_size), ("output", self.output_size)):
@@ -449,13 +449,14 @@ class ConvProblem:
         ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
         is a convolution of C images, which have N channels, with the K filters dy, whose taps (p,q) lie `stride` apart and
         whose result's pixels (r,s) lie `dilation` apart. In all three arrays what it calls channels come before its images
-        in memory, outermost, hence the layout ``"CNHW"``.
+        in memory, outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
         if self.direction != "wgrad":
             return self
         return replace(
             self, direction="fprop", batched=True, N=self.C // self.groups, C=self.N * self.groups, filter_size=self.output_size,
-            output_size=self.filter_size, stride=self.dilation, dilation=self.stride, layout="CNHW",
+            output_size=self.filter_size, stride=self.dilation, dilation=self.stride,
+            layout="CHWN" if self.layout == "NHWC" else "CNHW",
         )
 
     def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
@@ -463,8 +464,18 @@ class ConvProblem:
 
     @property
     def order(self) -> tuple[int, ...] | None:
-        """The axes of input and result as they lie in memory, outermost first; None for C order."""
+        """The axes of an array of images as they lie in memory, outermost first; None for C order."""
         return channels_last(self.ndim + 1 + self.batched, self.ndim) if self.layout == "NHWC" else None
+
+    @property
+    def weight_order(self) -> tuple[int, ...] | None:
+        """The axes of the second array likewise: for wgrad it is one of images."""
+        return self.order if self.direction == "wgrad" else None
+
+    @property
+    def result_order(self) -> tuple[int, ...] | None:
+        """The axes of the result likewise: for wgrad it is a filter."""
+        return None if self.direction == "wgrad" else self.order
 
     @property
     def itemsize(self) -> int:

@@ -31,6 +31,7 @@ class ToyArguments(NamedTuple):
 
 
 CONFIGS = (Toy,)
+LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
 
 

@@ -16,7 +16,9 @@ from pycuda_conv.engines.registry import (
     choose,
     config_classes,
     filter_key,
+    find,
     predictions,
+    reads_c_order,
     refusal,
     schedule,
     uses_tensor_cores,
@@ -24,8 +26,8 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "predictions", "refusal", "schedule",
-    "uses_tensor_cores",
+    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "find", "predictions", "reads_c_order",
+    "refusal", "schedule", "uses_tensor_cores",
 ]  # fmt: skip
 
 

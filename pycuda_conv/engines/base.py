@@ -63,6 +63,10 @@ class Engine(Protocol):
         """The classes of its configurations."""
 
     @property
+    def LAYOUTS(self) -> tuple[str, ...]:
+        """The layouts of problems that it may run, as they are launched; it is asked about no others."""
+
+    @property
     def TENSOR_CORES(self) -> bool:
         """Whether its kernels multiply on tensor cores, and so are fast in either layout."""
 

@@ -82,6 +82,7 @@ CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
 ROOMS = (3 << 10, 6 << 10, 12 << 10, 24 << 10, STATIC_SHARED_BYTES)
 #: Taps at once of filters that :func:`_square` does not know.
 WGRAD_TAPS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
+LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
 
 

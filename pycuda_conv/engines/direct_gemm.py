@@ -65,6 +65,7 @@ class Gemm(Config):
 
 
 CONFIGS = (Gemm,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = False
 
 

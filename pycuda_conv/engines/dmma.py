@@ -46,6 +46,7 @@ class Dmma(Config):
 
 
 CONFIGS = (Dmma,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class ImplicitGemm80(Config):
 
 
 CONFIGS = (ImplicitGemm80,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 

@@ -124,6 +124,7 @@ class ImplicitGemm(Config):
 
 
 CONFIGS = (ImplicitGemm,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 

@@ -59,6 +59,7 @@ class Lines(Config):
 
 
 CONFIGS = (Lines,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 

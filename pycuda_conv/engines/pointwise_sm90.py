@@ -55,6 +55,7 @@ class Pointwise(Config):
 
 
 CONFIGS = (Pointwise,)
+LAYOUTS = "NCHW", "NHWC", "CNHW"
 TENSOR_CORES = True
 
 

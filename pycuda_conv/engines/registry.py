@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from pycuda_conv.engines import (
+    depthwise_nhwc,
     direct,
     direct_gemm,
     dmma,
@@ -23,7 +24,9 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
-ENGINES: tuple[Engine, ...] = (direct, direct_gemm, dmma, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80)
+ENGINES: tuple[Engine, ...] = (
+    depthwise_nhwc, direct, direct_gemm, dmma, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
+)  # fmt: skip
 
 #: The engine whose results the others' are compared with when they are measured: it runs everything.
 REFERENCE: Engine = direct_gemm
@@ -55,9 +58,16 @@ def uses_tensor_cores(config: Config) -> bool:
     return engine_of(config).TENSOR_CORES
 
 
+def reads_c_order(config: Config) -> bool:
+    """Whether its engine takes arrays in C order as well, or only channels last."""
+    return "NCHW" in engine_of(config).LAYOUTS
+
+
 def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
     """Why `config` can't run `problem` on `device`, or None if it can."""
-    engine = engine_of(config)
+    engine, layout = engine_of(config), problem.launched.layout
+    if layout not in engine.LAYOUTS:
+        return f"it takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {layout}"
     return engine.unsupported(device) or engine.refusal(problem.launched, config)
 
 
@@ -69,16 +79,22 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     ConvArgumentError
         No engine runs it: direct_gemm runs everything that one launch can hold.
     """
+    config = find(problem, device)
+    if config is None:
+        raise ConvArgumentError(f"{problem} is too large for one launch of at most {GRID_LIMIT:,} blocks; convolve fewer images at a time")
+    return config
+
+
+def find(problem: ConvProblem, device: Device) -> Config | None:
+    """As :func:`choose`; None where no engine runs it, as gradients of most filters from arrays with their channels last."""
     best: tuple[float, Config] | None = None
-    for engine in _engines(device):
+    for engine in _engines(device, problem):
         found = engine.choose(problem.launched, device)
         if found and (best is None or found[0] < best[0]):
             best = found
         if best and best[0] == BY_RULE:
             break  # no prediction is shorter
-    if best is None:
-        raise ConvArgumentError(f"{problem} is too large for one launch of at most {GRID_LIMIT:,} blocks; convolve fewer images at a time")
-    return best[1]
+    return None if best is None else best[1]
 
 
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
@@ -120,7 +136,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 def texts(device: Device) -> list[TextFamily]:
     """All texts of kernels that such a device may be asked for: a closed list, but for engines that keep their layers' numbers."""
     packed = packing.texts(device) if device.backend == "cuda" else ()
-    return [*(family for engine in _engines(device) for family in engine.texts(device)), *split_sum.texts(device), *packed]
+    return [*(family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)), *split_sum.texts(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:
@@ -128,14 +144,16 @@ def filter_key(problem: ConvProblem, config: Config) -> Hashable:
     return engine_of(config).filter_key(problem.launched, config)
 
 
-def _engines(device: Device) -> list[Engine]:
-    return [engine for engine in ENGINES if engine.unsupported(device) is None]
+def _engines(device: Device, problem: ConvProblem) -> list[Engine]:
+    """Those that may run `problem`."""
+    layout = problem.launched.layout
+    return [engine for engine in ENGINES if layout in engine.LAYOUTS and engine.unsupported(device) is None]
 
 
 def _compared(problem: ConvProblem, device: Device) -> list[tuple[float | None, Config]]:
     """Every configuration worth comparing, and the microseconds it should take, None without a model."""
-    problem = problem.launched
+    launched = problem.launched
     return [
-        (engine.time(problem, config, device), config)
-        for engine in _engines(device) for config in engine.configs(problem, device) if engine.refusal(problem, config) is None
+        (engine.time(launched, config, device), config)
+        for engine in _engines(device, problem) for config in engine.configs(launched, device) if engine.refusal(launched, config) is None
     ]
