@@ -60,6 +60,15 @@ typedef struct DepthwiseArguments {
 #define TILE_COLUMN(j, s) (((j) - (s)) / STRIDE)
 #define MEETS(i, r) ((i) >= (r) && ((i) - (r)) % STRIDE == 0)
 #endif
+#define AHEAD (R > 3 ? 1 : 2)  // rows that are asked for before they are needed
+#define LOAD_ROW(i)                                                                                                            \
+  {                                                                                                                            \
+    const int h = h0 + (i), there = mine && (unsigned)h < (unsigned)h_end;                                                     \
+    const index_t line = image + (index_t)h * w_end;                                                                           \
+    _Pragma("unroll") for (int j = 0; j < COLUMNS_READ; ++j)                                                                   \
+      if (there && (unsigned)(w0 + j) < (unsigned)w_end) rows[i][j] = CHANNELS(x, (line + w0 + j) * c_all + c);                \
+      else rows[i][j] = NO_CHANNELS;                                                                                           \
+  }
 #endif
 
 KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
@@ -78,16 +87,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
   const int column = ((across - down * (int)arg.blocks_q) << (int)arg.lanes_q) + lane_q;
   const int row = ((down - images * (int)arg.blocks_p) << (int)arg.lanes_p) + lane_p;
 
-#ifdef R
-  LOCAL_MEM acc_t taps[R * S * CHUNK];
-  for (int i = LID_0; i < R * S * CHUNK; i += THREADS) {
-    const int channel = i / (R * S), tap = i - channel * (R * S);
-    taps[tap * CHUNK + channel] = first_k * V + channel < k_all ? LOAD(w, (index_t)(first_k * V + channel) * (R * S) + tap) : 0;
-  }
-  local_barrier();
-#endif
-  if (n >= (int)arg.n || k >= k_all) return;
-
+  const int mine = n < (int)arg.n && k < k_all;
   const int c = V > 1 ? k : divided(k, arg.by_multiplier);  // several channels a thread: one of y for one of x
   const index_t image = (index_t)n * h_end * w_end;         // pixels before it
   acc_t sum[TILE_P][TILE_Q][V];
@@ -106,18 +106,23 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
   const int p0 = row * TILE_P, q0 = column * TILE_Q;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
 #endif
+  // the first rows are under way while the block waits for its taps
+  Channels rows[ROWS_READ][COLUMNS_READ];
+#pragma unroll
+  for (int i = 0; i < AHEAD; ++i) LOAD_ROW(i)
+  LOCAL_MEM acc_t taps[R * S * CHUNK];
+  for (int i = LID_0; i < R * S * CHUNK; i += THREADS) {
+    const int channel = i / (R * S), tap = i - channel * (R * S);
+    taps[tap * CHUNK + channel] = first_k * V + channel < k_all ? LOAD(w, (index_t)(first_k * V + channel) * (R * S) + tap) : 0;
+  }
+  local_barrier();
+  if (!mine) return;
 #pragma unroll
   for (int i = 0; i < ROWS_READ; ++i) {
-    const int h = h0 + i;
-    const index_t line = image + (index_t)h * w_end;
+    if (i + AHEAD < ROWS_READ) LOAD_ROW(i + AHEAD)
     acc_t read[COLUMNS_READ][V];
 #pragma unroll
-    for (int j = 0; j < COLUMNS_READ; ++j) {
-      const int col = w0 + j;
-#pragma unroll
-      for (int v = 0; v < V; ++v) read[j][v] = 0;
-      if ((unsigned)h < (unsigned)h_end && (unsigned)col < (unsigned)w_end) LOAD_CHANNELS(read[j], x, (line + col) * c_all + c)
-    }
+    for (int j = 0; j < COLUMNS_READ; ++j) UNPACK_CHANNELS(read[j], rows[i][j])
 #pragma unroll
     for (int r = 0; r < R; ++r) {
       if (MEETS(i, r) && TILE_ROW(i, r) >= 0 && TILE_ROW(i, r) < TILE_P) {
@@ -147,6 +152,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
     }
   }
 #else
+  if (!mine) return;
   const int p0 = row * TILE_P, q0 = column * TILE_Q;
   const int filter_h = (int)arg.r, filter_w = (int)arg.s, dil_h = (int)arg.dil_h, dil_w = (int)arg.dil_w;
   const int stride_h = (int)arg.stride_h, stride_w = (int)arg.stride_w;
