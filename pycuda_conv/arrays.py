@@ -8,7 +8,7 @@ decides: a torch tensor that is channels last, as ``torch.channels_last`` and ``
 ``x.transpose(1, 2)`` of a contiguous (N, W, C) tensor, gives a result that is, and so has its `out` to be. All else counts
 as NCHW: other kinds of array, and tensors that are both, with one channel or one pixel. The filter has no say, unlike in
 torch. The result's layout says nothing of the kernels: where those that read NCHW are faster by more than the copies take,
-as for a depthwise convolution, the input is copied to that order and the result is put into its own, and so it always is with
+the input is copied to that order and the result is put into its own, and so it always is with
 tensors in host memory. A plan keeps the layout of its problem. Arrays that lie in another way than these, filters that are
 neither in C order nor in one that the plan's kernels read, and arrays whose address is not a multiple of 16 bytes, are copied first.
 """

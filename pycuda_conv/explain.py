@@ -47,7 +47,8 @@ def _why(plan: Plan, predicted: Sequence[tuple[float, engines.Config]]) -> str:
     own = best.pop(type(plan.config).__name__, None)
     others = " and ".join(f"{_microseconds(us)} for the best {name}" for name, us in best.items())
     if own is None:
-        return "a rule of the direct engine's, without a prediction" + (f"; the models say {others}" if others else "")
+        engine = type(plan.config).__module__.rpartition(".")[2]
+        return f"a rule of the {engine} engine's, without a prediction" + (f"; the models say {others}" if others else "")
     return f"its prediction is the shortest, {_microseconds(own)}" + (f" against {others}" if others else "")
 
 

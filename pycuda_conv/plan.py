@@ -348,8 +348,8 @@ caches.append(cached_plan)
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
     """Whether arrays that are channels last, as in `problem`, are best convolved as they lie, on a GPU.
 
-    The tensor cores' engines read either order; the direct engine's fast kernels read NCHW alone, other kernels channels last alone. Nothing is compiled, and
-    with `tune` nothing is measured that can't be the answer.
+    Some engines read either order, some NCHW alone, some channels last alone. Nothing is compiled, and with `tune` nothing is measured
+    that can't be the answer.
     """
     return _pays(problem, device, lookup(problem, device)) and (not tune or _pays(problem, device, tuned(problem, device)))
 

@@ -85,10 +85,11 @@ class Case:
         per_group = self.weight_shape[0] // self.options.get("groups", 1) if self.transposed else self.weight_shape[1]
         return per_group * math.prod(self.weight_shape[2:])
 
-    def problem(self, dtype: str = "float32") -> ConvProblem:
+    def problem(self, dtype: str = "float32", **options) -> ConvProblem:
+        """The problem; `options` are added to the case's own."""
         make = ConvProblem.transposed if self.transposed else ConvProblem.forward
         bias = (self.channels,) if self.bias else None
-        return make(self.ndim, self.input_shape, self.weight_shape, bias, dtype=dtype, **self.options)
+        return make(self.ndim, self.input_shape, self.weight_shape, bias, dtype=dtype, **self.options, **options)
 
     def integers(self, dtype: str, seed: int = 0) -> list:
         """Input, weight and bias of small integers: every sum is exact in any order, so results must agree bit by bit."""

@@ -80,7 +80,6 @@ def test_results_on_a_gpu(case, dtype):
 
 def wgrad_reference(x, dy, size, stride, padding, dilation, groups):
     """In float64, tap by tap."""
-    n, c, h, w = x.shape
     _, k, p, q = dy.shape
     padded = np.pad(x, ((0, 0), (0, 0), *((a, a) for a in padding)))
     seen = np.repeat(padded, k // groups, 1)

@@ -5,6 +5,7 @@ import dataclasses
 import inspect
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,17 +107,18 @@ def test_nothing_tells_engines_apart_by_their_configurations():
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.backend}-{device.capability}")
 def test_the_choice_is_the_shortest_prediction_of_any_engine(device):
-    for case in (fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), fprop((64, 144, 56, 56), (144, 1, 3, 3), groups=144)):
-        problem = case.problem()
-        found = [peer.choose(problem, device) for peer in registry.ENGINES if peer.unsupported(device) is None]
-        us, chosen = min((one for one in found if one), key=lambda one: one[0])
+    depthwise = fprop((64, 144, 56, 56), (144, 1, 3, 3), groups=144)
+    for case, layout in product((fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1), fprop((2, 8, 9, 9), (8, 8, 3, 3)), depthwise), ("NCHW", "NHWC")):
+        problem = case.problem(layout=layout)
+        peers = [peer for peer in registry.ENGINES if peer.unsupported(device) is None and layout in peer.LAYOUTS]
+        us, chosen = min((one for peer in peers if (one := peer.choose(problem, device))), key=lambda one: one[0])
         assert engines.choose(problem, device) == chosen
         assert us < base.LAST_RESORT or device.backend == "opencl" or problem.macs < 40e6
         assert engines.refusal(problem, chosen, device) is None
 
 
 def test_a_configuration_of_no_engine_is_refused():
-    with pytest.raises(TypeError, match=r"config must be one of Single, .*, but got Toy\(THREADS=128\) of type Toy"):
+    with pytest.raises(TypeError, match=r"config must be one of Depthwise, .*, but got Toy\(THREADS=128\) of type Toy"):
         engines.schedule(fprop((2, 8, 9, 9), (8, 8, 1, 1)).problem(), Toy(), H200)
 
 

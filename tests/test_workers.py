@@ -45,7 +45,7 @@ def test_a_forked_child_is_told_that_it_cannot_use_the_device(script, device):
     calls = (
         lambda: pc.conv2d(x, w),  # whose plan is kept
         lambda: pc.conv2d(x, w, stride=2),  # whose plan is not
-        lambda: pc.conv2d_bias(x), lambda: plan(x, w), lambda: bound(x), lambda: plan.bind(w)(x), lambda: pc.Plan(plan.problem),
+        lambda: pc.conv2d_bias(x), lambda: plan(x, w), lambda: bound(x), lambda: plan.bind(w)(x), lambda: pc.Plan(plan.problem)(x, w),
     )
     calls[0]()
     sys.stdout.flush()

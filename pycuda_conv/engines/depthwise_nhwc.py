@@ -130,6 +130,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
         return reason
     if isinstance(config, DepthwiseWgrad) != _of_filter(problem):
         return "gradients of filters and all else have a configuration of their own"
+    assert isinstance(config, Depthwise | DepthwiseWgrad)
     if config.CHUNK not in CHUNKS or config.CHUNK < _vector(problem):
         return f"CHUNK must be one of {CHUNKS} and no less than {_vector(problem)}"
     if isinstance(config, Depthwise) and (config.TILE_P, config.TILE_Q) not in TILES:
@@ -169,9 +170,10 @@ def _vector(problem: ConvProblem) -> int:
 
 def _unrolled(problem: ConvProblem) -> int:
     """The size of a square filter whose loops are unrolled, or 0."""
-    of_filter = _of_filter(problem)
-    size, (_, stride_h, stride_w) = problem.output_size if of_filter else problem.filter_size, problem.dilation if of_filter else problem.stride
-    dilation = problem.stride if of_filter else problem.dilation
+    size, stride, dilation = problem.filter_size, problem.stride, problem.dilation
+    if _of_filter(problem):  # which is the result
+        size, stride, dilation = problem.output_size, dilation, stride
+    _, stride_h, stride_w = stride
     if size[1] != size[2] or size[1] not in UNROLLED or stride_h != stride_w or stride_h > 2 or dilation != (1, 1, 1):
         return 0
     return size[1]
@@ -283,8 +285,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
         yield TextFamily("depthwise_nhwc", common | {"CHUNK": CHUNKS[:1]} | tile)
         square = {"R": UNROLLED, "S": UNROLLED, "STRIDE": (1, 2)}
         yield TextFamily("depthwise_nhwc", common | {"CHUNK": CHUNKS} | tile | square, lambda d: d["R"] == d["S"] and d["CHUNK"] >= d["V"])
-        chunks = common | {"CHUNK": CHUNKS}
-        yield TextFamily("depthwise_nhwc_wgrad", chunks | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]}, lambda d: d["CHUNK"] >= d["V"])
+        chunks, some = common | {"CHUNK": CHUNKS}, {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]}
+        yield TextFamily("depthwise_nhwc_wgrad", chunks | some, lambda d: d["CHUNK"] >= d["V"])
         yield TextFamily("depthwise_nhwc_wgrad", chunks | {"TAPS_R": UNROLLED, "TAPS_S": UNROLLED, "STRIDE": (1, 2)},
                          lambda d: d["TAPS_R"] == d["TAPS_S"] and d["CHUNK"] >= d["V"])  # fmt: skip
 
@@ -312,8 +314,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return
     _, p, q = problem.result_size
     # a big tile loads less; but in unrolled loops over many taps it wants more registers than there are
-    fitting = [tile for tile in TILES if tile[0] < 4 or (_unrolled(problem) == 3 and (problem.stride[1] == 1 or problem.direction == "dgrad"))]
-    full = [tile for tile in fitting if ceil(p, tile[0]) * ceil(q, tile[1]) * problem.N * ceil(problem.K, _vector(problem)) >= _threads(device)]
+    fits = _unrolled(problem) == 3 and (problem.stride[1] == 1 or problem.direction == "dgrad")
+    fitting = TILES if fits else TILES[1:]
+    lanes = problem.N * ceil(problem.K, _vector(problem))
+    full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])
     for tile in dict.fromkeys((best, *fitting)):
         if refusal(problem, one := Depthwise(chunk, *tile)) is None:
@@ -332,7 +336,7 @@ def _chunk(problem: ConvProblem) -> int:
 
 
 def _parts(problem: ConvProblem, chunk: int, device: Device) -> int:
-    """Parts of the sum over pixels: enough blocks for the machine, each with a few pieces a thread."""
+    """Parts of the sum over pixels: enough blocks for the machine, each with a few pieces a thread, and not too many to add up."""
     told = _wgrad_arguments(problem, DepthwiseWgrad(chunk, 1))
     blocks, lanes = max(told.blocks_c * told.blocks_s * told.blocks_r, 1), THREADS // (chunk // _vector(problem))
-    return max(1, min(ceil(8 * device.multiprocessors, blocks), told.pieces // (4 * lanes)))
+    return max(1, min(ceil(8 * device.multiprocessors, blocks), 4 * device.multiprocessors, told.pieces // (4 * lanes)))

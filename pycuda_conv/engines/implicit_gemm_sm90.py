@@ -45,7 +45,8 @@ from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, Tensor
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
 __all__ = [
-    "CONFIGS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time",
     "unsupported",
 ]  # fmt: skip
 

@@ -25,7 +25,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
-    "CONFIGS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Pointwise", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time",
     "unsupported",
 ]  # fmt: skip
 

@@ -136,7 +136,8 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 def texts(device: Device) -> list[TextFamily]:
     """All texts of kernels that such a device may be asked for: a closed list, but for engines that keep their layers' numbers."""
     packed = packing.texts(device) if device.backend == "cuda" else ()
-    return [*(family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)), *split_sum.texts(device), *packed]
+    own = [family for engine in ENGINES if engine.unsupported(device) is None for family in engine.texts(device)]
+    return [*own, *split_sum.texts(device), *packed]
 
 
 def filter_key(problem: ConvProblem, config: Config) -> Hashable:
