@@ -60,7 +60,7 @@ typedef struct DepthwiseArguments {
 #define TILE_COLUMN(j, s) (((j) - (s)) / STRIDE)
 #define MEETS(i, r) ((i) >= (r) && ((i) - (r)) % STRIDE == 0)
 #endif
-#define AHEAD (STRIDE > 1 ? 0 : R > 3 ? 1 : 2)  // rows that are asked for before they are needed
+#define AHEAD (STRIDE > 1 ? 0 : 1)  // rows that are asked for before they are needed
 #define LOAD_ROW(i)                                                                                                            \
   {                                                                                                                            \
     const int h = h0 + (i), there = mine && (unsigned)h < (unsigned)h_end;                                                     \

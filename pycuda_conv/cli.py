@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
+    bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
     bench.add_argument("--training", action="store_true", help="measure gradients, fused layers and a training loop against torch")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
@@ -208,6 +209,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import coldbench
 
         return coldbench.run(arguments.device, arguments.json, arguments.only)
+    if arguments.families:
+        from pycuda_conv.tools import choices
+
+        return choices.run(arguments.device, modes, arguments.seed, arguments.families, arguments.json)
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from pycuda_conv.arrays import STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.plan import Plan, cached_plan, reads_channels_last
+from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
 from pycuda_conv.tune import caches
@@ -49,8 +49,7 @@ def _plan_for(
     """The plan for a problem that was checked, whose first array is `input`."""
     own = kind.device(input, device)
     if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
-        last = replace(problem, layout="NHWC")
-        problem = last if reads_channels_last(last, own, tune) else problem
+        problem = as_called(replace(problem, layout="NHWC"), own, tune)
     return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
 
 

@@ -354,6 +354,12 @@ def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False
     return _pays(problem, device, lookup(problem, device)) and (not tune or _pays(problem, device, tuned(problem, device)))
 
 
+def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvProblem:
+    """The problem that a call plans for `problem` on a GPU's arrays: those that are channels last may be put in order first."""
+    turned = problem.layout == "NHWC" and not reads_channels_last(problem, device, tune)
+    return replace(problem, layout="NCHW") if turned else problem
+
+
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):

@@ -25,7 +25,7 @@ from pycuda_conv.runtime.workers import Workers
 def _all_configs(problem, device):
     launched = problem.launched
     for engine in registry.ENGINES:
-        if engine.unsupported(device) is None:
+        if engine.unsupported(device) is None and launched.layout in engine.LAYOUTS:
             yield from ((engine, one) for one in engine.configs(launched, device) if engine.refusal(launched, one) is None)
 
 

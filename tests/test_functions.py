@@ -274,7 +274,8 @@ HOPPER, AMPERE, TURING = (
 LAYER = {"input_shape": (64, 64, 56, 56), "weight_shape": (64, 64, 3, 3), "padding": 1}
 READ = [  # (problem, where tensors of it are read as they lie)
     ({**LAYER, "dtype": "float16"}, (HOPPER, AMPERE)), (LAYER, (HOPPER, AMPERE)), ({**LAYER, "dtype": "float64"}, (HOPPER, AMPERE)),
-    ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64, "dtype": "float16"}, ()), ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64}, ()),
+    ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64, "dtype": "float16"}, (HOPPER, AMPERE, TURING)),
+    ({**LAYER, "weight_shape": (64, 1, 3, 3), "groups": 64}, (HOPPER, AMPERE, TURING)),
     ({**LAYER, "weight_shape": (64, 8, 3, 3), "groups": 8, "dtype": "bfloat16"}, ()),
     ({"input_shape": (64, 256, 56, 56), "weight_shape": (8, 256, 1, 1), "dtype": "float16"}, (HOPPER, AMPERE)),  # few channels, but deep sums
     ({"input_shape": (64, 3, 224, 224), "weight_shape": (3, 3, 3, 3), "dtype": "float16"}, ()),
@@ -283,7 +284,7 @@ READ = [  # (problem, where tensors of it are read as they lie)
 
 
 @pytest.mark.parametrize(("arguments", "where"), READ, ids=[str(a) for a, _ in READ])
-def test_tensor_cores_read_channels_last_and_direct_kernels_do_not(monkeypatch, arguments, where):
+def test_some_engines_read_channels_last_and_some_do_not(monkeypatch, arguments, where):
     """The plan of a call on a GPU; tensors in host memory are turned anyway."""
     problem = ConvProblem.forward(2, **arguments, layout="NHWC")
     x, w = ((s, getattr(torch, problem.dtype), 0) for s in (problem.input_shape, problem.weight_shape))
@@ -298,11 +299,11 @@ def test_tensor_cores_read_channels_last_and_direct_kernels_do_not(monkeypatch, 
 
 
 def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
-    layer, depthwise = (replace(ConvProblem.forward(2, **arguments), layout="NHWC") for arguments in (LAYER, READ[4][0]))
+    layer, grouped = (replace(ConvProblem.forward(2, **arguments), layout="NHWC") for arguments in (LAYER, READ[5][0]))
     gemm, tensor_cores = Gemm(64, 64, 16, 8, 8, 6), ImplicitGemm(64, 128, 4)
     for problem, choice, expected in (
         (layer, Choice(gemm, 1.0), False), (layer, Choice(tensor_cores, 1e6), True),
-        (depthwise, Choice(tensor_cores, 1e6), False), (depthwise, Choice(tensor_cores, 1.0), True),
+        (grouped, Choice(tensor_cores, 1e6), False), (grouped, Choice(tensor_cores, 1.0), True),
     ):  # fmt: skip
         monkeypatch.setattr(plan, "lookup", lambda *_, choice=choice: choice)
         assert plan.reads_channels_last(problem, HOPPER) == expected
@@ -310,7 +311,7 @@ def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):
     monkeypatch.setattr(plan, "tuned", lambda *_: Choice(gemm, 1.0))
     assert plan.reads_channels_last(layer, HOPPER) and not plan.reads_channels_last(layer, HOPPER, tune=True)
     monkeypatch.setattr(plan, "tuned", lambda *_: pytest.fail("measured"))
-    assert not plan.reads_channels_last(depthwise, HOPPER, tune=True)
+    assert not plan.reads_channels_last(grouped, HOPPER, tune=True)
 
 
 class Recorder:
@@ -323,7 +324,7 @@ class Recorder:
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
             operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
-            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None,
+            schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None, weight_order=None, result_order=None,
         )  # fmt: skip
         self._case = case
 

@@ -6,6 +6,7 @@ from pycuda_conv import behind, engines
 from pycuda_conv.cli import main
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.kernels import ARCHITECTURES, device_of, families
@@ -22,6 +23,7 @@ def check_listed(problems, architecture):
         known.setdefault((family.file, family.arch), []).append(family)
     count = 0
     for problem in problems:
+        problem = as_called(problem, device)
         plain = problem.direction == "fprop" and not problem.has_residual and not problem.activation
         for noted in (False, True)[: 1 + plain]:
             schedule = engines.schedule(problem, engines.choose(problem, device), device, noted)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.implicit_gemm_sm90 import PIXELS
+from pycuda_conv.plan import as_called
 
 DEVICES = {
     "H200": SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="", model=""),
@@ -62,7 +64,8 @@ def layers(count: int, seed: int):
 
 
 def launches(problem: ConvProblem, device):
-    """What the planner's choice launches, but for the direct engine's kernels."""
+    """What the planner's choice launches, but for the plain cores' kernels."""
+    problem = as_called(problem, device)
     schedule = engines.schedule(problem, engines.choose(problem, device), device)
     steps = (*schedule.prepare, *schedule.steps, *schedule.whole, *(schedule.filter_last or ()))
     return [launch for step in steps for launch in step if not launch.kernel.startswith("direct")]
@@ -93,10 +96,10 @@ def test_with_a_tile_no_text_depends_on_the_number_of_images(name):
     """But for the gradient of a filter, whose channels they are, and its sums, which are split by how many there are."""
     device = DEVICES[name]
     for layer, _ in layers(40, 6):
-        one = layer(4, 24)
+        one = as_called(layer(4, 24), device)
         config = engines.choose(one, device)
         for n in (5, 12, 40):
-            other = layer(n, 24)
+            other = replace(layer(n, 24), layout=one.layout)
             if one.direction == "wgrad" or engines.refusal(other, config, device):
                 continue
             found = [{(launch.kernel, launch.source()) for launch in launches_of(problem, config, device)} for problem in (one, other)]

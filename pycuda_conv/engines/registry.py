@@ -28,10 +28,8 @@ ENGINES: tuple[Engine, ...] = (
     depthwise_nhwc, direct, direct_gemm, dmma, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 
-#: The engine whose results the others' are compared with when they are measured: it runs everything.
-REFERENCE: Engine = direct_gemm
-
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
+BEST = 2  # of every engine, whatever is predicted: a model may be wrong
 
 
 def engine_of(config: Config) -> Engine:
@@ -103,12 +101,18 @@ def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Confi
 
 
 def candidates(problem: ConvProblem, device: Device) -> list[Config]:
-    """The configurations that are worth measuring for `problem`, the planner's own choice first."""
+    """The configurations that are worth measuring for `problem`, the planner's own choice first.
+
+    They are those whose predictions are near the shortest, the :data:`BEST` of every engine, and all that no model knows.
+    """
     compared = _compared(problem, device)
     modelled = sorted(((us, config) for us, config in compared if us is not None), key=lambda pair: pair[0])
     near = [config for us, config in modelled if us <= NEAR * modelled[0][0]][:MOST_NEAR]
-    reference = [config for _, config in modelled if engine_of(config) is REFERENCE][:2]
-    return list(dict.fromkeys([choose(problem, device), *near, *reference, *(config for us, config in compared if us is None)]))
+    of_engines: dict[Engine, list[Config]] = {}
+    for _, config in modelled:
+        of_engines.setdefault(engine_of(config), []).append(config)
+    best = (config for found in of_engines.values() for config in found[:BEST])
+    return list(dict.fromkeys([choose(problem, device), *near, *best, *(config for us, config in compared if us is None)]))
 
 
 def alternatives(problem: ConvProblem, config: Config, device: Device) -> list[Config]:

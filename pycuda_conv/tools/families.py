@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -11,6 +11,8 @@ from pycuda_conv.problem import ConvProblem
 
 CHANNELS = (16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 2048)
 ARITHMETIC = (("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32"), ("bfloat16", "fp32"), ("float64", "fp32"))
+#: Types, arithmetic and layouts of arrays.
+KINDS = tuple((*arithmetic, layout) for arithmetic in ARITHMETIC for layout in ("NCHW", "NHWC"))
 EPILOGUES: tuple[tuple[str, ...], ...] = ((), ("bias",), ("bias", "relu"), ("bias", "scale", "residual", "relu"))
 FAMILIES = (
     "dense 3x3", "dense 1x1", "small batch", "depthwise", "grouped", "first", "last", "upsampling", "audio", "volume", "image", "odd",
@@ -111,16 +113,16 @@ def problem(layer: Layer, direction: str, dtype: str, precision: str, layout: st
     return ConvProblem.forward(ndim, x, w, **options, **of_result)
 
 
-def draw(seed: int, each: int) -> Iterator[ConvProblem]:
-    """`each` problems of every family, each in random arithmetic, layout, direction and epilogue."""
+def draw(seed: int, each: int, kinds: Sequence[tuple[str, str, str]] = KINDS) -> Iterator[ConvProblem]:
+    """`each` problems of every family, each in one of the `kinds` of (dtype, precision, layout), a random direction and epilogue."""
     r = random.Random(seed)
     for family in FAMILIES:
         drawn = 0
         while drawn < each:
-            one, arithmetic, layout = layer(r, family), r.choice(ARITHMETIC), r.choice(("NCHW", "NHWC"))
+            one, kind = layer(r, family), r.choice(kinds)
             direction, fused = r.choice(("fprop", "fprop", "dgrad", "wgrad")), r.choice(EPILOGUES)
             try:
-                made = problem(one, direction, *arithmetic, layout, fused)
+                made = problem(one, direction, *kind, fused)
             except ValueError:
                 continue
             elements = prod(made.input_shape) + prod(made.result_shape) + prod(made.weight_shape)

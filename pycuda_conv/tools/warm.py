@@ -13,6 +13,7 @@ from typing import Any
 
 from pycuda_conv import behind, engines
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.plan import as_called
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -55,7 +56,8 @@ def texts(launches: Iterable[KernelLaunch], target: Target) -> Iterator[Text]:
 
 
 def launches_of(problem: ConvProblem, target: Device, constants: bool = False, noted: bool = False) -> list[KernelLaunch]:
-    """What a plan for `problem` launches, and with `constants` by kernels that know its layer's too."""
+    """What a call of `problem` launches, and with `constants` by kernels that know its layer's too."""
+    problem = as_called(problem, target)
     found = lookup(problem, target)
     schedule = engines.schedule(problem, found.config if found else engines.choose(problem, target), target, noted)
     launches = behind.launches(schedule) + (behind.launches(behind.with_constants(schedule)) if constants else [])
