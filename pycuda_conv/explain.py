@@ -46,9 +46,10 @@ def _why(plan: Plan, predicted: Sequence[tuple[float, engines.Config]]) -> str:
     best = {type(config).__name__: us for us, config in reversed(predicted)}  # of each kernel, the fastest
     own = best.pop(type(plan.config).__name__, None)
     others = " and ".join(f"{_microseconds(us)} for the best {name}" for name, us in best.items())
-    if own is None:
+    if own is None or own > min(best.values(), default=own):
         engine = type(plan.config).__module__.rpartition(".")[2]
-        return f"a rule of the {engine} engine's, without a prediction" + (f"; the models say {others}" if others else "")
+        rule = f"a rule of the {engine} engine's, {'without a' if own is None else 'whatever the'} prediction"
+        return rule + (f"; the models say {others}" if others else "")
     return f"its prediction is the shortest, {_microseconds(own)}" + (f" against {others}" if others else "")
 
 

@@ -151,9 +151,10 @@ def test_another_engine_runs(registered, device, dtype):
 def test_another_engine_is_chosen_predicted_measured_and_kept_in_tables(registered):
     problem = ConvProblem.forward(2, (64, 512, 56, 56), (512, 1, 1, 1), groups=512)
     assert engines.choose(problem, H200) == Toy(256) and not engines.uses_tensor_cores(Toy()) and engines.filter_key(problem, Toy()) is None
-    assert [config for _, config in engines.predictions(problem, H200)][:2] == [Toy(256), Toy(128)]
+    predicted = [config for _, config in engines.predictions(problem, H200)]
+    assert predicted.index(Toy(256)) < predicted.index(Toy(128))
     candidates = engines.candidates(problem, H200)
-    assert candidates[:2] == [Toy(256), Toy(128)] and any(isinstance(one, Gemm) for one in candidates)
+    assert candidates[0] == Toy(256) and Toy(128) in candidates and any(isinstance(one, Gemm) for one in candidates)
     choices = {("GPU", "p"): tune.Choice(Toy(96), 2.0)}
     assert tune._parsed(tune._text(choices)) == choices
     biased = ConvProblem.forward(2, (3, 5, 7, 11), (5, 1, 1, 1), groups=5, bias_shape=(5,))

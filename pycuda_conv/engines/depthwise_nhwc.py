@@ -294,14 +294,20 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
-def time(problem: ConvProblem, config: Config, device: Device) -> None:
-    """None: no model knows."""
+def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
+    """Roughly the microseconds where channels have several results each, whose threads load one number at a time; None elsewhere."""
+    if problem.K == problem.C or _of_filter(problem):
+        return None
+    return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The configuration by rule: nothing else reads such arrays as they lie."""
+    """The configuration by rule, since nothing else reads such arrays as they lie; matrix products do where results are many."""
     found = next(configs(problem, device), None)
-    return None if found is None else (BY_RULE, found)
+    if found is None:
+        return None
+    us = time(problem, found, device) if device.backend == "cuda" else None
+    return BY_RULE if us is None else us, found
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:

@@ -254,7 +254,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float:
     multiprocessors = device.multiprocessors
     rate = _rates(problem)[replace(config, SPLIT_K=1)] / multiprocessors * 1e6  # FLOP/us of one multiprocessor
     if problem.layout == "CNHW":  # whose neighbouring columns lie a plane apart
-        rate /= 3
+        rate /= 1.5
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
@@ -276,10 +276,8 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
     """The configuration that should be the fastest; where there is little work, one that has to do if no other kernel can."""
-    # a tile needs work: under 40 million MACs direct_batched.cu was faster on the H200, under 16 channels always
     # a CPU has too few registers for a thread's sums: there direct_batched.cu was up to twice as fast
-    enough = problem.layout != "NCHW" or (problem.macs >= 40e6 and problem.result_channels // problem.groups >= 16)
-    if device.backend == "cuda" and enough:
+    if device.backend == "cuda":
         found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
         best = min(found, key=lambda pair: pair[0], default=None)
         if best is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, TypeVar
 
@@ -148,20 +149,20 @@ def _axis_phases(size: int, taps: int, stride: int, pad: int, dilation: int) -> 
     return found
 
 
-def phases(problem: ConvProblem) -> Iterator[Phase]:
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def phases(problem: ConvProblem) -> tuple[Phase, ...]:
     """The forward convolutions that make up the problem: one for fprop, one a combination of stride phases for dgrad."""
     if problem.direction == "fprop":
         zero, one = (0, 0, 0), (1, 1, 1)
-        yield Phase(
+        whole = Phase(
             problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation
         )
-        return
+        return (whole,)
     axes = [
         _axis_phases(*values)
         for values in zip(problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation, strict=True)
     ]
-    for combination in product(*axes):
-        yield Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True)))
+    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*axes))
 
 
 def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:

@@ -325,4 +325,4 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm80] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

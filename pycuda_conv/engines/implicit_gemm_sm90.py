@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby, islice, product
+from itertools import groupby, product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pycuda_conv.engines.base import Config
@@ -60,6 +60,7 @@ PHASES = (4, 2, 1)  # in a launch: no more tensor maps and arguments than its pa
 Loader = Literal["im2col", "planes", "halo", "halo_split"]
 #: Whether the two consumers share each tile, or take tiles by turns, so that one multiplies while the other stores.
 Pipeline = Literal["cooperative", "pingpong"]
+LOADERS, PIPELINES = get_args(Loader), get_args(Pipeline)
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class ImplicitGemm(Config):
     FORMER: ClassVar[Mapping[str, str]] = {"ROWS": "BLOCK_M", "PIXELS": "BLOCK_N"}
 
     def __post_init__(self) -> None:
-        for name, known in ("loader", Loader), ("schedule", Pipeline):
-            if getattr(self, name) not in get_args(known):
-                raise ValueError(f"{name} must be one of {', '.join(get_args(known))}, but got {getattr(self, name)!r}")
+        for name, known in ("loader", LOADERS), ("schedule", PIPELINES):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, but got {getattr(self, name)!r}")
 
     @property
     def reads_planes(self) -> bool:
@@ -765,9 +766,11 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
-    """`config` with as many stages as are legal, if any."""
-    tried = (replace(config, STAGES=stages) for stages in depths)
-    yield from islice((one for one in tried if refusal(problem, one) is None), 1)
+    """`config` with as many stages as are legal, if any: of `depths`, which descend."""
+    least = replace(config, STAGES=depths[-1])
+    if refusal(problem, least) is None:  # what has room for more stages has room for fewer
+        tried = (replace(config, STAGES=stages) for stages in depths[:-1])
+        yield next((one for one in tried if refusal(problem, one) is None), least)
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -813,4 +816,4 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -381,4 +381,4 @@ def time(problem: ConvProblem, config: Lines, device: Device) -> float:
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Lines] | None:
     """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest(problem, ((time(problem, config, device), config) for config in configs(problem, device)))
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
