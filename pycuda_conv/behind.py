@@ -9,9 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from pycuda_conv import engines
@@ -52,6 +53,60 @@ def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
 
 def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], device: Device) -> engines.Config | None:
     return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
+
+
+# ---- before it is asked for
+
+#: Numbers of images beside a problem's own, as parts of it.
+BATCHES = (4.0, 2.0, 0.5, 0.25)
+#: Channels and pixels of a common network's layers, each with these filters and strides.
+PYRAMID = ((64, 56), (128, 28), (256, 14), (512, 7))
+LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
+MOST_LIKELY = 32  # kernels
+SPARE_CORES = 8  # that a machine has to have: on fewer, such kernels would slow down those that are waited for
+
+_foreseen: set[Hashable] = set()
+
+
+def foresees(device: Device) -> bool:
+    """Whether kernels are compiled on such a device before they are asked for."""
+    return device.backend == "cuda" and (os.cpu_count() or 1) >= SPARE_CORES
+
+
+def likely(problem: ConvProblem, device: Device) -> list[KernelLaunch]:
+    """Launches whose kernels a process that computes `problem` may soon wait for.
+
+    They are those of the same layer with more and with fewer images, and, once for each kind of array, direction and epilogue, those of a
+    common network's layers.
+    """
+    found: dict[str, KernelLaunch] = {}
+    for one in _related(problem):
+        config = engines.find(one, device)
+        if config is not None and len(found) < MOST_LIKELY:
+            found |= {launch.source(): launch for launch in missing(form(engines.schedule(one, config, device), device), device)}
+    return list(found.values())
+
+
+def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
+    for part in BATCHES:
+        yield replace(problem, N=max(1, round(part * problem.N)))
+    kind = (
+        problem.dtype, problem.precision, problem.layout, problem.direction, problem.has_bias, problem.has_scale, problem.activation
+    )  # fmt: skip
+    if problem.ndim != 2 or problem.groups != 1 or kind in _foreseen:
+        return
+    _foreseen.add(kind)
+    fused = problem.has_scale or problem.activation is not None
+    for (k, size), (taps, stride) in product(PYRAMID, LAYERS):
+        pad, written = (0, taps // 2, taps // 2), (1, size, size)
+        c, read = (k, written) if stride == 1 else (k // 2, (1, stride * size, stride * size))
+        one = replace(
+            problem, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written, stride=(1, stride, stride),
+            dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
+        )  # fmt: skip
+        yield one
+        if fused and stride == 1:
+            yield replace(one, has_residual=True)
 
 
 def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:

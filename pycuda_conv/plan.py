@@ -133,7 +133,8 @@ class Plan:
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
-        Its configuration is not the best one then. That one is compiled behind its calls, for :attr:`better`.
+        Its configuration is not the best one then. That one is compiled behind its calls, for :attr:`better`. Where the compiler has to
+        be waited for, it also compiles what may be asked for next.
         """
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
@@ -142,6 +143,9 @@ class Plan:
         missing = [] if noted or 0 in problem.result_shape else behind.missing(best, device)
         instead = behind.stand_in(problem, config, device) if missing else None
         if instead is None:
+            if missing and behind.foresees(device):
+                device.compile_behind(missing)  # while they are compiled, what else may be needed is found
+                device.compile_behind(behind.likely(problem, device))
             try:
                 self._set_up(config, noted)
             except CompileError as error:

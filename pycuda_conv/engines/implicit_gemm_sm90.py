@@ -814,6 +814,16 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is)
 
 
+#: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.
+CLEARLY = 1.1
+
+
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none is worth it."""
-    return fastest((time(problem, config, device), config) for config in configs(problem, device))
+    """The configuration that should be the fastest, behind the microseconds it should take; None where there is none.
+
+    One whose order of sums is that of most layers is preferred to one that is hardly faster, so that sizes of a layer share kernels.
+    """
+    timed = [(time(problem, config, device), config) for config in configs(problem, device)]
+    best = fastest(timed)
+    usual = fastest(one for one in timed if (one[1].loader, one[1].schedule) == ("im2col", "cooperative"))
+    return usual if best and usual and usual[0] <= CLEARLY * best[0] else best
