@@ -5,6 +5,8 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.runtime.cuda import CudaDevice
+from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import Workers
 
 # ---- the order of sums
@@ -79,8 +82,6 @@ def test_a_split_sum_is_another_order():
 
 
 def get_gpu():
-    from types import SimpleNamespace
-
     return SimpleNamespace(backend="cuda", capability=(9, 0), multiprocessors=132, model="")
 
 
@@ -429,3 +430,72 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda _: device._cubin("text", "sm_90").result(), range(8)))
     assert found == [b"machine code"] * 8 and begun == ["text"]
+
+
+# ---- before it is asked for
+
+
+class Empty(Target):
+    """A GPU for which nothing is compiled."""
+
+    def compiled(self, step):
+        return False
+
+
+@pytest.fixture
+def empty(monkeypatch):
+    monkeypatch.setattr(behind, "_foreseen", set())
+    device = Empty("sm_90a")
+    device.model = ""
+    return device
+
+
+def sources(problem, device):
+    schedule = engines.schedule(problem, engines.choose(problem, device), device)
+    return {launch.source() for launch in behind.launches(behind.form(schedule, device))}
+
+
+def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty):
+    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    found = {launch.source() for launch in behind.likely(problem, empty)}
+    for n in (2, 16):
+        assert sources(replace(problem, N=n), empty) <= found
+    deeper = replace(problem, C=256, K=256, input_size=(1, 14, 14), output_size=(1, 14, 14))
+    assert sources(deeper, empty) <= found
+    again = {launch.source() for launch in behind.likely(replace(problem, C=48), empty)}
+    assert len(again) < len(found)  # the network once
+
+
+@pytest.mark.parametrize("case", [
+    fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1), dgrad((8, 64, 28, 28), (64, 64, 3, 3), padding=1, stride=2),
+    fprop((8, 64, 56, 56), (64, 1, 3, 3), padding=1, groups=64), fprop((2, 16, 900), (32, 16, 3)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
+    from pycuda_conv.tools.kernels import families
+
+    known = families("sm_90a")
+    found = behind.likely(case.problem(dtype), empty)
+    assert len(found) <= behind.MOST_LIKELY + 8
+    assert all(any(launch in family for family in known) for launch in found)
+
+
+def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch):
+    problem = CASE.problem()
+    own = sources(problem, slow.device)
+    monkeypatch.setattr(behind, "foresees", lambda _: True)
+    cached_plan(problem, slow.device)
+    assert own <= set(slow.asked)
+    for known in (False, True):  # and only where something is waited for
+        slow.asked.clear()
+        if known:
+            slow.ready |= own
+        cached_plan.cache_clear()
+        cached_plan(problem, slow.device)
+        assert bool(slow.asked) != known
+
+
+def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
+    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False), (None, "cuda", False)):
+        monkeypatch.setattr(behind.os, "cpu_count", lambda cores=cores: cores)
+        assert behind.foresees(SimpleNamespace(backend=backend)) == expected
