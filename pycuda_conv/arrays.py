@@ -886,12 +886,25 @@ class StandInKind(ArrayKind):
         raise TypeError("a plan takes arrays, and torch.fx gives it stand-ins for them: trace a function as pycuda_conv.conv2d instead")
 
 
+class LazyKind(ArrayKind):
+    """dask arrays: a graph is made of the call, whose tasks call with the chunks."""
+
+    name = "dask.array.Array"
+
+    def dtype_name(self, dtype: np.dtype) -> str:
+        return dtype.name
+
+    def check_not_recorded(self, first: Any, second: Any, bias: Any = None, scale: Any = None, residual: Any = None) -> None:
+        raise TypeError("a plan takes arrays in memory, and a dask array is computed later: call a function such as pycuda_conv.conv2d")
+
+
 # ---- which kind an object is
 
 
 STAND_IN = StandInKind()
+LAZY = LazyKind()
 _kinds: dict[type, ArrayKind] = {}
-_by_name: dict[type[ArrayKind], ArrayKind] = {}
+_by_name: dict[type[ArrayKind], ArrayKind] = {LazyKind: LAZY}
 
 
 def kind_of(name: str, array: Any) -> ArrayKind:
@@ -913,6 +926,8 @@ def kind_of(name: str, array: Any) -> ArrayKind:
 def _kind_class(array: Any) -> type[ArrayKind] | None:
     if isinstance(array, np.ndarray):
         return None if isinstance(array, np.ma.MaskedArray) else NumpyKind
+    if _is_lazy(array):
+        return LazyKind
     # a library that was never imported made none of the arguments
     torch, cupy, gpuarray = (sys.modules.get(module) for module in ("torch", "cupy", "pycuda.gpuarray"))
     if torch is not None and isinstance(array, torch.Tensor):
@@ -924,12 +939,17 @@ def _kind_class(array: Any) -> type[ArrayKind] | None:
     return InterfaceKind if hasattr(array, "__cuda_array_interface__") else None
 
 
+def _is_lazy(array: Any) -> bool:
+    dask = sys.modules.get("dask.array")
+    return dask is not None and isinstance(array, dask.Array)
+
+
 def same_kind(
     input: Any, weight: Any, bias: Any, out: Any, scale: Any = None, residual: Any = None, names: tuple[str, str] = ("input", "weight")
 ) -> ArrayKind:
     """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``.
 
-    It is :data:`STAND_IN` if any of them only stands for a tensor.
+    It is :data:`STAND_IN` if any of them only stands for a tensor, and :data:`LAZY` if any is a dask array.
     """
     # torch.compile follows what is below and can't write to our table of types; it runs an import as it is
     if (
@@ -955,6 +975,8 @@ def same_kind(
         hasattr(type(a), "__torch_function__") and not isinstance(a, torch.Tensor) for a in (input, weight, bias, out, scale, residual)
     ):
         return STAND_IN
+    if any(map(_is_lazy, (input, weight, bias, out, scale, residual))):
+        return LAZY
     first, second = names
     kind = kind_of(first, input)
     for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual), ("out", out)):

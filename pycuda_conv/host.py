@@ -132,6 +132,12 @@ def pieces(problem: ConvProblem, chunk_bytes: int) -> list[Piece]:
 
 def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
     """The piece of one image that gives rows `first` to `last` of the result along `axis`."""
+    part, low, high = band(replace(problem, N=1), axis, first, last)
+    return Piece(part, slice(0, 1), slice(low, high), slice(first, last))
+
+
+def band(problem: ConvProblem, axis: int, first: int, last: int) -> tuple[ConvProblem, int, int]:
+    """The problem that gives rows `first` to `last` of the result along `axis`, and the rows, from one to the other, that it reads."""
     stride, before, dilation = problem.stride[axis], problem.padding_before[axis], problem.dilation[axis]
     reach = dilation * (problem.filter_size[axis] - 1)
     size = problem.operand_size[axis]
@@ -145,7 +151,7 @@ def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
         low = min(max(start, 0), size - 1)
         high = max(min(end, size), low + 1)
         part = replace(
-            problem, N=1, input_size=at(problem.input_size, high - low), output_size=at(problem.output_size, last - first),
+            problem, input_size=at(problem.input_size, high - low), output_size=at(problem.output_size, last - first),
             padding_before=at(problem.padding_before, low - start), padding_after=at(problem.padding_after, end - high),
         )
     else:
@@ -153,10 +159,10 @@ def _rows(problem: ConvProblem, axis: int, first: int, last: int) -> Piece:
         low = max(0, min(-(-(first + before - reach) // stride), (first + before) // stride, size - 1))
         high = max(min(size, (last - 1 + before) // stride + 1), low + 1)
         part = replace(
-            problem, N=1, output_size=at(problem.output_size, high - low), input_size=at(problem.input_size, last - first),
+            problem, output_size=at(problem.output_size, high - low), input_size=at(problem.input_size, last - first),
             padding_before=at(problem.padding_before, first + before - low * stride),
         )
-    return Piece(part, slice(0, 1), slice(low, high), slice(first, last))
+    return part, low, high
 
 
 # ---- running the pieces

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv.arrays import STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
+from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.plan import Plan, as_called, cached_plan
@@ -117,6 +117,13 @@ def _convolve(
     _check_options(precision, tune)
     if not (activation is None or isinstance(activation, str)):
         raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)}")
+    if kind is LAZY:
+        chunked, place = _in_chunks(device, devices, tune)
+        more = {"output_padding": output_padding} if transposed else {}
+        return chunked.convolve(
+            transposed, ndim, input, weight, bias, scale, residual, out=out, stream=stream, place=place, stride=stride, padding=padding,
+            dilation=dilation, groups=groups, precision=precision, activation=activation, **more,
+        )
     gpus: tuple[Any, ...] = ()
     if devices is not None:
         gpus = _gpus(devices, device)
@@ -162,6 +169,12 @@ def _gradient(
     if not isinstance(size, (list, tuple)):
         raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {brief(size)}")
     _check_options(precision, tune)
+    if kind is LAZY:
+        chunked, place = _in_chunks(device, None, tune)
+        return chunked.gradient(
+            of, ndim, first, second, size, out=out, stream=stream, place=place, stride=stride, padding=padding, dilation=dilation,
+            groups=groups, precision=precision,
+        )
     if device is not None:
         device = get_device(device)
     size = _key(f"{of}_size", size)
@@ -184,6 +197,15 @@ def _hand_over(name: str, *operands: Any, **options: Any) -> Any:
     given = {key: value for key, value in options.items() if key in parameters and value is not parameters[key].default}
     tools = sys.modules["torch"].overrides
     return tools.handle_torch_function(function, [a for a in (*operands, *given.values()) if tools.is_tensor_like(a)], *operands, **given)
+
+
+def _in_chunks(device: Any, devices: Any, tune: bool) -> tuple[Any, Any]:
+    """The module for dask arrays, which is imported when there are any, and where their chunks are to be computed."""
+    from pycuda_conv import dask
+
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        devices = tuple(devices)
+    return dask, dask.Place(getattr(device, "name", device), devices, tune)
 
 
 def _check_options(precision: Any, tune: Any) -> None:
@@ -244,6 +266,9 @@ def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorde
     kind = same_kind(grad_output, grad_output, None, None, names=("grad_output", "grad_output"))
     if kind is STAND_IN:
         return _hand_over(f"conv{ndim}d_bias", grad_output, device=device, stream=stream)
+    if kind is LAZY:
+        chunked, place = _in_chunks(device, None, False)
+        return chunked.sum_channels(ndim, grad_output, stream=stream, place=place)
     if device is not None:
         device = get_device(device)
     if not recorded:
@@ -294,7 +319,7 @@ def conv2d(
     input : array of shape (N, C, H, W) or (C, H, W)
         A numpy, torch or CuPy array, a PyCUDA ``GPUArray``, or any object with ``__cuda_array_interface__``. Its dtype is float16,
         bfloat16 (in numpy that of ml_dtypes), float32 or float64. Its strides may be any. A torch tensor that is channels last
-        (NHWC in memory) gives a result that is.
+        (NHWC in memory) gives a result that is. A dask array of numpy or CuPy chunks gives one that is computed later.
     weight : array of shape (K, C/groups, R, S)
         The filters.
     bias : array of shape (K,), optional

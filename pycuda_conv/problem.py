@@ -184,7 +184,7 @@ class ConvProblem:
         cls, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], bias_shape: Sequence[int] | None = None, *,
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
         precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", scale_shape: Sequence[int] | None = None,
-        residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
+        residual_shape: Sequence[int] | None = None, activation: Activation | None = None, in_chunks: bool = False,
     ) -> ConvProblem:
         """A convolution of rank `ndim` (1, 2 or 3) in the terms of ``torch.nn.functional.conv1d/2d/3d``.
 
@@ -199,6 +199,8 @@ class ConvProblem:
             How input and result lie in memory; the shapes are the same.
         scale_shape : (K,) or None
         residual_shape : the result's, or None
+        in_chunks : bool
+            Whether chunks of the problem will be computed, not the whole: then a channel may have more than 2^31 - 1 elements.
 
         Raises
         ------
@@ -236,7 +238,7 @@ class ConvProblem:
         o, p, q = ((n - r) // s + 1 for n, r, s in zip(padded, reach, common.stride, strict=True))
         return replace(
             common, C=channels, K=k, output_size=(o, p, q), padding_before=before, padding_after=after, has_bias=bias_shape is not None,
-        )._checked_sizes()._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        )._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def transposed(
@@ -244,6 +246,7 @@ class ConvProblem:
         stride: Sizes = 1, padding: Crop = 0, output_padding: Sizes = 0, groups: SupportsIndex = 1, dilation: Sizes = 1,
         dtype: str = "float32", precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
         scale_shape: Sequence[int] | None = None, residual_shape: Sequence[int] | None = None, activation: Activation | None = None,
+        in_chunks: bool = False,
     ) -> ConvProblem:
         """A transposed convolution of rank `ndim` in the terms of ``torch.nn.functional.conv_transpose1d/2d/3d``.
 
@@ -255,7 +258,7 @@ class ConvProblem:
         bias_shape : (C,) or None
         stride, padding, output_padding, groups, dilation, activation
             As for :func:`pycuda_conv.conv_transpose2d`.
-        layout
+        layout, in_chunks
             As for :meth:`forward`.
         scale_shape : (C,) or None
         residual_shape : the result's, or None
@@ -309,20 +312,20 @@ class ConvProblem:
         return replace(
             common, direction="dgrad", C=channels, K=k, input_size=(d, h, w), output_size=common.input_size, padding_before=before,
             padding_after=after, has_bias=bias_shape is not None,
-        )._checked_sizes()._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+        )._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
 
     @classmethod
     def gradient(
         cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
-        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW",
+        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", in_chunks: bool = False,
     ) -> ConvProblem:
         """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
 
         Parameters
         ----------
         of : {"input", "weight"}
-        input_shape, weight_shape, stride, padding, dilation, groups, layout
+        input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks
             Of the convolution, as for :meth:`forward`.
         grad_output_shape : (N, K, ...) or (K, ...)
 
@@ -335,7 +338,7 @@ class ConvProblem:
             raise ConvArgumentError(f"a gradient is of the 'input' or of the 'weight', but got of={brief(of)}")
         forward = cls.forward(
             ndim, input_shape, weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=dtype,
-            precision=precision, layout=layout,
+            precision=precision, layout=layout, in_chunks=in_chunks,
         )
         if _sizes("grad_output_shape", grad_output_shape) != forward.result_shape:
             raise ConvArgumentError(
@@ -346,9 +349,9 @@ class ConvProblem:
             return replace(forward, direction="dgrad")
         return replace(forward, direction="wgrad")
 
-    def _checked_sizes(self) -> ConvProblem:
+    def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
         for what, size in (("input", self.input_size), ("output", self.output_size)):
-            if math.prod(size) >= 2**31:
+            if math.prod(size) >= 2**31 and not in_chunks:
                 shown = _times(size[-self.ndim :])
                 raise ConvArgumentError(f"one channel of the {what} has {shown} elements; at most 2^31 - 1 are supported")
         # kernels compute coordinates inside a plane in 32 bits, before they look whether these lie in the image

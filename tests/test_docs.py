@@ -59,6 +59,8 @@ def test_the_code_of_a_page_runs(page, device, monkeypatch, tmp_path):
         torch = pytest.importorskip("torch")
         if torch.cuda.is_available() != (device != "opencl"):
             pytest.skip("torch's tensors lie elsewhere")
+    if any("dask" in code for code in blocks(page, "python")):
+        pytest.importorskip("dask.array")
     monkeypatch.setenv("PYCUDA_CONV_BACKEND", device.partition(":")[0])
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__"}

@@ -1,0 +1,430 @@
+"""dask arrays: results, chunks, what is refused when the graph is built, and clusters of real processes."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import why_no_opencl
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import DTYPES, EPS
+
+import pycuda_conv as pc
+from pycuda_conv.plan import cached_plan
+from pycuda_conv.runtime import get_device
+
+dask = pytest.importorskip("dask", reason="dask arrays are dask's")
+da = pytest.importorskip("dask.array")
+
+
+def draw(*shape, seed=0, dtype="float32"):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def function(name, ndim, suffix=""):
+    return getattr(pc, f"conv{name}{ndim}d{suffix}")
+
+
+@pytest.fixture(autouse=True)
+def threads():
+    """dask's own default for arrays, whatever a test before left as the current cluster."""
+    with dask.config.set(scheduler="threads", num_workers=3):
+        yield
+
+
+def check(found, whole):
+    """On OpenCL the same kernels run for chunks and for the whole, and their sums have the same order."""
+    assert found.shape == whole.shape and found.dtype == whole.dtype
+    if get_device(None).backend == "opencl":
+        assert np.array_equal(found, whole)
+    else:
+        scale = max(float(np.abs(whole.astype("f8")).max(initial=0)), 1.0)
+        assert np.abs(found.astype("f8") - whole.astype("f8")).max(initial=0) <= 64 * EPS[whole.dtype.name] * scale
+
+
+@pytest.fixture
+def here(device, monkeypatch):
+    """The device of a test is every chunk's default."""
+    from pycuda_conv import runtime
+
+    monkeypatch.setattr(runtime, "default_backend", lambda: device.partition(":")[0])
+    return device
+
+
+# ---- results
+
+
+@st.composite
+def cuts(draw, size):
+    """An axis in chunks, small ones among them."""
+    chunks = []
+    while sum(chunks) < size:
+        chunks.append(draw(st.integers(1, size - sum(chunks))))
+    return tuple(chunks)
+
+
+@st.composite
+def calls(draw):
+    """A call of one of the six functions, arrays and options, and chunks for each array."""
+    ndim, groups, transposed, batched = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3])), draw(st.booleans()), draw(st.booleans())
+    in_group, out_group = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+
+    def axes(low, high):
+        return [draw(st.integers(low, high)) for _ in range(ndim)]
+
+    kernel, stride, dilation, size = axes(1, 4), axes(1, 3), axes(1, 2), axes(4, [40, 16, 9][ndim - 1])
+    padding = list(zip(axes(0, 5), axes(0, 5), strict=True))
+    images = (draw(st.integers(1, 3)),) if batched else ()
+    x_shape = (*images, groups * in_group, *size)
+    w_shape = (groups * in_group, out_group, *kernel) if transposed else (groups * out_group, in_group, *kernel)
+    x_chunks = (
+        *(draw(cuts(n)) for n in images), tuple(in_group * n for n in draw(cuts(groups))) if groups > 1 else (in_group,),
+        *(draw(cuts(n)) for n in size),
+    )
+    w_chunks = draw(st.none() | st.tuples(*(cuts(n) for n in w_shape)))
+    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    if transposed:
+        options["output_padding"] = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation, strict=True)]
+    return transposed, ndim, x_shape, w_shape, groups * out_group, x_chunks, w_chunks, draw(st.booleans()), options
+
+
+@given(calls())
+@settings(max_examples=60)
+def test_chunks_give_what_the_whole_gives(device, call):
+    transposed, ndim, x_shape, w_shape, channels, x_chunks, w_chunks, epilogue, options = call
+    convolve = function("_transpose" * transposed, ndim)
+    x, w = draw(*x_shape), draw(*w_shape)
+    more = {"bias": draw(channels), "scale": draw(channels, seed=1), "activation": "relu"} if epilogue else {}
+    try:
+        whole = convolve(x, w, device=device, **options, **more)
+    except ValueError:  # nothing is left of it
+        with pytest.raises(ValueError):
+            convolve(da.from_array(x, chunks=x_chunks), w, **options, **more)
+        return
+    if epilogue:
+        more["residual"] = residual = draw(*whole.shape, seed=2)
+        whole = convolve(x, w, device=device, **options, **more)
+        more["residual"] = da.from_array(residual, chunks=3)
+    filters = w if w_chunks is None else da.from_array(w, chunks=w_chunks)
+    result = convolve(da.from_array(x, chunks=x_chunks), filters, device=device, **options, **more)
+    assert isinstance(result, da.Array) and result.shape == whole.shape and all(0 not in chunks for chunks in result.chunks)
+    found = result.compute(scheduler="sync")
+    if device == "opencl":
+        assert np.array_equal(found, whole)
+    else:
+        np.testing.assert_allclose(found, whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ndim", [1, 2, 3])
+def test_gradients(here, ndim, dtype):
+    size, chunks = [(33,), (13, 17), (7, 9, 8)][ndim - 1], [((9, 11, 13),), ((6, 7), (9, 8)), ((3, 4), (5, 4), (8,))][ndim - 1]
+    x, w = draw(3, 4, *size, dtype=dtype), draw(6, 2, *(3,) * ndim, dtype=dtype)
+    options = {"stride": 2, "padding": 1, "groups": 2}
+    dy = draw(*function("", ndim)(x, w, **options).shape, dtype=dtype)
+    lazy_x, lazy_dy = da.from_array(x, chunks=((2, 1), 2, *chunks)), da.from_array(dy, chunks=((1, 2), 3, *(3,) * ndim))
+    check(function("", ndim, "_input")(x.shape, w, lazy_dy, **options).compute(), function("", ndim, "_input")(x.shape, w, dy, **options))
+    bound = EPS[dtype] * 50
+    whole = function("", ndim, "_weight")(x, w.shape, dy, **options).astype("f8")
+    lazy = function("", ndim, "_weight")(lazy_x, w.shape, lazy_dy, **options)
+    found = lazy.compute()
+    assert lazy.shape == found.shape == w.shape and lazy.dtype == found.dtype == x.dtype
+    assert np.linalg.norm(found.astype("f8") - whole) <= bound * np.linalg.norm(whole) and np.array_equal(found, lazy.compute())
+    whole, lazy = dy.astype("f8").sum(axis=(0, *range(2, 2 + ndim))), function("", ndim, "_bias")(lazy_dy)
+    assert lazy.shape == whole.shape and lazy.dtype == dy.dtype
+    assert np.linalg.norm(lazy.compute().astype("f8") - whole) <= bound * np.abs(dy.astype("f8")).sum() ** 0.5
+
+
+def test_a_weight_s_gradient_keeps_chunks_of_channels(here):
+    x, dy = draw(2, 4, 9, 9), draw(2, 6, 7, 7)
+    lazy = pc.conv2d_weight(da.from_array(x, chunks=(1, 2, 4, 9)), (6, 4, 3, 3), da.from_array(dy, chunks=(2, 3, 7, 7)))
+    assert lazy.chunks == ((3, 3), (2, 2), (3,), (3,))
+    np.testing.assert_allclose(lazy.compute(), pc.conv2d_weight(x, (6, 4, 3, 3), dy), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("options, chunks", [
+    ({"padding": "same"}, (64, 64, 32)), ({"padding": 2, "dilation": 2}, (64, 64, 32)), ({}, (64, 64, 30)),
+    ({"padding": 1, "stride": 2}, (32, 32, 16)), ({"padding": 1, "stride": 3}, (22, 21, 11)), ({"padding": ((1, 0), (1, 0))}, (64, 64, 31)),
+])
+def test_chunks_of_the_result(here, options, chunks):
+    x = da.zeros((5, 3, 160, 160), chunks=(2, 3, 64, 64), dtype="f4")
+    y = pc.conv2d(x, np.ones((4, 3, 3, 3), "f"), **options)
+    assert y.chunks == ((2, 2, 1), (4,), chunks, chunks)
+    assert y.partitions[1, 0, 2, 2].compute().shape == (2, 4, chunks[2], chunks[2])
+
+
+def test_small_chunks_are_merged(here):
+    x = da.zeros((1, 1, 20), chunks=(1, 1, (1, 1, 10, 1, 1, 6)), dtype="f4")
+    assert pc.conv1d(x, np.ones((1, 1, 5), "f"), padding="same").chunks[2] == (2, 10, 2, 6)
+    assert pc.conv1d(x, np.ones((1, 1, 19), "f"), padding="same").chunks[2] == (20,)
+    assert pc.conv_transpose1d(x, np.ones((1, 1, 2), "f"), stride=2).chunks[2] == (2, 2, 20, 2, 2, 12)
+
+
+def test_images_without_a_batch_axis(here):
+    x, w = draw(3, 20, 21), draw(2, 3, 3, 3)
+    check(pc.conv2d(da.from_array(x, chunks=(3, 7, 9)), w, padding=1).compute(), pc.conv2d(x, w, padding=1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dtypes(here, dtype):
+    x, w = draw(2, 3, 20, 21, dtype=dtype), draw(4, 3, 3, 3, dtype=dtype)
+    check(pc.conv2d(da.from_array(x, chunks=(1, 3, 7, 9)), w, padding=1).compute(), pc.conv2d(x, w, padding=1))
+
+
+def test_many_take_dask_arrays(here):
+    x, w = draw(2, 1, 9, 9), draw(1, 1, 3, 3)
+    for lazy in pc.conv2d_many([da.from_array(x, chunks=4)] * 2, w):
+        check(lazy.compute(), pc.conv2d(x, w))
+
+
+@pytest.mark.gpu
+def test_chunks_of_cupy():
+    cupy = pytest.importorskip("cupy")
+    x, w = draw(4, 3, 40, 41), draw(5, 3, 3, 3)
+    lazy = da.from_array(cupy.asarray(x), chunks=(2, 3, 20, 20), asarray=False)
+    whole = pc.conv2d(x, w, padding=1)
+    for filters in (w, cupy.asarray(w)):
+        found = pc.conv2d(lazy, filters, padding=1).compute()
+        assert isinstance(found, cupy.ndarray)
+        np.testing.assert_allclose(found.get(), whole, rtol=1e-4, atol=1e-4)
+    with pytest.raises(TypeError, match="one kind"):
+        pc.conv2d(da.from_array(x, chunks=4), cupy.asarray(w))
+
+
+@pytest.mark.gpu
+def test_gpus_take_turns():
+    x, w = draw(8, 3, 40, 41), draw(5, 3, 3, 3)
+    lazy = pc.conv2d(da.from_array(x, chunks=(1, 3, 40, 41)), w, devices="all")
+    assert np.array_equal(lazy.compute(), pc.conv2d(da.from_array(x, chunks=(1, 3, 40, 41)), w, device=0).compute())
+
+
+# ---- what a graph does
+
+
+def test_nothing_is_computed_before_it_is_asked_for_and_nothing_twice(here):
+    asked, lock = Counter(), threading.Lock()
+
+    def load(block_info=None):
+        with lock:
+            asked[block_info[None]["chunk-location"]] += 1
+        return np.ones(block_info[None]["chunk-shape"], "f")
+
+    x = da.map_blocks(load, chunks=((1, 1), (1,), (8,) * 4, (8,) * 3, (8,) * 3), dtype="f4", meta=np.empty((0,) * 5, "f"))
+    y = pc.conv3d(x, np.ones((1, 1, 3, 3, 3), "f"), padding=1)
+    assert not asked
+    part = y[0, 0, :8, :8, :8].compute()
+    assert part.max() == 27 and set(asked) == {(0, 0, d, h, w) for d in (0, 1) for h in (0, 1) for w in (0, 1)}
+    asked.clear()
+    assert y.sum().compute() == 2 * (3 * 32 - 2) * (3 * 24 - 2) ** 2
+    assert len(asked) == 72 and set(asked.values()) == {1}
+
+
+def test_what_is_written_to_a_filter_later_makes_no_difference(here):
+    x, w = draw(1, 1, 12, 12), draw(1, 1, 3, 3)
+    lazy, whole = pc.conv2d(da.from_array(x, chunks=6), w), pc.conv2d(x, w)
+    w[:] = 0
+    check(lazy.compute(), whole)
+
+
+def test_names_follow_the_arguments():
+    """dask takes arrays of one name for the same."""
+    x, w = da.zeros((1, 1, 12, 12), chunks=6, dtype="f4"), draw(1, 1, 3, 3)
+    one = {pc.conv2d(x, w, padding=1).name, pc.conv2d(x, w.copy(), padding=1).name}
+    assert len(one) == 1
+    others = [pc.conv2d(x, w), pc.conv2d(x, 2 * w, padding=1), pc.conv2d(x, w, w[0, 0, 0, :1], padding=1), pc.conv2d(x, w, padding=1, activation="relu")]
+    others += [pc.conv2d(x, w, padding=1, scale=w[0, 0, 0, :1]), pc.conv2d(x, w, padding=((1, 1), (1, 0))), pc.conv2d(x, w, padding=1, device="opencl")]
+    assert len(one | {other.name for other in others}) == 1 + len(others)
+
+
+def test_nothing_grows_over_ten_thousand_chunks(here):
+    psutil = pytest.importorskip("psutil", reason="memory is read by psutil")
+    x, w = da.ones((1000, 1, 8), chunks=(1, 1, 8), dtype="f4"), np.ones((1, 1, 3), "f")
+    sums = pc.conv1d(x, w, padding=1).sum(split_every=100)
+
+    def run(times):
+        for _ in range(times):
+            assert sums.compute(scheduler="sync") == 22_000
+
+    run(2)
+    plans, used = cached_plan.cache_info().currsize, psutil.Process().memory_info().rss
+    run(8)
+    assert cached_plan.cache_info().currsize == plans
+    assert psutil.Process().memory_info().rss - used < 16 << 20
+
+
+def test_a_volume_of_a_hundred_gigabytes_is_a_graph_at_once(here):
+    x = da.zeros((1, 1, 3000, 3000, 3000), chunks=(1, 1, 300, 300, 300), dtype="f4")  # 2.7e10 elements in one channel
+    start = time.perf_counter()
+    y = pc.conv3d(x, np.ones((1, 1, 3, 3, 3), "f"), padding=1)
+    assert y.shape == x.shape and y.npartitions == 1000 and time.perf_counter() - start < 5
+
+
+def test_a_chunk_goes_to_the_gpu_with_the_least_to_do(monkeypatch):
+    from pycuda_conv import dask as chunked
+
+    class Gpu:
+        def __init__(self, name):
+            self.name = name
+
+    gpus = (Gpu("cuda:0"), Gpu("cuda:1"))
+    monkeypatch.setattr(chunked.ops, "_gpus", lambda devices, device: gpus)
+    place = chunked.Place(devices="all")
+    with place.taken() as first, place.taken() as second:
+        assert {first, second} == set(gpus)
+        with place.taken() as third, place.taken() as fourth:
+            assert {third, fourth} == set(gpus)
+    assert not any(chunked._busy.values())
+
+
+# ---- what is refused when the graph is built
+
+X = da.zeros((2, 4, 20, 20), chunks=(1, 4, 10, 10), dtype="f4")
+W = np.ones((6, 4, 3, 3), "f")
+REFUSED = {
+    "dtypes": (lambda: pc.conv2d(X, W.astype("f8")), ValueError, "float32.*float64.*should be the same"),
+    "dtype of the residual": (lambda: pc.conv2d(X, W, residual=da.zeros((2, 6, 18, 18), dtype="f8")), ValueError, "residual.*float64"),
+    "integers": (lambda: pc.conv2d(X.astype("i4"), W.astype("i4")), TypeError, "int32"),
+    "channels": (lambda: pc.conv2d(X.rechunk({1: 2}), W), ValueError, r"all 4 channels.*\(2, 2\).*rechunk\(\{1: -1\}\)"),
+    "groups": (lambda: pc.conv2d(X.rechunk({1: 1}), W[:, :2], groups=2), ValueError, r"whole groups of 2 channels.*\(1, 1, 1, 1\).*rechunk\(\{1: 2\}\)"),
+    "unknown": (lambda: pc.conv2d(X[X[:, 0, 0, 0] > 0], W), ValueError, "unknown sizes.*compute_chunk_sizes"),
+    "shape": (lambda: pc.conv2d(X, W[:, :3]), ValueError, "to have 3 channels, but got 4"),
+    "bias": (lambda: pc.conv2d(X, W, W[0, 0, 0]), ValueError, "bias"),
+    "residual": (lambda: pc.conv2d(X, W, residual=X), ValueError, "residual must have the result's shape"),
+    "out": (lambda: pc.conv2d(X, W, out=np.empty((2, 6, 18, 18), "f")), ValueError, "out is for arrays in memory"),
+    "stream": (lambda: pc.conv2d(X, W, stream=0), ValueError, "stream is for arrays in memory"),
+    "numpy input": (lambda: pc.conv2d(np.zeros((1, 4, 9, 9), "f"), da.from_array(W)), TypeError, "input must be a dask array"),
+    "list": (lambda: pc.conv2d(X, [[1]]), TypeError, "weight must be a numpy.ndarray"),
+    "device": (lambda: pc.conv2d(X, W, device=1.5), TypeError, "device must be"),
+    "both": (lambda: pc.conv2d(X, W, device=0, devices=[0]), ValueError, "exclude each other"),
+    "devices": (lambda: pc.conv2d(X, W, devices="some"), TypeError, "devices must be"),
+    "stride": (lambda: pc.conv2d(X, W, stride=0), ValueError, "stride"),
+    "size of a chunk": (
+        lambda: pc.conv2d(da.zeros((1, 1, 1 << 17, 1 << 17), chunks=(1, 1, 1 << 16, 1 << 16), dtype="f4"), W[:1, :1]), ValueError,
+        "chunks of 65536 x 65536 are too large: one channel",
+    ),
+    "gradient": (lambda: pc.conv2d_weight(X, W.shape, X), ValueError, "grad_output must have the shape"),
+    "gradient of the input": (lambda: pc.conv2d_input((2, 4, 22, 22), W[:4], X.rechunk({1: 1})), ValueError, "all 4 channels"),
+    "gradient of a bias": (lambda: pc.conv2d_bias(X[0, 0]), ValueError, "grad_output"),
+    "a plan": (lambda: pc.Plan(pc.ConvProblem.forward(2, X.shape, W.shape), "opencl")(X, W), TypeError, "a plan takes arrays in memory"),
+}
+
+
+@pytest.mark.parametrize("call, error, words", REFUSED.values(), ids=REFUSED.keys())
+def test_refused_when_the_graph_is_built(call, error, words):
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    with pytest.raises(error, match=words):
+        call()
+
+
+# ---- clusters
+
+
+@pytest.fixture(scope="module")
+def cluster(python_env, tmp_path_factory):
+    """Two workers, processes with one PoCL thread each."""
+    distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    env = {"PYTHONPATH": python_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1"}
+    folder = tmp_path_factory.mktemp("workers")
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 10}),
+        distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0) as made,
+    ):
+        yield made
+
+
+@pytest.fixture
+def client(cluster):
+    from distributed import Client
+
+    with Client(cluster) as made:
+        made.wait_for_workers(2)
+        yield made
+
+
+def slow_ones(*shape, chunks, seconds):
+    """Chunks of ones that take a while."""
+
+    def load(block_info=None):
+        time.sleep(seconds)
+        return np.ones(block_info[None]["chunk-shape"], "f")
+
+    return da.map_blocks(load, chunks=da.core.normalize_chunks(chunks, shape), dtype="f4", meta=np.empty((0,) * len(shape), "f"))
+
+
+def test_a_cluster_gives_what_the_whole_gives_and_gets_the_filter_once(client):
+    x, w = draw(6, 8, 60, 60), draw(17, 8, 5, 5)
+    lazy = pc.conv2d(da.from_array(x, chunks=(1, 8, 20, 20)), w, padding=2, device="opencl")
+
+    def received(dask_worker):
+        return [key for log in dask_worker.transfer_incoming_log for key, nbytes in log["keys"].items() if nbytes == w.nbytes]
+
+    assert np.array_equal(client.compute(lazy).result(), pc.conv2d(x, w, padding=2, device="opencl"))
+    assert sum(len(keys) for keys in client.run(received).values()) <= 1  # from one worker to the other
+    assert pickle.dumps(lazy).count(w.tobytes()) == 1  # and to the scheduler too
+
+
+def test_a_worker_that_is_killed_in_the_middle_leaves_no_gap(client):
+    x = slow_ones(40, 1, 32, 32, chunks=(1, 1, 16, 32), seconds=0.04)
+    lazy = pc.conv2d(x, np.ones((1, 1, 3, 3), "f"), padding=1, device="opencl").persist()
+    victim = client.run(os.getpid)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and sum(len(keys) for keys in client.has_what().values()) < 20:
+        time.sleep(0.02)
+    done = sum(future.done() for future in client.futures_of(lazy))
+    assert 0 < done < 80
+    os.kill(next(iter(victim.values())), signal.SIGKILL)
+    expected = pc.conv2d(np.ones((40, 1, 32, 32), "f"), np.ones((1, 1, 3, 3), "f"), padding=1, device="opencl")
+    assert np.array_equal(lazy.compute(), expected)
+    assert client.run(os.getpid) != victim
+
+
+def test_a_worker_without_a_gpu_computes_only_if_asked_to(client):
+    from pycuda_conv.runtime import default_backend
+
+    if default_backend() != "opencl" or os.environ.get("PYCUDA_CONV_BACKEND"):
+        pytest.skip("for workers that have no GPU and were not told so")
+    x, w = da.ones((2, 1, 9, 9), chunks=(1, 1, 9, 9), dtype="f4"), np.ones((1, 1, 3, 3), "f")
+    with pytest.raises(pc.BackendError, match=r"has no GPU.*device='opencl'.*PYCUDA_CONV_BACKEND=opencl"):
+        pc.conv2d(x, w).compute()
+    assert (pc.conv2d(x, w, device="opencl").compute() == 9).all()
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
+def test_two_workers_are_faster_than_one(client):
+    """With one PoCL thread each. The time that the cores spend tells it on a busy machine too, the clock only where nothing else runs."""
+    psutil = pytest.importorskip("psutil", reason="other processes are seen by psutil")
+    processes = {address: psutil.Process(pid) for address, pid in client.run(os.getpid).items()}
+    own = [*processes.values(), psutil.Process()]
+    w = np.ones((16, 16, 7, 7), "f")
+
+    def spent(process):
+        return sum(process.cpu_times()[:2])
+
+    def run(number, **where):
+        """The clock's seconds, those of the core that had the most to do, and how many cores other processes took."""
+        x = da.full((24, 16, 128, 128), number, chunks=(1, 16, 128, 128), dtype="f4")  # a new number: dask knows old results
+        total = pc.conv2d(x, w, padding=3, device="opencl").sum()
+        before, start = [spent(process) for process in own], time.perf_counter()
+        idle = psutil.cpu_times().idle
+        client.compute(total, **where).result()
+        seconds = time.perf_counter() - start
+        used = [spent(process) - was for process, was in zip(own, before, strict=True)]
+        others = psutil.cpu_count() - (psutil.cpu_times().idle - idle + sum(used)) / seconds
+        return seconds, max(used[:2]), others
+
+    for number, address in enumerate(processes):  # which compile
+        run(number, workers=[address])
+    for number in range(2, 10, 2):
+        alone, together = run(number, workers=list(processes)[:1]), run(number + 1)
+        by_core, by_clock, others = alone[1] / together[1], alone[0] / together[0], max(alone[2], together[2])
+        if by_core >= 1.6 and (by_clock >= 1.6 or others > 0.1):
+            return
+    raise AssertionError(f"two workers are {by_clock:.2f} times as fast as one, {by_core:.2f} by the busiest core; others took {others:.1f} cores")
