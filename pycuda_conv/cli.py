@@ -95,6 +95,7 @@ def parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
     bench.add_argument("--host-calls", action="store_true", help="measure only what a call costs on the host")
+    bench.add_argument("--host-cost", action="store_true", help="measure what each way to call costs the host, against torch, and threads")
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
@@ -209,6 +210,10 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import coldbench
 
         return coldbench.run(arguments.device, arguments.json, arguments.only)
+    if arguments.host_cost:
+        from pycuda_conv.tools import hostcost
+
+        return hostcost.list_cases() if arguments.list else hostcost.run(settings)
     if arguments.families:
         from pycuda_conv.tools import choices
 

@@ -694,6 +694,10 @@ class CudaDevice(Device):
         texts = {step.source(): step.arch for step in steps}
         return [self._cubin(source, arch, behind=True) for source, arch in texts.items() if source not in self._modules]
 
+    def all_compiled(self) -> bool:
+        """Whether nothing is being compiled for the device, and nothing waits to be."""
+        return all(coming.done() for coming in list(self._cubins.values()))
+
     def describe(self, step: KernelLaunch) -> dict[str, float]:
         """Registers and local bytes of a thread, shared bytes of a block, and the part of a multiprocessor's threads that run at once."""
         function = self._function(step)

@@ -1,0 +1,56 @@
+"""What a call costs the host: ``pycuda-conv bench --host-cost``."""
+
+import itertools
+import json
+import time
+
+import pytest
+
+from pycuda_conv.cli import main
+from pycuda_conv.tools import hostcost
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+
+def test_medians_of_rounds_by_turns(monkeypatch):
+    """A clock that stands still but for what calls take."""
+    now, order = [0.0], []
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def call(name, *us):
+        rounds = itertools.cycle(us)
+
+        def made():
+            order.append(name)
+            now[0] += next(rounds) * 1e-6
+
+        return made
+
+    case = hostcost.Case("a layer", call("torch", 20), {"first": call("first", 10), "second": call("second", 4, 6)}, calls=2)
+    rows = hostcost.measure(case, lambda: None, 3)
+    assert [(row.call, round(row.torch_us, 6), round(row.ours_us, 6), round(row.ratio, 6)) for row in rows] == [
+        ("first", 20, 10, 0.5), ("second", 20, 5, 0.25),
+    ]  # fmt: skip
+    turn = ["torch"] * 2 + ["first"] * 2 + ["second"] * 2
+    assert order[-18:] == turn * 3
+
+
+def test_it_is_listed_and_refused_where_it_means_nothing(capsys):
+    assert main(["bench", "--host-cost", "--list"]) == 0
+    assert "4x16x32x32 -> 32 3x3, float32\n" in capsys.readouterr().out
+    for more, said in [(["--mode", "tf32"], "--mode"), (["--csv", "x.csv"], "--csv"), (["--pages", "."], "--pages")]:
+        assert main(["bench", "--host-cost", *more]) == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path, capsys):
+    file = tmp_path / "cost.json"
+    assert main(["bench", "--host-cost", "--quick", "--only", "numpy|nn.Conv2d", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["call"] for row in rows] == ["nn.Conv2d", "nn.Conv2d", "conv2d"]
+    assert all(row["ours_us"] > 0 and row["ratio"] == pytest.approx(row["ours_us"] / row["torch_us"]) for row in rows)
+    assert "ours / torch" in capsys.readouterr().out
+    rates = hostcost.measure_threads(torch, "cuda:0", 1, 0.02)
+    assert [rate["threads"] for rate in rates] == [1, 2, 4, 8] and all(rate["ours"] > 0 for rate in rates)
