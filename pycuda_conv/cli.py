@@ -50,6 +50,18 @@ def _seconds(text: str) -> float:
     return seconds
 
 
+def _place(text: str) -> Path | str:
+    """A path, or an address as it is."""
+    return text if "://" in text else Path(text)
+
+
+def _axes(text: str) -> str:
+    letters = text.lower()
+    if not (letters.isascii() and letters.isalpha()) or len(set(letters)) < len(letters):
+        raise argparse.ArgumentTypeError(f"must be a letter for each axis, as tczyx, each once, got {text!r}")
+    return letters
+
+
 def _sizes(text: str) -> Any:
     """``"2"`` as 2 and ``"1,2"`` as (1, 2)."""
     try:
@@ -138,15 +150,22 @@ def parser() -> argparse.ArgumentParser:
     kernels.add_argument("--list", action="store_true", help="print every text's defines")
 
     run = commands.add_parser(
-        "run", help="convolve a .npy file, however large, or a picture",
-        description="Convolve a .npy file, however large, or a picture. Arrays are padded with zeros. Arrays of integers give floats: "
-        "float32 for 8 and 16 bits, float64 for more. A picture keeps its size and its transparency; its border is repeated outwards.",
+        "run", help="convolve a .npy file, however large, a zarr array, a TIFF, or a picture",
+        description="Convolve a .npy file, however large, a zarr array, a TIFF of several pages, or a picture. Arrays are padded with "
+        "zeros. Arrays of integers give floats: float32 for 8 and 16 bits, float64 for more. A picture keeps its size and its "
+        "transparency; its border is repeated outwards. With a filter that has no channels a zarr array or a TIFF is treated likewise, "
+        "plane by plane or volume by volume.",
     )
-    run.add_argument("input", type=Path, help="a .npy file of shape (N, C, ...) or (C, ...), or a picture")
-    run.add_argument("output", type=Path, help="the file to write, of the same kind")
+    run.add_argument(
+        "input", type=_place, nargs="+",
+        help="a .npy file of shape (N, C, ...) or (C, ...), a .zarr or OME-Zarr, also at an address that fsspec opens, a TIFF, or a "
+        "picture; several of them, or a pattern with * in quotes",
+    )
+    run.add_argument("output", type=_place, help="what to write, by its name; for several inputs a folder")
     run.add_argument(
         "--filter", required=True, metavar="FILE|NAME",
-        help="a .npy file of shape (K, C/groups, ...), for pictures (R, S) too; or, for pictures, sharpen, blur, edge, emboss, identity",
+        help="a .npy file of shape (K, C/groups, ...); for pictures (R, S) too, for volumes (T, R, S); or, for both, sharpen, blur, edge, "
+        "emboss, identity",
     )
     run.add_argument("--bias", type=Path, metavar="FILE", help="a .npy file of shape (K,)")
     run.add_argument("--stride", type=_sizes, metavar="N|N,N", help="steps of the filter, for all axes or one for each; by default 1")
@@ -159,6 +178,13 @@ def parser() -> argparse.ArgumentParser:
     where = run.add_mutually_exclusive_group()
     where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")
     where.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="share the work among these GPUs")
+    run.add_argument(
+        "--axes", type=_axes, metavar="LETTERS",
+        help="what the axes of a zarr array or a TIFF are, a letter for each, as tczyx: c are the channels, x, y and z space, all others "
+        "images; by default what the file says. A filter of two dimensions goes along y and x, one of three along z too",
+    )
+    run.add_argument("--scheduler", metavar="ADDRESS", help="compute on this cluster of dask.distributed, which must see the files")
+    run.add_argument("--resume", action="store_true", help="keep what is complete when interrupted, and go on from there the next time")
     run.add_argument("--batch", type=_count, metavar="N", help="images to convolve at a time; by default as many as fill 256 MiB")
     run.add_argument("--force", action="store_true", help="replace the output if it exists")
     return top
@@ -178,7 +204,7 @@ def _run(arguments: argparse.Namespace) -> int:
         from pycuda_conv.tools import run
 
         chosen = {name: value for name, value in vars(arguments).items() if name != "command"}
-        return run.run(run.Settings(**chosen))
+        return run.run_all(arguments.input, run.Settings(**chosen))
     if arguments.command == "kernels":
         from pycuda_conv.tools import kernels
 

@@ -2,10 +2,14 @@
 
 import os
 import pickle
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -279,6 +283,21 @@ def test_a_chunk_goes_to_the_gpu_with_the_least_to_do(monkeypatch):
         with place.taken() as third, place.taken() as fourth:
             assert {third, fourth} == set(gpus)
     assert not any(chunked._busy.values())
+
+
+def test_the_example_learns_a_filter(device, python_env, tmp_path):
+    """examples/volume.py, with a volume of eight chunks."""
+    zarr = pytest.importorskip("zarr")
+    program = Path(pc.__file__).resolve().parent.parent / "examples" / "volume.py"
+    if not program.exists():
+        pytest.skip("no examples/ beside the package")
+    command = [sys.executable, program, "--size", "32", "--chunk", "16", "--steps", "8", tmp_path / "y.zarr"]
+    env = {**python_env, "PYCUDA_CONV_BACKEND": device.partition(":")[0]}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    before, after = map(float, re.findall(r"cube (\S+),.* one (\S+)", done.stdout)[0])
+    assert after < before / 2
+    assert zarr.open_group(tmp_path / "y.zarr", mode="r")["restored"].shape == (1, 1, 32, 32, 32)
 
 
 # ---- what is refused when the graph is built

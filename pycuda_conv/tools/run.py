@@ -1,4 +1,4 @@
-"""Convolve files: arrays in .npy files, larger than memory if need be, and pictures.
+"""Convolve files: arrays in .npy files, larger than memory if need be, and pictures. What is stored in chunks is for :mod:`volumes`.
 
 Arrays are memory-mapped and go through in slices of the batch. Pictures are filtered channel by channel in float32, with
 the border repeated outwards, so that edges do not darken; values are rounded, and clipped to what the picture can hold.
@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import difflib
 import errno
+import glob
+import importlib
 import os
 import secrets
 import shutil
@@ -18,9 +20,10 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +56,9 @@ class Settings:
     """The command's arguments; None where one was not given."""
 
     filter: str
-    input: Path
-    output: Path
+    #: paths, or addresses that fsspec opens
+    input: Any
+    output: Any
     bias: Path | None = None
     stride: Any = None
     padding: Any = None
@@ -67,6 +71,9 @@ class Settings:
     devices: Any = None
     batch: int | None = None
     force: bool = False
+    axes: str | None = None
+    scheduler: str | None = None
+    resume: bool = False
 
     @property
     def where(self) -> dict[str, Any]:
@@ -79,12 +86,89 @@ def run(settings: Settings) -> int:
     """Convolve one file into another."""
     start = time.perf_counter()
     with _stopped_by_signals():
-        if settings.input.suffix.lower() == ".npy":
+        if _in_chunks(settings):
+            from pycuda_conv.tools import volumes
+
+            what = volumes.convolve(settings)
+        elif Path(settings.input).suffix.lower() == ".npy":
             what = _run_array(settings)
         else:
             what = _run_picture(settings)
     print(f"{settings.output}: {what} in {time.perf_counter() - start:.1f} s")
     return OK
+
+
+def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
+    """Convolve one file, or several ones into a folder. Words with * and ? stand for all files that match."""
+    found = [one for name in inputs for one in _matching(name)]
+    if len(found) == 1 and list(inputs) == found:
+        return run(replace(settings, input=found[0]))
+    names = [str(one).rstrip("/").rpartition("/")[2] for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ToolError(f"{settings.output} can't hold the results of {names.count(name)} files called {name}")
+    folder = settings.output
+    if "://" not in str(folder) and not Path(folder).is_dir():
+        raise ToolError(f"{folder} must be a folder, for there are {len(found)} inputs")
+    for one, name in zip(found, names, strict=True):
+        output = f"{str(folder).rstrip('/')}/{name}" if "://" in str(folder) else Path(folder) / name
+        if settings.resume and file_exists(output):
+            print(f"{output}: is there already")
+        else:
+            run(replace(settings, input=one, output=output))
+    return OK
+
+
+def _matching(name: Path | str) -> list[Path | str]:
+    """The files that a word of the command line stands for."""
+    text = str(name)
+    if not any(mark in text for mark in "*?[") or file_exists(name):
+        return [name]
+    if "://" in text:
+        files, pattern = filesystem(text)
+        found: list[Path | str] = [files.unstrip_protocol(one) for one in sorted(files.glob(pattern))]
+    else:
+        found = [Path(one) for one in sorted(glob.glob(text, recursive=True))]
+    if not found:
+        raise ToolError(f"{text} matches no file")
+    return found
+
+
+def file_exists(place: Path | str) -> bool:
+    """Whether there is anything at a path, or at an address that fsspec opens."""
+    if "://" not in str(place):
+        return os.path.lexists(place)
+    files, path = filesystem(str(place))
+    return bool(files.exists(path))
+
+
+@lru_cache(maxsize=32)
+def filesystem(place: str) -> tuple[Any, str]:
+    """fsspec's file system of `place`, and its path there."""
+    try:
+        files, path = require("fsspec.core").url_to_fs(place)
+    except (ImportError, ValueError) as error:  # of a protocol that it does not know, or for which it needs a package
+        raise ToolError(f"{place} can't be opened: {error}") from error
+    return files, path
+
+
+def _in_chunks(settings: Settings) -> bool:
+    """Whether the files are stored in chunks, or the work is asked for in chunks."""
+    if settings.scheduler is not None or settings.resume or settings.axes is not None:
+        return True
+    places = [str(place).lower().rstrip("/") for place in (settings.input, settings.output)]
+    if any("://" in place or place.endswith(".zarr") for place in places) or os.path.isdir(settings.input):
+        return True
+    return places[0].endswith((".tif", ".tiff")) and _pages(settings.input) > 1
+
+
+def _pages(path: Path | str) -> int:
+    """How many pages a TIFF has; 1 where nothing can tell, which leaves it to the reader of pictures."""
+    try:
+        with importlib.import_module("tifffile").TiffFile(path) as file:
+            return len(file.pages)
+    except (ImportError, ValueError, OSError):
+        return 1
 
 
 # ---- files
@@ -109,7 +193,7 @@ def _stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _read_array(path: Path) -> np.ndarray:
+def read_array(path: Path) -> np.ndarray:
     """The array in a .npy file, memory-mapped."""
     try:
         return np.lib.format.open_memmap(path, mode="r")
@@ -156,7 +240,7 @@ def _writing(output: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _refusals() -> Iterator[None]:
+def refusals() -> Iterator[None]:
     """What the library refuses, as the one line that the user sees."""
     try:
         yield
@@ -174,12 +258,12 @@ def _run_array(settings: Settings) -> str:
         raise ToolError("--output-padding goes with --transposed only")
     if settings.filter in FILTERS:
         raise ToolError(f"the filter {settings.filter!r} is for pictures; {settings.input} needs a .npy file of shape (K, C/groups, ...)")
-    x = _read_array(settings.input)
-    weight = _filter_file(settings.filter)
-    bias = None if settings.bias is None else np.array(_read_array(settings.bias))
-    dtype = _common_dtype(settings, x, weight, bias)
-    weight = _exactly(settings.filter, weight, dtype)
-    bias = None if bias is None else _exactly(settings.bias, bias, dtype)
+    x = read_array(settings.input)
+    weight = filter_file(settings.filter)
+    bias = None if settings.bias is None else np.array(read_array(settings.bias))
+    dtype = common_dtype(settings, x, weight, bias)
+    weight = exactly(settings.filter, weight, dtype)
+    bias = None if bias is None else exactly(settings.bias, bias, dtype)
     problem, options = _problem(settings, dtype, x, weight, bias)
     output = _check_output(settings)
     if settings.devices is None:
@@ -189,7 +273,7 @@ def _run_array(settings: Settings) -> str:
         y = _new_array(temporary, problem.result_shape, problem.dtype)
         images_in, images_out = (x, y) if problem.batched else (x[None], y[None])
         nbytes = x.nbytes + y.nbytes
-        with _refusals(), _bar(settings.input.name, nbytes) as advance:
+        with refusals(), progress(settings.input.name, nbytes) as advance:
             for images in _slices(problem, settings):
                 part_in, part_out = images_in[images], images_out[images]
                 function(part_in if part_in.dtype.kind == "f" else part_in.astype(dtype), weight, bias, out=part_out, **options)
@@ -199,16 +283,16 @@ def _run_array(settings: Settings) -> str:
     return f"{problem}, {nbytes:,} bytes read and written"
 
 
-def _filter_file(name: str) -> np.ndarray:
+def filter_file(name: str) -> np.ndarray:
     """The filter in a .npy file, in memory."""
     if not name.lower().endswith(".npy"):
         near = difflib.get_close_matches(name, FILTERS, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ToolError(f"--filter must be a .npy file or, for pictures, one of {', '.join(FILTERS)}, got {name!r}{hint}")
-    return np.array(_read_array(Path(name)))
+    return np.array(read_array(Path(name)))
 
 
-def _common_dtype(settings: Settings, x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None) -> str:
+def common_dtype(settings: Settings, x: Any, weight: np.ndarray, bias: np.ndarray | None) -> str:
     """The type to compute in: that of the files which hold floats, or else what holds the input's integers."""
     named = zip((settings.input, settings.filter, settings.bias), (x, weight, bias), strict=True)
     given = [(path, array.dtype) for path, array in named if array is not None]
@@ -222,7 +306,7 @@ def _common_dtype(settings: Settings, x: np.ndarray, weight: np.ndarray, bias: n
     return floats[0][1] if floats else "float32" if x.dtype.itemsize <= 2 else "float64"
 
 
-def _exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
+def exactly(name: Any, array: np.ndarray, dtype: str) -> np.ndarray:
     """A filter or a bias in that type; integers that it can't hold are refused."""
     with np.errstate(over="ignore"):
         converted = array.astype(dtype)
@@ -239,19 +323,19 @@ def _problem(
         raise ToolError(f"{settings.filter} must have 3, 4 or 5 axes (K, C/groups and 1, 2 or 3 more), but its shape is {weight.shape}")
     rank = weight.ndim - 2
     options: dict[str, Any] = {
-        "stride": 1 if settings.stride is None else settings.stride, "padding": _pairs(settings.padding, rank),
+        "stride": 1 if settings.stride is None else settings.stride, "padding": pairs(settings.padding, rank),
         "dilation": 1 if settings.dilation is None else settings.dilation, "groups": 1 if settings.groups is None else settings.groups,
     }
     if settings.transposed:
         options["output_padding"] = 0 if settings.output_padding is None else settings.output_padding
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
-    with _refusals():
+    with refusals():
         shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
         problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision)
     return problem, options | settings.where
 
 
-def _pairs(padding: Any, rank: int) -> Any:
+def pairs(padding: Any, rank: int) -> Any:
     """`padding` as the functions take it; twice as many values as axes are pairs (before, after)."""
     if padding is None:
         return 0
@@ -263,6 +347,12 @@ def _pairs(padding: Any, rank: int) -> Any:
 def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
     """A .npy file of that shape, mapped; its blocks are reserved, since a full disk met by a mapping kills the process."""
     y = np.lib.format.open_memmap(path, mode="w+", dtype=np.dtype(dtype), shape=shape)
+    reserve(path)
+    return y
+
+
+def reserve(path: Path) -> None:
+    """Reserve the blocks of a file that will be mapped."""
     handle = os.open(path, os.O_RDWR)
     try:
         os.posix_fallocate(handle, 0, os.fstat(handle).st_size)
@@ -271,7 +361,6 @@ def _new_array(path: Path, shape: tuple[int, ...], dtype: str) -> np.memmap:
             raise
     finally:
         os.close(handle)
-    return y
 
 
 def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
@@ -286,7 +375,7 @@ def _slices(problem: ConvProblem, settings: Settings) -> list[slice]:
 
 
 @contextmanager
-def _bar(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
+def progress(name: str, nbytes: int) -> Iterator[Callable[[int], Any]]:
     """A progress bar on stderr, if that is a terminal; gives the function that moves it on by so many bytes."""
     if not sys.stderr.isatty():
         yield lambda nbytes: None
@@ -335,12 +424,12 @@ def _run_picture(settings: Settings) -> str:
         if value is not None:
             raise ToolError(f"{name} is for .npy files; a picture keeps its size, and its border is repeated outwards")
     picture = read_picture(settings.input)
-    weight = FILTERS[settings.filter] if settings.filter in FILTERS else _filter_file(settings.filter)
-    bias = None if settings.bias is None else np.array(_read_array(settings.bias))
+    weight = FILTERS[settings.filter] if settings.filter in FILTERS else filter_file(settings.filter)
+    bias = None if settings.bias is None else np.array(read_array(settings.bias))
     output = _check_output(settings)
     if settings.devices is None:
         named_device(settings.device)
-    with _refusals():
+    with refusals():
         result = filtered(picture, _as_float32(settings.filter, weight), _as_float32(settings.bias, bias), settings)
     with _writing(output) as temporary:
         write_picture(temporary, form, result, settings.output)

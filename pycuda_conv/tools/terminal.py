@@ -28,7 +28,9 @@ class ToolError(Exception):
 
 
 #: Packages that come with an extra of this one; others that the tools use come with the package itself.
-EXTRAS = {"torch": "bench", "matplotlib": "bench"}
+EXTRAS = {
+    "torch": "bench", "matplotlib": "bench", "dask": "dask", "distributed": "dask", "zarr": "zarr", "tifffile": "zarr", "fsspec": "zarr",
+}
 
 
 def require(module: str) -> Any:

@@ -1,0 +1,67 @@
+"""Measure dask arrays of numpy chunks on the GPUs of this machine: ours, copies alone, and dask with CuPy's convolution.
+
+    python scripts/bench_dask.py --gigabytes 4
+
+The chunks are one array in memory, again and again, and of each result one number is kept: so the disk and the memory for results do not
+count. GB/s are those of the input and the result together; the better of two runs is shown.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import cupyx.scipy.ndimage
+import dask
+import dask.array as da
+import numpy as np
+
+import pycuda_conv as pc
+
+
+def source(shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
+    one = np.random.default_rng(0).random(chunks, dtype="f4")
+    sizes, meta = da.core.normalize_chunks(chunks, shape), np.empty((0,) * len(shape), "f")
+    return da.map_blocks(lambda block_info=None: one, chunks=sizes, dtype="f4", meta=meta, name=f"source-{len(shape)}")
+
+
+def measure(name: str, y: da.Array, nbytes: int, threads: int) -> None:
+    corner = y.map_blocks(lambda block: block[(slice(0, 1),) * block.ndim].copy(), chunks=(1,) * y.ndim, dtype="f4")
+    seconds = []
+    with dask.config.set(scheduler="threads", num_workers=threads):
+        for _ in range(2):
+            start = time.perf_counter()
+            corner.compute()
+            seconds.append(time.perf_counter() - start)
+    print(f"{name:32s} {threads} threads: {min(seconds):6.2f} s {nbytes / min(seconds) / 1e9:6.2f} GB/s", flush=True)
+
+
+def cupy_convolve(w: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
+    taps = cupy.asarray(w.reshape((1, 1, *w.shape[2:])))
+    return lambda block: cupyx.scipy.ndimage.convolve(cupy.asarray(block), taps, mode="constant").get()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--gigabytes", type=int, default=2, help="of the input")
+    parser.add_argument("--threads", type=int, nargs="+", default=[2, 4])
+    arguments = parser.parse_args()
+    n = arguments.gigabytes
+    cases: dict[str, tuple[da.Array, np.ndarray, Any]] = {
+        "volume, 3x3x3": (source((1, 1, 256 * n, 1024, 1024), (1, 1, 128, 512, 512)), np.random.rand(1, 1, 3, 3, 3).astype("f"), pc.conv3d),
+        "planes, 7x7": (source((64 * n, 1, 2048, 2048), (8, 1, 2048, 2048)), np.random.rand(1, 1, 7, 7).astype("f"), pc.conv2d),
+    }
+    for name, (x, w, convolve) in cases.items():
+        depth = {axis: w.shape[axis] // 2 for axis in range(2, w.ndim)}
+        theirs: dict[str, Any] = {"depth": depth, "boundary": "none", "dtype": "f4", "meta": np.empty((0,) * x.ndim, "f")}
+        for threads in arguments.threads:
+            measure(f"{name}: one GPU", convolve(x, w, padding="same", device=0), 2 * x.nbytes, threads)
+            if cupy.cuda.runtime.getDeviceCount() > 1:
+                measure(f"{name}: all GPUs", convolve(x, w, padding="same", devices="all"), 2 * x.nbytes, threads)
+            measure(f"{name}: CuPy, copies alone", x.map_blocks(lambda block: cupy.asarray(block).get(), dtype="f4"), 2 * x.nbytes, threads)
+            measure(f"{name}: CuPy's convolve", da.map_overlap(cupy_convolve(w), x, **theirs), 2 * x.nbytes, threads)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,424 @@
+"""`pycuda-conv run` on zarr, OME-Zarr, TIFF and several files: results, what is refused, interrupts, faults, clusters."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import why_no_opencl
+
+import pycuda_conv as pc
+from pycuda_conv import cli
+from pycuda_conv.interrupt import INTERRUPTED
+from pycuda_conv.tools import run, volumes
+from pycuda_conv.tools.terminal import OK, UNUSABLE
+
+for needed in ("dask.array", "distributed", "fsspec"):
+    pytest.importorskip(needed)
+zarr = pytest.importorskip("zarr")
+tifffile = pytest.importorskip("tifffile")
+correlate = pytest.importorskip("scipy.ndimage", reason="filters are judged by scipy").correlate
+
+
+@pytest.fixture
+def command(capsys, monkeypatch, tmp_path):
+    """Run the command in this process, in a folder of its own and in small chunks: (exit status, stdout, stderr)."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(volumes, "WORK_BYTES", 1 << 13)
+
+    def call(*arguments):
+        capsys.readouterr()
+        place = [] if "--scheduler" in arguments or "--device" in arguments else ["--device", "opencl"]
+        try:
+            status = cli.main(["run", *map(str, arguments), *place])
+        except SystemExit as exit:
+            status = exit.code
+        return (status, *capsys.readouterr())
+
+    return call
+
+
+def draw(*shape, dtype="f4", seed=0):
+    rng = np.random.default_rng([seed, *shape])
+    return rng.integers(0, 60000, shape).astype(dtype) if np.dtype(dtype).kind in "iu" else rng.standard_normal(shape).astype(dtype)
+
+
+def save_zarr(name, array, chunks, axes=None, **options):
+    stored = zarr.create_array(name, shape=array.shape, chunks=chunks, dtype=array.dtype, dimension_names=tuple(axes) if axes else None, **options)
+    stored[...] = array
+
+
+def names():
+    return sorted(p.name for p in Path().iterdir())
+
+
+def filtered(x, filters):
+    """`x` filtered along its last axes with its border repeated, rounded and clipped if it holds integers."""
+    filters = np.asarray(filters, np.float64)
+    y = correlate(x.astype(np.float64), filters.reshape((1,) * (x.ndim - filters.ndim) + filters.shape), mode="nearest")
+    return np.clip(np.rint(y), 0, np.iinfo(x.dtype).max) if x.dtype.kind in "iu" else y
+
+
+# ---- results
+
+
+@pytest.mark.parametrize("name", run.FILTERS)
+def test_named_filters_go_over_volumes_and_planes(command, name):
+    x = draw(2, 2, 13, 24, 25, dtype="u2")
+    save_zarr("x.zarr", x, (1, 1, 4, 8, 8), "tczyx")
+    status, out, err = command("--filter", name, "x.zarr", "planes.zarr", "--axes", "tcsyx")
+    assert (status, err) == (OK, "") and out.startswith("planes.zarr: conv2d 52x1x24x25")
+    y = zarr.open_array("planes.zarr", mode="r")
+    assert (y.shape, y.dtype, y.chunks) == (x.shape, x.dtype, (1, 1, 4, 8, 8))
+    assert np.abs(y[...] - filtered(x, run.FILTERS[name])).max() <= 1
+    status, out, err = command("--filter", name, "x.zarr", "volumes.zarr")
+    if name == "emboss":
+        assert status == UNUSABLE and "has two dimensions only" in err and names() == ["planes.zarr", "x.zarr"]
+        return
+    assert (status, err) == (OK, "") and "conv3d 4x1x13x24x25" in out
+    assert np.abs(zarr.open_array("volumes.zarr", mode="r")[...].astype("f8") - filtered(x, volumes.volume_filter(name))).max() <= 1
+
+
+@pytest.mark.parametrize("w, flags, options", [
+    ((4, 3, 3, 3, 3), "", {}), ((4, 3, 3, 3, 3), "--padding same --bias b.npy", {"padding": "same"}), ((6, 1, 2, 3, 3), "--groups 3 --stride 2 --padding 1", {"groups": 3, "stride": 2, "padding": 1}),
+    ((4, 3, 3, 3), "--padding 1,0", {"padding": (1, 0)}), ((3, 2, 3, 3, 3), "--transposed --stride 2,1,2 --output-padding 1,0,0", {"stride": (2, 1, 2), "output_padding": (1, 0, 0)}),
+    ((3, 2, 3, 3), "--transposed --stride 3", {"stride": 3}),
+])
+@pytest.mark.parametrize("kind", ["zarr", "tif", "npy"])
+def test_filters_with_channels(command, kind, w, flags, options):
+    x, w = draw(2, 3, 9, 18, 20), draw(*w)
+    np.save("w.npy", w)
+    np.save("b.npy", draw(4))
+    if kind == "zarr":
+        save_zarr("x.zarr", x, (1, 1, 4, 8, 8), "tczyx")
+    else:
+        tifffile.imwrite("x.tif", x, metadata={"axes": "TCZYX"}, photometric="minisblack")
+    status, _, err = command("--filter", "w.npy", *(["x.zarr"] if kind == "zarr" else ["x.tif"]), f"y.{kind}", *flags.split())
+    assert (status, err) == (OK, "")
+    y = {"zarr": lambda: zarr.open_array("y.zarr", mode="r")[...], "tif": lambda: tifffile.imread("y.tif"), "npy": lambda: np.load("y.npy")}[kind]()
+    function = getattr(pc, f"conv{'_transpose' * ('transposed' in flags)}{w.ndim - 2}d")
+    bias = draw(4) if "bias" in flags else None
+    if w.ndim == 5:
+        expected = function(x, w, bias, device="opencl", **options)
+    else:
+        expected = np.stack([function(np.ascontiguousarray(x[:, :, z]), w, bias, device="opencl", **options) for z in range(9)], axis=2)
+    assert np.array_equal(y, expected) and y.dtype == np.float32
+    if kind == "tif":
+        with tifffile.TiffFile("y.tif") as file:
+            assert file.series[0].axes == "TCZYX"
+
+
+@pytest.mark.parametrize("dtype", ["u1", "i4", "f2", "f4", "f8"])
+def test_types_are_kept_without_channels(command, dtype):
+    x = draw(12, 13, 14, dtype="u1" if dtype == "u1" else dtype)
+    np.save("k.npy", np.full((3, 3, 3), 1 / 27))
+    np.save("x.npy", x)
+    assert command("--filter", "k.npy", "x.npy", "y.zarr", "--axes", "zyx")[::2] == (OK, "")
+    y = zarr.open_array("y.zarr", mode="r")[...]
+    assert y.dtype == x.dtype
+    expected = correlate(x.astype("f8"), np.full((3, 3, 3), 1 / 27), mode="nearest")
+    assert np.abs(y - (np.rint(expected) if x.dtype.kind in "iu" else expected)).max() <= {"u1": 1, "i4": 1, "f2": 5e-3}.get(dtype, 1e-5)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_ome_zarr_stays_ome_zarr(command, version):
+    x = draw(3, 12, 20, 22, dtype="u2")
+    axes = [{"name": "c", "type": "channel"}, *({"name": a, "type": "space", "unit": "micrometer"} for a in "zyx")]
+    transforms = [{"type": "scale", "scale": [1.0, 2.0, 0.5, 0.5]}, {"type": "translation", "translation": [0.0, 1.0, 2.0, 3.0]}]
+    scales = {"multiscales": [{"axes": axes, "datasets": [{"path": "full", "coordinateTransformations": transforms}, {"path": "half"}]}], "omero": {"channels": [{}] * 3}}
+    scales = scales if version == 2 else {"ome": {"version": "0.5", **scales}}
+    group = zarr.create_group("x.ome.zarr", zarr_format=version, attributes=scales)
+    group.create_array("full", shape=x.shape, chunks=(1, 8, 8, 8), dtype=x.dtype)[...] = x
+    np.save("w.npy", draw(2, 3, 3, 3, 3))
+    assert command("--filter", "blur", "x.ome.zarr", "y.ome.zarr")[::2] == (OK, "")
+    assert command("--filter", "w.npy", "x.ome.zarr", "z.ome.zarr", "--stride", 2, "--padding", 1)[::2] == (OK, "")
+    for name, factor in (("y.ome.zarr", 1), ("z.ome.zarr", 2)):
+        made = zarr.open_group(name, mode="r")
+        attributes = dict(made.attrs) if version == 2 else dict(made.attrs["ome"])
+        (scale,) = attributes["multiscales"]
+        (dataset,) = scale["datasets"]
+        assert made.metadata.zarr_format == version and scale["axes"] == axes and dataset["path"] == "0" and ("omero" in attributes) == (factor == 1)
+        assert dataset["coordinateTransformations"][0]["scale"] == [1.0, 2.0 * factor, 0.5 * factor, 0.5 * factor]
+        assert dataset["coordinateTransformations"][1] == transforms[1]
+    assert np.abs(zarr.open_group("y.ome.zarr", mode="r")["0"][...].astype("f8") - filtered(x, volumes.volume_filter("blur"))).max() <= 1
+    assert zarr.open_group("z.ome.zarr", mode="r")["0"].shape == (2, 6, 10, 11)
+    if version == 2:
+        assert Path("y.ome.zarr/0/0/0/0/0").is_file()  # as OME wants chunks to be named
+
+
+def test_stores_that_fsspec_opens(command):
+    x = draw(20, 30)
+    save_zarr("memory://in/x.zarr", x, (8, 8), "yx")
+    assert command("--filter", "sharpen", "memory://in/x.zarr", "memory://in/y.zarr")[::2] == (OK, "")
+    assert np.allclose(zarr.open_array("memory://in/y.zarr", mode="r")[...], filtered(x, run.FILTERS["sharpen"]), atol=1e-5)
+    assert command("--filter", "sharpen", "memory://in/x.zarr", "memory://in/y.zarr")[0] == UNUSABLE  # it exists
+    assert command("--filter", "identity", "memory://in/x.zarr", "memory://in/y.zarr", "--force")[0] == OK
+    assert np.array_equal(zarr.open_array("memory://in/y.zarr", mode="r")[...], x)
+
+
+def test_several_files_go_into_a_folder(command):
+    for i in range(3):
+        save_zarr(f"x{i}.zarr", draw(20, 21, seed=i), (8, 8), "yx")
+    Path("out").mkdir()
+    status, out, err = command("--filter", "edge", "x[01].zarr", "x2.zarr", "out")
+    assert (status, err, out.count("\n")) == (OK, "", 3) and sorted(os.listdir("out")) == ["x0.zarr", "x1.zarr", "x2.zarr"]
+    assert np.allclose(zarr.open_array("out/x2.zarr", mode="r")[...], filtered(draw(20, 21, seed=2), run.FILTERS["edge"]), atol=1e-4)
+    shutil.rmtree("out/x1.zarr")
+    status, out, err = command("--filter", "edge", "x*.zarr", "out", "--resume")
+    assert (status, err) == (OK, "") and out.count("is there already") == 2 and sorted(os.listdir("out")) == ["x0.zarr", "x1.zarr", "x2.zarr"]
+
+
+def test_progress_has_a_rate_and_the_time_left(command, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    save_zarr("x.zarr", draw(200, 210), (8, 8), "yx")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    status, out, err = command("--filter", "blur", "x.zarr", "y.zarr")
+    assert status == OK and "x.zarr" in err and "/s" in err and "0:00:0" in err and "\x1b" not in out
+
+
+def test_chunks_of_work_are_multiples_of_stored_ones():
+    def chosen(shape, chunks, axes, weight, work=volumes.WORK_BYTES):
+        source = volumes.Source("x", "zarr", shape, np.dtype("f4"), chunks, axes)
+        channels = "c" if "c" in axes else ""
+        order = "".join(a for a in axes if a not in "czyx") + channels + "".join(a for a in axes if a in "zyx")
+        return volumes._chunks(source, axes, order, channels, np.empty(weight), "float32")
+
+    assert chosen((10, 2, 500, 2000, 2000), (1, 1, 64, 64, 64), "tczyx", (2, 2, 3, 3, 3)) == (1, 2, 128, 256, 256)
+    assert chosen((500, 512, 512), (1, 512, 512), "tyx", (1, 1, 3, 3)) == (64, 512, 512)
+    assert chosen((5, 4096, 4096, 3), (1, 4096, 4096, 3), "tyxc", (3, 3, 3, 3)) == (1, 4096, 4096, 3)
+    assert volumes._stored((128, 128, 60), 64) == 64 and volumes._stored((65, 65), 64) == 65 and volumes._stored((30,), 64) == 30
+
+
+# ---- what is refused
+
+REFUSED = {
+    "nothing there": (("--filter", "blur", "none.zarr", "y.zarr"), "none.zarr can't be read"),
+    "no array": (("--filter", "blur", "folder.zarr", "y.zarr"), "folder.zarr can't be read"),
+    "group": (("--filter", "blur", "group.zarr", "y.zarr"), "group of arrays (a) without OME's multiscales; name one of them"),
+    "axes unknown": (("--filter", "blur", "plain.zarr", "y.zarr"), "--axes zyx"),
+    "axes too few": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yx"), "a letter of its own for each axis"),
+    "axes twice": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yyx"), "each once"),
+    "no space": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "abc"), "goes along the axes y, x"),
+    "rank": (("--filter", "w.npy", "plain.zarr", "y.zarr"), "has 3 axes and nothing says what they are"),
+    "channels": (("--filter", "w.npy", "plain.zarr", "y.zarr", "--axes", "zyx"), "to have 2 channels"),
+    "complex": (("--filter", "k.npy", "complex.zarr", "y.zarr", "--axes", "zyx"), "complex"),
+    "exists": (("--filter", "blur", "x.zarr", "old.zarr"), "old.zarr exists already; --force"),
+    "another folder": (("--filter", "blur", "x.zarr", "folder", "--force"), "must end in .zarr"),
+    "no zarr": (("--filter", "blur", "x.zarr", "full.zarr", "--force"), "what is there is no zarr"),
+    "onto itself": (("--filter", "blur", "x.zarr", "x.zarr", "--force"), "it is the file"),
+    "into itself": (("--filter", "blur", "x.zarr", "x.zarr/y.zarr"), "it is the file"),
+    "no folder": (("--filter", "blur", "x.zarr", "none/y.zarr"), "is not a folder"),
+    "not writeable": (("--filter", "blur", "x.zarr", "/proc/y.zarr"), "/proc/y.zarr can't be written"),
+    "address": (("--filter", "blur", "x.zarr", "nowhere://y.zarr"), "nowhere://y.zarr"),
+    "one file for many": (("--filter", "blur", "x.zarr", "y.npy", "--scheduler", "tcp://127.0.0.1:9"), "several workers can't write one file"),
+    "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
+    "batch": (("--filter", "blur", "x.zarr", "y.zarr", "--batch", "2"), "--batch is for"),
+    "pattern": (("--filter", "blur", "none*.zarr", "folder"), "none*.zarr matches no file"),
+    "several": (("--filter", "blur", "x.zarr", "plain.zarr", "y.zarr"), "y.zarr must be a folder"),
+    "two of a name": (("--filter", "blur", "x.zarr", "full.zarr/x.zarr", "folder"), "2 files called x.zarr"),
+    "device": (("--filter", "blur", "x.zarr", "y.zarr", "--device", "tpu"), "'tpu'"),
+}
+
+
+@pytest.mark.parametrize("arguments, words", REFUSED.values(), ids=REFUSED.keys())
+def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, monkeypatch, arguments, words):
+    monkeypatch.setattr(volumes, "CONNECT_SECONDS", 1)
+    save_zarr("x.zarr", draw(9, 10), (4, 4), "yx")
+    save_zarr("plain.zarr", draw(8, 9, 10), (4, 4, 4))
+    save_zarr("complex.zarr", np.ones((4, 4, 4), "c8"), (4, 4, 4))
+    save_zarr("old.zarr", draw(3), (3,))
+    zarr.create_group("group.zarr").create_array("a", shape=(3,), dtype="f4")
+    np.save("w.npy", draw(4, 2, 3, 3, 3))
+    np.save("k.npy", draw(3, 3, 3))
+    for folder in ("folder.zarr", "folder", "full.zarr/x.zarr"):
+        Path(folder).mkdir(parents=True)
+    Path("full.zarr/notes.txt").write_text("mine")
+    before = sorted(Path().rglob("*"))
+    status, out, err = command(*arguments)
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith("pycuda-conv run: ") and words in err
+    assert sorted(Path().rglob("*")) == before
+
+
+# ---- faults
+
+
+def test_a_chunk_that_can_t_be_read_is_named(command):
+    save_zarr("x.zarr", draw(40, 41), (8, 8), "yx")
+    Path("x.zarr/c/3/2").write_bytes(b"not what zstd wrote")
+    status, out, err = command("--filter", "blur", "x.zarr", "y.zarr")
+    assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "x.zarr: chunk c/3/2 can't be read: " in err and names() == ["x.zarr"]
+
+
+@pytest.mark.parametrize("how, status", [(KeyboardInterrupt(), INTERRUPTED), (OSError(errno.ENOSPC, "No space left on device"), UNUSABLE)], ids=["ctrl-c", "full"])
+@pytest.mark.parametrize("output", ["y.zarr", "y.npy", "y.tif"])
+def test_an_interrupted_run_leaves_nothing(command, monkeypatch, how, status, output):
+    save_zarr("x.zarr", draw(300, 310), (32, 32), "yx")
+    written, opened = [], volumes._opened
+
+    def failing(array, write=False):
+        if write:
+            written.append(names())
+            if len(written) > 3:
+                raise how
+        return opened(array, write)
+
+    failing.cache_clear = opened.cache_clear
+    monkeypatch.setattr(volumes, "_opened", failing)
+    found, out, err = command("--filter", "blur", "x.zarr", output)
+    assert (found, out, err.count("\n")) == (status, "", 1) and any(name.endswith(".part") for name in written[0])
+    assert names() == ["x.zarr"] and (status == INTERRUPTED or f"{output} can't be written: No space left on device" in err)
+
+
+SLOW = """
+import sys, time
+from pycuda_conv import cli
+from pycuda_conv.tools import volumes
+volumes.WORK_BYTES = 1 << 13
+load = volumes._Load.__call__
+volumes._Load.__call__ = lambda self, where: (time.sleep({seconds}), load(self, where))[1]
+sys.exit(cli.main(["run", *sys.argv[1:], "--device", "opencl"]))
+"""
+
+
+def start(env, *arguments, seconds=0.05, **options):
+    """The command in a process of its own, whose chunks take a while to be read."""
+    code = SLOW.format(seconds=seconds)
+    return subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def until(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def chunks_in(folder):
+    return [path for path in Path(folder).rglob("*") if path.is_file() and path.name[0].isdigit()]
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+def test_a_process_that_is_ended_in_the_middle(command, python_env, number, resume):
+    if number == signal.SIGKILL and not resume:
+        pytest.skip("nobody can remove anything then")
+    x = draw(1200, 64)
+    save_zarr("x.zarr", x, (32, 64), "yx")
+    arguments = ["--filter", "blur", "x.zarr", "y.zarr", *["--resume"] * resume]
+    with start(python_env, *arguments) as process:
+        until(lambda: len(chunks_in(".y.zarr.done" if resume else ".")) > 40 * (not resume) + 3)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert out == "" and process.returncode in (INTERRUPTED, -signal.SIGKILL)
+    if not resume:
+        assert err == "interrupted\n" and names() == ["x.zarr"]
+        return
+    assert names() == [".y.zarr.done", ".y.zarr.part", "x.zarr"]
+    complete = {path.name for path in chunks_in(".y.zarr.done")}
+    half = next(iter(sorted({f"{i}.0" for i in range(38)} - complete)))  # as if it had been written in part
+    Path(f".y.zarr.part/c/{half.replace('.', '/')}").parent.mkdir(parents=True, exist_ok=True)
+    Path(f".y.zarr.part/c/{half.replace('.', '/')}").write_bytes(b"half")
+    old = {name: Path(f".y.zarr.part/c/{name.replace('.', '/')}").stat().st_mtime_ns for name in complete}
+    assert 3 < len(complete) < 38
+    refused = command("--filter", "edge", "x.zarr", "y.zarr", "--resume")
+    assert refused[0] == UNUSABLE and "had other arguments (filter); --force begins anew" in refused[2]
+    assert command(*arguments)[::2] == (OK, "") or pytest.fail("the chunks of work differ")
+    assert names() == ["x.zarr", "y.zarr"] and np.allclose(zarr.open_array("y.zarr", mode="r")[...], filtered(x, run.FILTERS["blur"]), atol=1e-5)
+    assert {name: Path(f"y.zarr/c/{name.replace('.', '/')}").stat().st_mtime_ns for name in complete} == old
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(python_env, tmp_path, monkeypatch):
+    """A limit on the size of files stands for it."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    resource = pytest.importorskip("resource")
+    monkeypatch.chdir(tmp_path)
+    save_zarr("x.zarr", draw(800, 800), (800, 800), "yx")
+    limit = (1 << 20, 1 << 20)  # PoCL's files are smaller
+    done = start(python_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    out, err = done.communicate(timeout=60)
+    assert (done.returncode, out) == (UNUSABLE, ""), err
+    assert "y.zarr can't be written: File too large" in err and names() == ["x.zarr"]
+
+
+# ---- clusters
+
+CLUSTER = """
+import sys, time
+from distributed import LocalCluster
+
+if __name__ == "__main__":
+    with LocalCluster(2, threads_per_worker=1, dashboard_address=None, memory_limit=0) as cluster:
+        print(cluster.scheduler_address, flush=True)
+        print(*[nanny.pid for nanny in cluster.workers.values()], flush=True)
+        sys.stdin.read()
+"""
+
+
+class Cluster:
+    """Two workers and a scheduler in processes of their own."""
+
+    def __init__(self, env, folder):
+        script = folder / "cluster.py"
+        script.write_text(textwrap.dedent(CLUSTER))
+        self.process = subprocess.Popen(
+            [sys.executable, str(script)], env={**env, "PYCUDA_CONV_BACKEND": "opencl"}, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True, start_new_session=True,
+        )
+        self.address = self.process.stdout.readline().strip()
+        self.workers = [int(pid) for pid in self.process.stdout.readline().split()]
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, python_env, tmp_path):
+    """A run whose worker is killed is complete; one whose scheduler is killed goes on with the next."""
+    x = draw(3200, 64)
+    save_zarr("x.zarr", x, (32, 64), "yx")
+    np.save("w.npy", np.ones((1, 1, 31, 31), "f"))
+    expected = filtered(x, np.ones((31, 31)))
+    cluster = Cluster(python_env, tmp_path)
+    arguments = ["--filter", "w.npy", "--padding", "15", "--scheduler"]
+
+    def run_until(number, act, *flags):
+        command_line = [sys.executable, "-c", SLOW.format(seconds=0).replace(', "--device", "opencl"', ""), *arguments, cluster.address, "x.zarr", "y.zarr", *flags]
+        with subprocess.Popen(command_line, env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            until(lambda: process.poll() is not None or sum(len(chunks_in(part)) for part in Path().glob(".*.part")) > number)
+            assert process.poll() is None, process.communicate()
+            act()
+            return process.wait(120), *process.communicate()
+
+    try:
+        status, out, err = run_until(5, lambda: os.kill(cluster.workers[0], signal.SIGKILL))
+        assert (status, err) == (OK, ""), err
+        y = zarr.open_array("y.zarr", mode="r")[...]
+        padded = np.pad(x.astype("f8"), 15)
+        assert np.allclose(y[15:-15, 15:-15], expected[15:-15, 15:-15], atol=1e-2) and np.isclose(y[0, 0], padded[:31, :31].sum(), atol=1e-2)
+        shutil.rmtree("y.zarr")
+        status, out, err = run_until(5, cluster.kill, "--resume")
+        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "the scheduler at tcp" in err, err
+        complete = len(chunks_in(".y.zarr.done"))
+        assert complete >= 1
+        cluster = Cluster(python_env, tmp_path)
+        assert command(*arguments, cluster.address, "x.zarr", "y.zarr", "--resume")[::2] == (OK, "")
+        assert np.array_equal(zarr.open_array("y.zarr", mode="r")[...], y) and not list(Path().glob(".y.zarr*"))
+    finally:
+        cluster.kill()
+
+
+def test_the_page_s_options_are_parsed():
+    arguments = cli.parser().parse_args(["run", "--filter", "blur", "a.zarr", "s3://bucket/b.zarr", "out", "--axes", "TCZYX"])
+    assert arguments.input == [Path("a.zarr"), "s3://bucket/b.zarr"] and arguments.output == Path("out") and arguments.axes == "tczyx"
+    assert json.dumps(arguments.axes)
