@@ -323,12 +323,22 @@ def settle_images(step, memory: Memory) -> None:
 # ---- tensor maps
 
 
+def type_of(described) -> np.dtype:
+    """The elements of a tensor map's array as they lie in memory."""
+    return np.dtype("float32" if described.dtype == "tfloat32" else described.dtype)
+
+
+def arrived(described, values: np.ndarray) -> np.ndarray:
+    """What loads of `values` leave in shared memory."""
+    return (tf32(values) if described.dtype == "tfloat32" else values).astype(np.float64)
+
+
 def check_map(described, memory: Memory) -> None:
     """What the driver's encoder and the loads require."""
-    sizes, strides, box = described.sizes, described.strides, described.box
+    sizes, strides, box, size = described.sizes, described.strides, described.box, type_of(described).itemsize
     assert described.offset % 16 == 0 and described.span in (0, 32, 64, 128)
     assert len(strides) == len(sizes) - 1 and all(s % 16 == 0 and 0 < s < 2**40 for s in strides) and all(0 < n <= 2**32 for n in sizes)
-    reach = np.dtype(described.dtype).itemsize * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
+    reach = size * sizes[0] + sum((n - 1) * s for n, s in zip(sizes[1:], strides, strict=True))
     assert described.offset + reach <= len(memory.buffers[described.buffer]), f"{described} is larger than its buffer"
     if isinstance(box, Im2col):
         rank = len(sizes) - 2
@@ -336,11 +346,11 @@ def check_map(described, memory: Memory) -> None:
         low, high = {1: (-(2**15), 2**15 - 1), 2: (-128, 127), 3: (-16, 15)}[rank]
         assert all(low <= corner <= high for corner in (*box.lower, *box.upper)), f"{box} has a corner that is refused"
         assert all(1 <= s <= 8 for s in box.stride), f"{box} has a stride that is refused"
-        assert 2 * box.channels == described.span and 1 <= box.pixels <= 1024
-        assert sizes[0] % 8 == 0, "an H200 stops with an illegal instruction at channels that are no multiple of 16 bytes"
+        assert size * box.channels == described.span and 1 <= box.pixels <= 1024
+        assert size * sizes[0] % 16 == 0, "an H200 stops with an illegal instruction at channels that are no multiple of 16 bytes"
         assert all(n - 1 + up >= lo for n, up, lo in zip(sizes[1:-1], box.upper, box.lower, strict=True)), f"{box} is empty"
     else:
-        assert len(box) == len(sizes) and np.dtype(described.dtype).itemsize * box[0] == (described.span or 4 * box[0]) and all(1 <= n <= 256 for n in box)
+        assert len(box) == len(sizes) and size * box[0] == (described.span or 4 * box[0]) and all(1 <= n <= 256 for n in box)
 
 
 def walked(described, start: tuple[int, ...]) -> np.ndarray:
@@ -370,9 +380,9 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
     ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)[:, None]
     c = channel + np.arange(described.box.channels)[None]
     ok = ok & (c >= 0) & (c < described.sizes[0])
-    elements = memory.view((described.buffer, described.offset), described.dtype)
-    place = (at * (np.array(described.strides) // 2)).sum(1)[:, None] + c
-    return np.where(ok, inside(elements, np.where(ok, place, 0)), elements.dtype.type(0)).astype(np.float64)
+    elements = memory.view((described.buffer, described.offset), type_of(described))
+    place = (at * (np.array(described.strides) // elements.itemsize)).sum(1)[:, None] + c
+    return arrived(described, np.where(ok, inside(elements, np.where(ok, place, 0)), elements.dtype.type(0)))
 
 
 # ---- implicit_gemm_sm90.cu
@@ -591,7 +601,7 @@ def split_patch(step, s, memory: Memory, image: int, group: int, row: int, colum
 
 def box_places(described, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Where the elements of the box at `start`, innermost first, lie, outermost axis first; and which of them are in the tensor."""
-    size = np.dtype(described.dtype).itemsize
+    size = type_of(described).itemsize
     assert start[0] * size % 16 == 0, "an H200 stops with an illegal instruction at a load that does not begin at a multiple of 16 bytes"
     at, ok = np.zeros(described.box[::-1], int), np.ones(described.box[::-1], bool)
     for axis, (first, n, stride) in enumerate(zip(start, described.sizes, (size, *described.strides), strict=True)):
@@ -603,8 +613,8 @@ def box_places(described, start: tuple[int, ...]) -> tuple[np.ndarray, np.ndarra
 def boxed(described, memory: Memory, start: tuple[int, ...]) -> np.ndarray:
     """The box at `start`, outermost axis first, zero outside the tensor."""
     at, ok = box_places(described, start)
-    elements = memory.view((described.buffer, described.offset), described.dtype)
-    return np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)).astype(np.float64)
+    elements = memory.view((described.buffer, described.offset), type_of(described))
+    return arrived(described, np.where(ok, inside(elements, np.where(ok, at, 0)), elements.dtype.type(0)))
 
 
 def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> np.ndarray:
@@ -722,6 +732,71 @@ def store_box(described, place, memory: Memory, values: np.ndarray, start: tuple
     at, ok = box_places(described, start)
     store(memory.view((described.buffer, described.offset), described.dtype), at[ok], values[ok])
     memory.count(place, at[ok])
+
+
+# ---- dense_nhwc_sm90.cu, transpose_filter.cu
+
+
+def transpose_filter(step, memory: Memory) -> None:
+    s, kind = named(step), {2: "uint16", 4: "uint32"}[step.defines["BYTES"]]
+    assert step.block == 256 and step.grid == ceil(s.rows, 64) * s.taps * s.tiles_c and s.tiles_c == ceil(s.channels, 64)
+    row, tap, channel = np.ogrid[: s.rows, : s.taps, : s.channels]
+    values = inside(memory.view(step.buffers[0], kind), row * s.row_step + tap * s.tap_step + channel * s.channel_step)
+    store(memory.view(step.buffers[1], kind), np.arange(values.size), values.ravel())
+
+
+def dense_product(step, memory: Memory, finite: bool) -> None:
+    """Its phases one after the other; the blocks of a cluster share a tile's stages."""
+    define, shapes, w_map = step.defines, step.structs, step.maps[-1]
+    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
+    tiles = sum(s.tiles for s in shapes)
+    assert len(shapes) == define["PHASES"] == len(step.maps) - 1 and step.block == 2 * rows + 32 and step.shared <= MOST_SHARED
+    assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
+    assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
+    wide = 128 // type_of(w_map).itemsize
+    assert w_map.box == ((64, 1, 64) if define["W_MN_MAJOR"] else (wide, 1, columns)) and w_map.span == 128
+    for x_map, shape in zip(step.maps, shapes, strict=False):
+        one = replace(step, arguments=shape, maps=(x_map, w_map))
+        s = named(one)
+        assert x_map.box.pixels == rows and x_map.box.channels == wide and s.part * cluster >= s.blocks
+        for described in one.maps:
+            check_map(described, memory)
+        for tile in range(s.tiles):
+            dense_tile(one, s, memory, finite, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
+
+
+def dense_tile(step, s, memory: Memory, finite: bool, pixel0: int, channel0: int) -> None:
+    define, (x_map, w_map), kind = step.defines, step.maps, ELEMENT[step.defines["TYPE"]]
+    rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], x_map.box.channels
+    image, inner = divmod(pixel0, s.load_plane)
+    start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
+    walk = walked(x_map, (*start[: s.rank], image))
+    total = np.zeros((rows, columns))
+    for block in range(s.blocks):
+        tap, c = divmod(block, s.channel_blocks)
+        t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
+        w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
+        offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
+        assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
+        a = load_im2col(x_map, memory, c * wide, walk, offsets[: s.rank])
+        if define["W_MN_MAJOR"]:
+            b = np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, 64)])[:columns]
+        else:
+            b = boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0]
+        assert not finite or (np.isfinite(a).all() and np.isfinite(b).all()), "a load met what nobody has written"
+        multiply(total, [a], [b])
+    pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
+    number, inner = np.divmod(pixel, s.plane)
+    place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
+    at = place * s.rows + k
+    assert s.wide == (s.rows % 4 == 0)
+    bias, scale, residual, y, *noted = step.buffers
+    v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
+    store(memory.view(y, kind), at, v)
+    memory.count(y, at)
+    assert len(noted) == define["MOMENTS"]
+    for first in range(0, len(pixel) if noted else 0, 64):
+        note_moments(memory.view(noted[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
 
 
 # ---- pointwise_sm90.cu
@@ -1022,12 +1097,14 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
             if step.kernel == "implicit_gemm_sm90":
                 product(step, memory, finite)
+            elif step.kernel == "dense_nhwc_sm90":
+                dense_product(step, memory, finite)
             elif step.kernel == "pointwise_sm90":
                 pointwise_product(step, memory, finite)
             elif step.kernel == "lines_sm90":
@@ -1085,7 +1162,7 @@ def emulate(
             mended.append(memory.mended)
     if program.filter_last:
         memory = Memory(problem, program, x, np.moveaxis(w, 1, -1), b, scale, residual)
-        if not any(step.kernel == "pack" and named(step).filter_rows for stage in program.filter_last for step in stage):
+        if not any(step.kernel == "transpose_filter" or (step.kernel == "pack" and named(step).filter_rows) for stage in program.filter_last for step in stage):
             memory.buffers[PACKED] = np.zeros(0, np.uint8)
         launch(program.filter_last, memory, finite)
         results.append(memory.result(problem, x.dtype.name))

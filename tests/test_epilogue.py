@@ -30,6 +30,7 @@ from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TR
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
+from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -428,6 +429,8 @@ EMULATED = [
     *((WHOLE, mode, config) for mode in ("fp32", "tf32") for config in (patches(64, 4), raw(4))),
     (BASE, "tf32", Lines(64, 1, 8, 2, 2, 2, 1, True)), (BASE, "tf32", Lines(32, 2, 8, 2, 2, 3)), (fprop((2, 3, 9, 8), (40, 3, 3, 3), padding=1), "tf32", Lines(32, 1, 8, 2, 2, 1, 2)),
     (BASE, "tf32", ImplicitGemm(128, 24, 3, schedule="pingpong")), (LAST, "fp16 last", ImplicitGemm(128, 64, 4, schedule="pingpong")),
+    *((LAST, mode, DenseNhwc(64, 32, 4, cluster)) for mode in ("tf32 last", "fp16 last") for cluster in (1, 2)),
+    (dgrad((2, 24, 5, 6), (24, 40, 3, 2), stride=2, padding=1, output_padding=(1, 0)), "bf16 last", DenseNhwc(64, 64, 2)),
 ]  # fmt: skip
 EMULATED = [run for run in EMULATED if run[1] in implicit.MODES]
 
@@ -491,6 +494,8 @@ GPU_RUNS = [  # (case, mode, config)
     *((case, "tf32", config) for case in (fprop((3, 64, 10, 12), (136, 64, 3, 3), padding=1), dgrad((3, 64, 10, 12), (64, 136, 3, 3), padding=1)) for config in (
         Lines(128, 1, 8, 2, 2, 2, 1, True), Lines(64, 2, 16, 2, 2, 2, 1, True), Lines(64, 1, 8, 3, 2, 2), Lines(64, 2, 8, 2, 2, 2))),
     (fprop((2, 3, 40, 48), (64, 3, 7, 7), stride=2, padding=3), "tf32", Lines(64, 1, 8, 3, 2, 1, 3)),
+    *((case, mode, config) for case in (implicit.WIDER, dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), fprop((2, 40, 9, 11), (33, 40, 3, 3), padding=1))
+      for mode in ("tf32 last", "fp16 last", "bf16 last") for config in (DenseNhwc(128, 128, 4), DenseNhwc(64, 64, 4, 4))),
     *((case, mode, raw(high)) for mode in ("fp32", "tf32") for high in (4, 8) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, patches(rows, 8, 3)) for mode in ("fp32", "tf32") for rows in (64, 128) for case in (WHOLE, dgrad((2, 64, 16, 8), (64, 72, 3, 3), padding=1))),
     *((case, mode, ImplicitGemm80(rows, pixels, 3, split)) for mode in ("fp32", "fp32 last", "tf32", "fp16", "bf16 last") for case in (

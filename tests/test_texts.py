@@ -33,6 +33,11 @@ LISTS = {
     "pack": {
         "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "FLAGGED": FLAG, "SAMPLED": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
     },
+    "dense_nhwc_sm90": {
+        "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 2, 4}, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+    },
+    "transpose_filter": {"BYTES": {2, 4}},
     "pointwise_sm90": {
         "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },
@@ -88,7 +93,7 @@ def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
                 texts.add((file, tuple(sorted(launch.defines.items()))))
                 met.add(file)
         assert len(texts) <= MOST, f"{len(texts)} texts: {problem}"
-    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90"})
+    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90", "dense_nhwc_sm90"})
 
 
 @pytest.mark.parametrize("name", DEVICES)

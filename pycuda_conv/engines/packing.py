@@ -157,8 +157,8 @@ def _channels_a_load(channels: int, whole: bool = False) -> int:
     return min(loads, key=lambda load: ceil(channels, load) * load * {64: 1.0, 32: 1.1, 16: 1.4}[load])
 
 
-def _walk(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
-    """The walk of `phase`, or None if tensor loads can't make it."""
+def phase_addressing(problem: ConvProblem, phase: Phase, packed: PackedLayout) -> PhaseAddressing | None:
+    """How `phase` walks images that lie as `packed` says, or None if tensor loads can't make it."""
     axes = []
     for i in range(3):
         if phase.dilation[i] >= 0:
@@ -193,7 +193,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
     first = 1 if forward and channels < 16 and problem.filter_size[2] > 1 else 0
     if windows and first and problem.groups == 1 and problem.dilation[2] == 1 and problem.layout != "CNHW":
         packed, phase = _windows(problem)
-        found = _walk(problem, phase, packed)
+        found = phase_addressing(problem, phase, packed)
         if found is not None and math.prod(packed.stored) < MOST_PIXELS:
             return packed, (found,)
     # of a filter that is as large as images two folded axes would leave a single pixel to pack: too little for a block
@@ -215,7 +215,7 @@ def packing(problem: ConvProblem, windows: bool = False) -> tuple[PackedLayout, 
         for phase in phases(problem):
             if level:
                 phase = _folded_phase(phase, level)
-            walk = _walk(problem, phase, packed)
+            walk = phase_addressing(problem, phase, packed)
             if walk is None:
                 break
             walks.append(walk)
@@ -709,13 +709,13 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
-def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool) -> float:
+def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
-    moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem)))
+    moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))) if packs_filter else 0.0
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
-    launches = 2 + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
+    launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
     return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches

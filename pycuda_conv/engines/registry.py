@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from pycuda_conv.engines import (
+    dense_nhwc_sm90,
     depthwise_nhwc,
     direct,
     direct_gemm,
@@ -25,7 +26,7 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, direct, direct_gemm, dmma, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
+    depthwise_nhwc, direct, direct_gemm, dmma, dense_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most

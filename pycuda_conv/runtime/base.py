@@ -55,7 +55,8 @@ class TensorMap:
         What one load fetches, or one store writes.
     span : int
         Bytes of a row in shared memory, over which it is swizzled: 128, 64 or 32; 0 leaves it in order.
-    dtype : {"float16", "bfloat16", "float32"}
+    dtype : {"float16", "bfloat16", "float32", "tfloat32"}
+        The last is float32 in memory, rounded to TF32 on its way to shared memory.
     """
 
     buffer: int

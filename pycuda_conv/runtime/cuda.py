@@ -46,9 +46,6 @@ def _after_fork() -> None:
     _forked = _initialised
     for device in _made.values():
         device.push = device.is_current = driver  # which says what is wrong
-    native = sys.modules.get("pycuda_conv.runtime._launch")
-    if _forked and native is not None:
-        native.stop()
 
 
 if hasattr(os, "register_at_fork"):
@@ -157,7 +154,7 @@ def encoded(described: TensorMap, address: int) -> bytes:
     at = (ctypes.addressof(room) + 63) & ~63  # the driver wants multiples of 64
     u32, u64, i32 = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int
     rank, box = len(described.sizes), described.box
-    kind = {"float16": 6, "float32": 7, "bfloat16": 9}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
+    kind = {"float16": 6, "float32": 7, "bfloat16": 9, "tfloat32": 11}[described.dtype]  # CU_TENSOR_MAP_DATA_TYPE_...
     head = (ctypes.c_void_p(at), kind, u32(rank), ctypes.c_void_p(address), array(u64, described.sizes), array(u64, described.strides))
     swizzle = {0: 0, 32: 1, 64: 2, 128: 3}[described.span]
     tail = (0, swizzle, 2, 0)  # not interleaved; L2 fetches 128 bytes; zeros outside
@@ -335,36 +332,6 @@ def launcher_in_c() -> Any:
                 "python setup.py build_ext --inplace"
             ) from error
         return None
-
-
-class LauncherInC:
-    """A launcher that makes all launches of a schedule by one call.
-
-    Parameters
-    ----------
-    native : module
-    schedule : object
-        What ``native.prepare`` made.
-    own : callable or None
-        Gives the calling thread's event and side streams, where the schedule needs them.
-    names : list of str
-        What its operations are called in messages.
-    """
-
-    def __init__(self, native: Any, schedule: Any, own: Callable[[], tuple[int, ...]] | None, names: Sequence[str]) -> None:
-        self.native, self.schedule, self.own, self._names = native, schedule, own, names
-        self._launch = native.launch
-
-    def __call__(self, buffers: Sequence[Any], stream: Any) -> None:
-        if _forked:
-            raise forked("CUDA")
-        failed = self._launch(self.schedule, buffers, stream, self.own and self.own())
-        if failed:
-            self.failed(*failed)
-
-    def failed(self, code: int, operation: int) -> None:
-        """Raise the driver's error of an operation."""
-        _check(code, self._names[operation])
 
 
 def _address_of(function: str) -> int:
@@ -631,14 +598,16 @@ class CudaDevice(Device):
                 words += (1, one.first), (2, one.second)
                 names += "cuEventRecord", "cuStreamWaitEvent"
         functions = tuple(map(_address_of, ("cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent")))
-        schedule = self._in_c.prepare(functions, tuple(words))
-        return LauncherInC(self._in_c, schedule, (lambda: self._streams().own) if forks else None, names)
+        schedule, run = self._in_c.prepare(functions, tuple(words)), self._in_c.launch
 
-    def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
-        """A call of which all is `decided`, as the launcher in C makes it again: see ``ready`` in ``_launch.c``."""
-        context = (*map(_address_of, ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")), self.context.handle)
-        stream, *rest = decided
-        return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal), launcher.failed, *rest)
+        def launch(buffers: Sequence[Any], stream: Any) -> None:
+            if _forked:
+                raise forked("CUDA")
+            failed = run(schedule, buffers, stream, self._streams().own if forks else None)
+            if failed:
+                _check(failed[0], names[failed[1]])
+
+        return launch
 
     def _room(self) -> _Room:
         room = getattr(self._threads, "room", None)

@@ -1,0 +1,436 @@
+"""Convolutions of channels-last arrays as they lie, on Hopper's tensor cores (``cu/dense_nhwc_sm90.cu``).
+
+They are float16, bfloat16, and float32 with ``precision="tf32"``. Nothing is packed or scaled, and one launch does everything. Only a
+filter that the tensor cores can't read as it lies is transposed first: one in C order, and that of the gradient of the input in TF32. The
+blocks of a cluster share a long sum for few results.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
+from pycuda_conv.engines.hopper import SHARED_BYTES, unsupported
+from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
+from pycuda_conv.engines.range_guard import MomentsLayout
+from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_so_many
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time",
+    "unsupported",
+]  # fmt: skip
+
+COLUMNS = (32, 64, 96, 128, 160, 192, 256)  # channels of a tile
+CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
+PHASES = (4, 2, 1)  # in a launch
+FILTER_TILE = 64  # rows, and channels, of a block that transposes a filter
+STAGES = 12  # of a ring, at the most
+ROW = 128  # bytes of a row of an operand in a stage
+STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
+SLICE = 64  # pixels whose moments are noted together
+NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
+
+
+@dataclass(frozen=True)
+class DenseNhwc(Config):
+    """One tile of ``dense_nhwc_sm90.cu``: its pixels, its channels, the stages of its ring, and the blocks that share it."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    STAGES: int = 4
+    CLUSTER: int = 1
+
+
+CONFIGS = (DenseNhwc,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+@lru_cache(maxsize=1024)
+def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
+    """The arrays as the loads see them, and the walks of the phases, the longest first; None if tensor loads can't make them."""
+    load = _stage_channels(problem)
+    lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
+    walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
+    found = [walk for walk in walks if walk is not None]
+    return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
+
+
+def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
+    """:func:`_form` of a problem that has one."""
+    found = _form(problem)
+    assert found is not None
+    return found
+
+
+def _stage_channels(problem: ConvProblem) -> int:
+    """Channels of a stage of the ring."""
+    return ROW // problem.itemsize
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout != "NHWC" or problem.groups != 1:
+        return "it takes arrays with their channels last, of one group"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    if problem.operand_channels * problem.itemsize % 16:
+        return "tensor loads take a pixel's channels, of a multiple of 16 bytes"
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    return None if _form(problem) else "tensor loads can't make its padding or dilation"
+
+
+def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
+        return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+    if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
+        return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    if config.BLOCK_M * (config.BLOCK_N + 8) * 4 > config.STAGES * ROW * _stage_rows(config, False) and config.CLUSTER > 1:
+        return "its ring leaves no room for the sums of a tile that is shared"
+    return why_not_so_many(config.STAGES, _shared_bytes(config, _reads_mn_major(problem)), _most_shared(config), config.CLUSTER)
+
+
+def _most_shared(config: DenseNhwc) -> int:
+    """Shared memory that a block may take: two of the small tiles share a multiprocessor."""
+    return SHARED_BYTES if config.BLOCK_M == 128 else SHARED_BYTES // 2 - 1024
+
+
+def _stage_rows(config: DenseNhwc, mn_major: bool) -> int:
+    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major."""
+    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major else config.BLOCK_N)
+
+
+def _shared_bytes(config: DenseNhwc, mn_major: bool) -> int:
+    """Shared memory of a block: the ring, room to align it, the warps' staging tiles."""
+    staging = config.BLOCK_M // 16 * STAGING if config.CLUSTER == 1 else 0
+    return config.STAGES * ROW * _stage_rows(config, mn_major) + staging + 1024
+
+
+def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
+    """The stages that a ring has room for."""
+    tiles = (DenseNhwc(rows, columns, stages, cluster) for stages in range(STAGES, 1, -1))
+    return next(tile.STAGES for tile in tiles if _shared_bytes(tile, mn_major) <= _most_shared(tile))
+
+
+def _reads_mn_major(problem: ConvProblem) -> bool:
+    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be."""
+    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0
+
+
+# ---- launches
+
+
+class DensePhase(NamedTuple):
+    """What the kernel is told of a phase, which its text explains."""
+
+    tiles: int
+    tiles_n: int
+    by_tiles_n: int
+    blocks: int
+    part: int
+    channel_blocks: int
+    by_channel_blocks: int
+    rows: int
+    tap_r: int
+    by_tap_r: int
+    tap_s: int
+    by_tap_s: int
+    tap_base: int
+    tap_step_t: int
+    tap_step_r: int
+    tap_step_s: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    pixels: int
+    rank: int
+    load_plane: int
+    by_load_plane: int
+    load_pq: int
+    by_load_pq: int
+    load_q: int
+    by_load_q: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    plane: int
+    by_plane: int
+    pq: int
+    by_pq: int
+    q: int
+    by_q: int
+    out_size: int
+    out_base: int
+    out_d: int
+    out_h: int
+    out_w: int
+    wide: int
+    has_bias: int
+    has_scale: int
+    relu: int
+
+
+class TransposedFilter(NamedTuple):
+    """What ``transpose_filter`` is told of the filter, which its text explains."""
+
+    rows: int
+    taps: int
+    by_taps: int
+    channels: int
+    tiles_c: int
+    by_tiles_c: int
+    row_step: int
+    tap_step: int
+    channel_step: int
+
+
+def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
+    multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
+    scratch = Arena(WORKSPACE)
+    layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
+    parts = layout.parts if layout.moments else None
+
+    def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
+        return [[_product(problem, config, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
+
+    # with its second axis last the filter is K-major forwards, and MN-major for the gradient
+    last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
+    lying = products(WEIGHT, _reads_mn_major(problem)) if last or _reads_mn_major(problem) else None
+    if lying and taps == 1:
+        return Schedule([], lying, lying, scratch.used, 0, moments=layout.moments, filter_last=lying)
+    kept = Arena(PACKED)
+    place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
+    # elements of the filter from one channel of the result, tap, and channel of the input, to the next
+    _, row, channel = filter_strides(problem)
+    prepare, steps = [[_transpose(problem, place, (row, 1, channel))]], products(place, False)
+    if not lying and problem.direction == "dgrad":
+        width = problem.weight_shape[1]
+        lying = [[_transpose(problem, place, (1, width, taps * width))], *steps]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=lying)
+
+
+def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
+    """What the product can note of its result: forward, whole sums, to which nothing is added."""
+    if problem.direction != "fprop" or config.CLUSTER > 1 or problem.has_residual or problem.activation:
+        return None
+    if config.BLOCK_N > NOTED_COLUMNS:
+        return None
+    return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
+
+
+def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
+    """Phases that share a launch."""
+    while walks:
+        count = next(count for count in PHASES if count <= len(walks))
+        yield walks[:count]
+        walks = walks[count:]
+
+
+def _product(
+    problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
+    parts: Place | None,
+) -> KernelLaunch:
+    """The launch of some phases, with the moments' `parts` if they are noted."""
+    maps = [_image_map(problem, config, walk) for walk in walks] + [_filter_map(problem, config, place, mn_major)]
+    told = tuple(_arguments(problem, config, walk) for walk in walks)
+    tiles = sum(phase.tiles for phase in told)
+    at_once = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
+    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, at_once)
+    defines = {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": len(walks), "HAS_RESIDUAL": int(problem.has_residual),
+        "MOMENTS": int(parts is not None),
+    }
+    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT, *(() if parts is None else (parts,)))
+    return KernelLaunch(
+        "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told,
+    )  # fmt: skip
+
+
+def _transpose(problem: ConvProblem, place: Place, steps: tuple[int, int, int]) -> KernelLaunch:
+    """The launch that lays the filter, of which `steps` say how it lies."""
+    rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    told = arguments(
+        TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, FILTER_TILE),
+        **dict(zip(("row_step", "tap_step", "channel_step"), steps, strict=True)),
+    )  # fmt: skip
+    grid = ceil(rows, FILTER_TILE) * taps * told.tiles_c
+    return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=told)
+
+
+def _map_type(problem: ConvProblem) -> str:
+    return "tfloat32" if problem.dtype == "float32" else problem.dtype
+
+
+def _image_map(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> TensorMap:
+    """The images, of which a load fetches the pixels of a tile."""
+    lying, _ = _walks(problem)
+    channels = problem.operand_channels
+    pixel = problem.itemsize * channels  # bytes
+    if walk.flat:
+        axes, strides, images = [problem.N * math.prod(lying.size)], [pixel, pixel * problem.N * math.prod(lying.size)], 1
+        stride, low, upper = [1], [0], [0]
+    else:
+        inner = range(2, 2 - walk.rank, -1)  # W first
+        axes, images, strides = [lying.size[i] for i in inner], problem.N, [pixel]
+        for size in axes:
+            strides.append(strides[-1] * size)
+        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
+        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
+    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load, config.BLOCK_M)
+    return TensorMap(INPUT, 0, (channels, *axes, images), tuple(strides), walked, ROW, _map_type(problem))
+
+
+def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool) -> TensorMap:
+    """The filter: of a tap a stage's channels of the rows of a tile, or, MN-major, 64 rows of 64 channels."""
+    buffer, offset = place if isinstance(place, tuple) else (place, 0)
+    rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
+    inner, outer = (rows, channels) if mn_major else (channels, rows)
+    box = (64, 1, 64) if mn_major else (_stage_channels(problem), 1, config.BLOCK_N)
+    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, _map_type(problem))
+
+
+def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
+    """Stages of a sum of a phase."""
+    return math.prod(walk.taps) * ceil(problem.operand_channels, _stage_channels(problem))
+
+
+def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
+    """Tiles along the channels, and the pixels, of a phase."""
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
+
+
+def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> DensePhase:
+    """The kernel's arguments of a phase."""
+    lying, _ = _walks(problem)
+    size, plane = walk.phase.size, math.prod(walk.phase.size)
+    pixels, blocks = problem.N * plane, _blocks(problem, walk)
+    across, down = _tiles(problem, config, walk)
+    # as the loads count pixels: all images are one row of them where no tap looks elsewhere
+    stride, low = (((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low))
+    places = written_places(problem, walk.phase)
+    del places["out_image"], places["out_row"]
+    return arguments(
+        DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        channel_blocks=ceil(problem.operand_channels, _stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
+        **by_axis("dilation_", walk.dilation), pixels=pixels, rank=walk.rank, load_plane=pixels if walk.flat else plane,
+        load_pq=pixels if walk.flat else size[1] * size[2], load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride),
+        **by_axis("low_", low), plane=plane, pq=size[1] * size[2], q=size[2], **places, wide=int(problem.result_channels % 4 == 0),
+        **finish(problem),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: DenseNhwc) -> Hashable:
+    """Equal for problems whose filter is transposed alike."""
+    return "transposed", problem.direction, problem.dtype, problem.C, problem.K, problem.filter_size
+
+
+def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
+    """Where a sum is cut: its stages follow one another in all tiles."""
+    return config.CLUSTER
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, the type, and the phases."""
+    for rows in (128, 64):
+        for columns in COLUMNS[: 4 if rows == 64 else None]:
+            for mn_major in (0, 1):
+                for cluster in CLUSTERS[: 1 if columns > 128 else None]:
+                    # a filter in C order is read by the tile that is chosen for an MN-major one
+                    stages = {_most_stages(rows, columns, cluster, either) for either in (True, bool(mn_major))}
+                    choices = {
+                        "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": tuple(stages), "TYPE": tuple(ELEMENTS.values()),
+                        "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": PHASES, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+                    }  # fmt: skip
+                    yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
+    yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made: moments are noted forwards, of whole sums that nothing is added to."""
+    if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
+        return False
+    backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
+    return not (d["MOMENTS"] and (backward or d["HAS_RESIDUAL"] or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
+
+
+# ---- the choice
+
+# Measured on an H200, fitted to 329 times of 47 problems: root mean square of the error 12%.
+CLOCK = 1850.0  # cycles a microsecond
+ROW_CYCLES = 3.1  # of a tensor load, for each row
+MEMORY = 3.5e6  # bytes a microsecond
+STORED = 18.6e3  # bytes of the result a microsecond and multiprocessor
+BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of clusters, which do not persist
+ADDED = 17.7e3  # bytes of sums a microsecond and multiprocessor that a cluster adds up
+BESIDE = 0.8  # of the time of two small tiles one after the other, if they share a multiprocessor
+TRANSPOSE = 2.2  # microseconds of a launch that transposes the filter
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    blocks = _blocks(problem, _walks(problem)[1][0])
+    for rows in (128, 64):
+        for columns in COLUMNS:
+            for cluster in CLUSTERS:
+                if cluster > 1 and blocks < 2 * cluster:
+                    continue
+                config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, _reads_mn_major(problem)), cluster)
+                if refusal(problem, config) is None:
+                    yield config
+
+
+def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
+    """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
+    _, walks = _walks(problem)
+    mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
+    step = max(2 * config.BLOCK_N * config.BLOCK_M / 64, ROW_CYCLES * _stage_rows(config, mn_major)) / CLOCK
+    end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
+    # a cluster needs neighbouring multiprocessors, which leaves a few without one
+    at_once = device.multiprocessors * 10 // 11 if config.CLUSTER >= 4 else device.multiprocessors
+    us = 0.0
+    for group in _launches(walks):
+        jobs = [math.prod(_tiles(problem, config, walk)) * config.CLUSTER for walk in group]
+        works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
+        mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
+        if config.BLOCK_M == 64 and sum(jobs) > at_once:
+            mean *= BESIDE
+        rounds = ceil(sum(jobs), at_once)
+        us += BEGIN + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+    moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    lies = problem.direction == "fprop" or mn_major
+    transposed = 0 if lies else TRANSPOSE + 2 * size * math.prod(problem.weight_shape) / MEMORY
+    return max(us, BEGIN + moved / MEMORY) + transposed
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, DenseNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
