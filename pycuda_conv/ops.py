@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, check_same_type, kind_of, same_kind
+from pycuda_conv import quick
+from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, TorchKind, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
 from pycuda_conv.plan import Plan, as_called, cached_plan
@@ -72,7 +73,7 @@ def _gradient_plan(
     return _plan_for(problem, kind, first, device, layout, tune)
 
 
-caches += _plan, _gradient_plan
+caches += _plan, _gradient_plan, quick.table
 
 
 def _key(name: str, value: Any) -> Any:
@@ -98,12 +99,37 @@ def _settings(stride: Any, padding: Any, dilation: Any, groups: Any) -> tuple[An
     return stride, padding, dilation, groups
 
 
+#: The words for the two in the keys of calls.
+_NAMES = {False: "conv", True: "conv_transpose"}
+
+
+class _Recorded:
+    """Makes a convolution that was made before, of which torch is told, since it has to give gradients."""
+
+    def __init__(self, transposed: bool, output_padding: Any, asked: tuple[Any, ...]) -> None:
+        self._call = transposed, output_padding, asked
+        self._made: Any = None
+
+    def __call__(self, input: Any, weight: Any, bias: Any, ready: Any) -> Any:
+        if self._made is None:
+            from pycuda_conv.nn import autograd
+
+            self._made = autograd.Again(*self._call, input.shape, weight.shape)
+        return self._made(input, weight, bias, ready)
+
+
 def _convolve(
     transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
     groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any, scale: Any, residual: Any, activation: Any,
     recorded: bool = False,
 ) -> Any:
     """The (transposed) convolution; `recorded` where the arrays' library knows of it."""
+    asked = None
+    if device is None and devices is None and stream is None and tune is False and quick.possible():
+        asked = _NAMES[transposed], ndim, stride, padding, output_padding, dilation, groups, precision, activation
+        made = quick.call(quick.table, asked, recorded, input, weight, bias, scale, residual, out)
+        if made is not None:
+            return made
     kind = same_kind(input, weight, bias, out, scale, residual)
     if kind is STAND_IN:
         return _hand_over(
@@ -151,7 +177,13 @@ def _convolve(
         if stream is not None:
             raise ConvArgumentError(f"stream and devices exclude each other, but got stream={brief(stream)} and devices={brief(devices)}")
         return kind.convolve(plan, input, weight, bias, out, stream, devices=gpus, **options)
-    return kind.convolve(plan, input, weight, bias, out, stream, **options)
+    result = kind.convolve(plan, input, weight, bias, out, stream, **options)
+    if asked is not None and isinstance(kind, TorchKind):
+        again = None
+        if scale is None and residual is None and activation is None:
+            again = _Recorded(transposed, output_padding, (ndim, stride, padding, dilation, groups, precision))
+        quick.remember(quick.table, asked, kind, plan, (input, weight, bias, scale, residual), out, layout=layout, recorded=again)
+    return result
 
 
 def _gradient(
@@ -159,6 +191,12 @@ def _gradient(
     device: Any, stream: Any, tune: Any, recorded: bool = False,
 ) -> Any:
     """The gradient by the convolution's input or weight; `recorded` as for :func:`_convolve`."""
+    asked = None
+    if device is None and stream is None and tune is False and quick.possible():
+        asked = of, ndim, size, stride, padding, dilation, groups, precision
+        made = quick.call(quick.table, asked, recorded, first, second, None, None, None, out)
+        if made is not None:
+            return made
     kind = same_kind(first, second, None, out, names=_OPERANDS[of])
     if kind is STAND_IN:
         operands = (size, second, first) if of == "input" else (first, size, second)
@@ -187,7 +225,10 @@ def _gradient(
     plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
     plan = plan.better or plan
     options: dict[str, Any] = {} if of == "weight" or layout == plan.problem.layout else {"layout": layout}
-    return kind.convolve(plan, first, second, None, out, stream, **options)
+    result = kind.convolve(plan, first, second, None, out, stream, **options)
+    if asked is not None and isinstance(kind, TorchKind):
+        quick.remember(quick.table, asked, kind, plan, (first, second, None, None, None), out, **options)
+    return result
 
 
 def _hand_over(name: str, *operands: Any, **options: Any) -> Any:

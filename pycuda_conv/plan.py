@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from pycuda_conv import arrays, behind, engines  # arrays imports this module: nothing of it is asked for before a call
+from pycuda_conv import arrays, behind, engines, quick  # arrays imports this module: nothing of it is asked for before a call
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.problem import ConvProblem, channels_last
@@ -21,7 +21,7 @@ from pycuda_conv.typing import Array
 CACHED_PLANS = 1024
 
 #: Caches of launches that hold plans, emptied when one of these has a better one.
-holders: list[Any] = []
+holders: list[Any] = [quick.table]
 
 
 class Plan:
@@ -128,6 +128,8 @@ class Plan:
             steps = [], [], [], []
         self.device.compile_all([launch for part in steps for step in part for launch in step])
         self._pack, self._with_packed, self._whole, self._filter_last = map(self.device.schedule_launcher, steps)
+        #: calls of this plan that were made before
+        self.ready = quick.Table()
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
@@ -205,6 +207,16 @@ class Plan:
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
             self._behind = None
             self._load(behind.with_constants(self.schedule))
+            quick.table.clear()
+
+    @property
+    def settles(self) -> bool:
+        """Whether later calls will launch the same kernels as the last one did."""
+        return not self.empty and self._behind is None and self.better is None
+
+    def launcher(self, packed: bool, filter_last: bool) -> Any:
+        """What :meth:`launch` calls: for a filter that is packed already, or one that lies in :attr:`filter_order`, or another."""
+        return self._with_packed if packed else self._filter_last if filter_last else self._whole
 
     def launch(
         self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0, filter_last: bool = False
@@ -217,8 +229,7 @@ class Plan:
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         place = packed or (buffers[4] + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        launcher = self._with_packed if packed else self._filter_last if filter_last else self._whole
-        launcher((*buffers, place, scale, residual), stream)
+        self.launcher(bool(packed), filter_last)((*buffers, place, scale, residual), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
@@ -237,6 +248,10 @@ class Plan:
         out: Array | None = None, stream: Any = None,
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
+        if stream is None:
+            made: Array | None = quick.call(self.ready, (), False, input, weight, bias, scale, residual, out)
+            if made is not None:
+                return made
         result: Array = arrays.call_plan(self, input, weight, bias, scale, residual, out, stream)
         return result
 
@@ -313,13 +328,20 @@ class BoundPlan:
         assert input is not None
         arrays.check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
         self._accepted: Any = None  # what the last input and residual looked like
-        self._filter, self._run = self._kind.bind(plan, weight, bias, scale)
+        self._filter, self._run, self._packed = self._kind.bind(plan, weight, bias, scale)
+        #: calls that were made before
+        self._ready = quick.Table()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
 
     def __call__(self, input: Array, *, residual: Array | None = None, out: Array | None = None, stream: Any = None) -> Array:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
+        filter = self._filter
+        if stream is None:
+            made: Array | None = quick.call(self._ready, (), False, input, *filter, residual, out)
+            if made is not None:
+                return made
         kind = arrays.same_kind(input, input, None, out, None, residual)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
@@ -328,7 +350,10 @@ class BoundPlan:
         if signatures != self._accepted:
             arrays.check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
             self._accepted = signatures
-        return self._run(input, out, stream, residual)
+        result: Array = self._run(input, out, stream, residual)
+        if isinstance(kind, arrays.TorchKind) and stream is None:
+            quick.remember(self._ready, (), kind, self.plan, (input, *filter, residual), out, packed=self._packed)
+        return result
 
 
 def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:

@@ -11,7 +11,8 @@ size_t fake_length;
 int fake_failing = -1;  // the number of the call that fails, counted from 0
 volatile int fake_blocked;  // launches wait while this is set
 volatile int fake_waiting;  // how many do
-static __thread void* current;
+static __thread void* contexts[64];  // a thread's, the current one last
+static __thread int depth;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 #define NOTE(...) (fake_length += sprintf(fake_log + fake_length, __VA_ARGS__))
@@ -77,9 +78,9 @@ int cuEventCreate(void** event, unsigned flags) {
   return *event = (void*)(last += 16), 0;
 }
 int cuStreamIsCapturing(void* stream, int* state) { return *state = stream == (void*)0xca9, 0; }
-int cuCtxGetCurrent(void** context) { return *context = current, 0; }
-int cuCtxPushCurrent_v2(void* context) { return NOTE("push\n"), current = context, 0; }
-int cuCtxPopCurrent_v2(void** context) { return NOTE("pop\n"), *context = current, current = 0, 0; }
+int cuCtxGetCurrent(void** context) { return *context = depth ? contexts[depth - 1] : 0, 0; }
+int cuCtxPushCurrent_v2(void* context) { return NOTE("push\n"), contexts[depth++] = context, 0; }
+int cuCtxPopCurrent_v2(void** context) { return NOTE("pop\n"), *context = contexts[--depth], 0; }
 int cuGetErrorName(int code, const char** name) { return *name = code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_INVALID_VALUE", 0; }
 #define NOTHING(name) int name() { return 0; }
 NOTHING(cuMemHostAlloc) NOTHING(cuMemFreeHost) NOTHING(cuPointerGetAttribute) NOTHING(cuStreamBeginCapture_v2) NOTHING(cuStreamEndCapture)

@@ -42,7 +42,7 @@ class FakeCuda:
             ),
             Device=type("Device", (), {"__new__": lambda cls, ordinal: self, "count": staticmethod(lambda: 1)}),
             Context=SimpleNamespace(pop=lambda: library.cuCtxPopCurrent_v2(ctypes.byref(pointer()))),
-            Stream=lambda flags: SimpleNamespace(handle=next(handles)),
+            Stream=lambda flags: SimpleNamespace(handle=next(handles), synchronize=lambda: None),
         )
         monkeypatch.setitem(sys.modules, "pycuda.driver", drv)
         monkeypatch.setitem(sys.modules, "pycuda.tools", SimpleNamespace(DeviceMemoryPool=lambda: SimpleNamespace(stop_holding=lambda: None)))

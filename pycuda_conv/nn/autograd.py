@@ -11,8 +11,9 @@ each other's derivatives:
 ==================  ============================================================
 
 They are called in one of two ways: as ``torch.ops.pycuda_conv.*`` where torch has to see an operator, in ``torch.compile``,
-inside a mode or a transform, on tensors without numbers; else through one ``torch.autograd.Function``, which costs 8 us where
-the other costs 50. What they compute, and every check, is in :mod:`pycuda_conv.ops`.
+inside a mode or a transform, on tensors without numbers; else through a ``torch.autograd.Function``, which costs 8 us where
+the other costs 50. What they compute, and every check, is in :mod:`pycuda_conv.ops`. A convolution that was made before goes
+through a Function of its own, :class:`_Again`: it checks nothing and plans nothing, forward or backward.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import ops
+from pycuda_conv import ops, quick
 from pycuda_conv.arrays import TorchKind, kind_of
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
@@ -304,6 +305,68 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, first: Any, second: Any, bias: Any, *rest: Any) -> Any:
         return _tangent(ctx, first, second, bias)
+
+
+class Again:
+    """A convolution whose gradients torch is asked for, and which was made before: see :mod:`pycuda_conv.quick`.
+
+    Its gradients are those of :class:`_Function`. They are looked up by keys that are made once; where a gradient is not ready, or torch
+    wants to know of it in its turn, it goes the way of all operators.
+    """
+
+    def __init__(
+        self, transposed: bool, output_padding: Any, asked: tuple[Any, ...], first_shape: Sequence[int], second_shape: Sequence[int]
+    ) -> None:
+        self.operator: Operator = CONV_TRANSPOSE if transposed else CONV
+        ndim, stride, padding, dilation, groups, precision = asked
+        self.settings = Settings(ndim, stride, padding, dilation, groups, precision, None, False)
+        self.shapes = first_shape, second_shape
+        self.transposed = transposed
+        #: the keys' options of the gradients; None where they take more than one convolution
+        self.by_first: tuple[Any, ...] | None = ("input", ndim, tuple(first_shape), *asked[1:])
+        self.by_second: tuple[Any, ...] | None = ("weight", ndim, tuple(second_shape), *asked[1:])
+        if transposed:
+            self.by_first = "conv", ndim, stride, padding, 0, dilation, groups, precision, None
+            if any(more >= step for more, step in zip(integers("", output_padding, ndim), integers("", stride, ndim), strict=True)):
+                self.by_first = self.by_second = None
+
+    def __call__(self, first: Any, second: Any, bias: Any, ready: Any) -> Any:
+        return _apply(first, second, bias, self, ready)
+
+    def gradient_by_first(self, second: Any, grad: Any) -> Any:
+        made = None
+        if not torch.compiler.is_dynamo_compiling():
+            made = quick.call(quick.table, self.by_first, False, grad, second, None, None, None, None)
+        return self.operator.by_first(self.settings, self.shapes[0], second, grad) if made is None else made
+
+    def gradient_by_second(self, first: Any, grad: Any) -> Any:
+        made = None
+        if not torch.compiler.is_dynamo_compiling():
+            operands = (grad, first) if self.transposed else (first, grad)
+            made = quick.call(quick.table, self.by_second, False, *operands, None, None, None, None)
+        return self.operator.by_second(self.settings, first, self.shapes[1], grad) if made is None else made
+
+
+class _Again(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Any, second: Any, bias: Any, again: Again, ready: Any) -> Any:
+        by_first, by_second, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(first if by_second else None, second if by_first else None)
+        ctx.again = again
+        return quick.run(ready, first, second, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        first, second = ctx.saved_tensors
+        again = ctx.again
+        by_first, by_second, by_bias, *_ = ctx.needs_input_grad
+        dx = again.gradient_by_first(second, grad) if by_first else None
+        dw = again.gradient_by_second(first, grad) if by_second else None
+        return dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None, None
+
+
+#: ``_Again.apply`` without the questions that the launcher in C has asked already. They take 3 us.
+_apply = super(torch.autograd.Function, _Again).apply
 
 
 class _Transformed(_Function):

@@ -1,9 +1,14 @@
-// _launch.c: all launches of a schedule, made by one call from Python.
+// _launch.c: all launches of a schedule made by one call from Python, and calls that were made before made again by one.
 //
-// The module knows three things: a launch of a kernel, the recording of the event on a stream, and a stream's wait for the event.
-// A schedule is a row of those. prepare() copies everything that stays the same from call to call; launch() fills in the buffers'
-// addresses and the stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in Python
-// where this module is missing.
+// Schedules. The module knows three things: a launch of a kernel, the recording of the event on a stream, and a stream's wait for the
+// event. A schedule is a row of those. prepare() copies everything that stays the same from call to call; launch() fills in the
+// buffers' addresses and the stream, releases the GIL and calls the driver. runtime/cuda.py describes schedules, and does the same in
+// Python where this module is missing.
+//
+// Calls. A convolution of torch's tensors is decided by its options and by what the tensors look like: shapes, strides, types, GPU.
+// key() writes all of that down as bytes. Behind a key a dict holds what was decided, made by ready(): the schedule, how the result
+// is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
+// None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
@@ -25,7 +30,7 @@ typedef int (*StreamWaitEvent)(void*, void*, unsigned);
 typedef int (*GetCurrent)(void**);
 
 enum { LAUNCH, RECORD, WAIT };  // kinds of operations
-enum { MAP_BYTES = 128, STREAMS = 8, USUAL_BYTES = 4096 };
+enum { MAP_BYTES = 128, STREAMS = 8, BUFFERS = 32, USUAL_BYTES = 4096 };
 
 typedef struct {  // where in the parameters an address goes, or a tensor map of it
   Py_ssize_t at, buffer;
@@ -56,7 +61,7 @@ typedef struct {
   EventRecord record;
   StreamWaitEvent wait;
   Operation* operations;
-  Py_ssize_t count, streams, bytes;
+  Py_ssize_t count, streams, buffers, bytes;
 } Schedule;
 
 static const char SCHEDULE[] = "pycuda_conv.runtime._launch.schedule";
@@ -78,7 +83,7 @@ static void free_schedule(Schedule* s) {
 static void forget(PyObject* capsule) { free_schedule(PyCapsule_GetPointer(capsule, SCHEDULE)); }
 
 static int check_place(const Place* place, Py_ssize_t room, size_t bytes) {
-  if (place->buffer >= 0 && place->at >= 0 && (size_t)(place->at + room) <= bytes) return 0;
+  if (place->buffer >= 0 && place->buffer < BUFFERS && place->at >= 0 && (size_t)(place->at + room) <= bytes) return 0;
   PyErr_SetString(PyExc_ValueError, "a place lies outside of the parameters");
   return -1;
 }
@@ -155,6 +160,10 @@ static PyObject* prepare(PyObject* self, PyObject* args) {
       goto failed;
     }
     if (op->stream >= s->streams) s->streams = op->stream + 1;
+    for (Py_ssize_t j = 0; j < op->place_count; j++)
+      if (op->places[j].buffer >= s->buffers) s->buffers = op->places[j].buffer + 1;
+    for (Py_ssize_t j = 0; j < op->map_count; j++)
+      if (op->maps[j].place.buffer >= s->buffers) s->buffers = op->maps[j].place.buffer + 1;
     op->room = s->bytes;
     s->bytes += (Py_ssize_t)((op->bytes + 63) & ~(size_t)63);
   }
@@ -186,26 +195,18 @@ static int stream_of(PyObject* object, void** to) {
   return code;
 }
 
-static int place_of(const Place* place, PyObject* buffers, uint64_t* to) {
-  PyObject* buffer = PyTuple_GetItem(buffers, place->buffer);
-  if (!buffer || number(buffer, to)) return -1;
-  *to += place->offset;
-  return 0;
-}
-
 // Write the parameters of a launch to `room`. Other threads may do so too whenever Python runs, which it does in `encode`: so
 // each call has its own memory, and a map goes to the schedule's and the call's at once.
-static int fill(Operation* op, PyObject* buffers, uint8_t* room) {
-  uint64_t address;
+static int fill(Operation* op, const uint64_t* buffers, uint8_t* room) {
   memcpy(room, op->parameters, op->bytes);
   for (Py_ssize_t i = 0; i < op->place_count; i++) {
-    if (place_of(&op->places[i], buffers, &address)) return -1;
+    const uint64_t address = buffers[op->places[i].buffer] + op->places[i].offset;
     memcpy(room + op->places[i].at, &address, sizeof address);
   }
   for (Py_ssize_t i = 0; i < op->map_count; i++) {
     Map* map = &op->maps[i];
     uint8_t *kept = op->parameters + map->place.at, *ours = room + map->place.at;
-    if (place_of(&map->place, buffers, &address)) return -1;
+    const uint64_t address = buffers[map->place.buffer] + map->place.offset;
     if (address == map->address) {
       memcpy(ours, kept, MAP_BYTES);
       continue;
@@ -253,50 +254,64 @@ static int run(const Schedule* s, uint8_t* room, void* const* streams, void* eve
   return 0;
 }
 
-// launch(schedule, buffers, stream, own) -> None, or (the driver's error, the number of the operation that failed)
-//
-// `own`: the calling thread's event and side streams; None where the schedule needs none.
-static PyObject* launch(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n != 4) return PyErr_Format(PyExc_TypeError, "launch takes 4 arguments, got %zd", n);
-  Schedule* s = PyCapsule_GetPointer(args[0], SCHEDULE);
-  void *event = NULL, *streams[STREAMS];
-  Py_ssize_t known = 1, failed = 0;
-  if (!s || stream_of(args[2], &streams[0])) return NULL;
-  if (args[3] != Py_None) {
-    uint64_t handle;
-    PyObject* first = PyTuple_GetItem(args[3], 0);
-    if (!first || number(first, &handle)) return NULL;
-    event = address_of(handle);
-    for (; known < STREAMS && known < PyTuple_Size(args[3]); known++) {
-      if (number(PyTuple_GetItem(args[3], known), &handle)) return NULL;
-      streams[known] = address_of(handle);
-    }
-  }
-  if (s->streams > known) return PyErr_Format(PyExc_ValueError, "the schedule takes %zd streams, got %zd", s->streams, known);
-  PyObject* buffers = PySequence_Tuple(args[1]);
-  if (!buffers) return NULL;
+// Make all operations. 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
+static int make_all(Schedule* s, const uint64_t* buffers, void* const* streams, void* event, Py_ssize_t* failed) {
   union {
     uint8_t bytes[USUAL_BYTES];
     long double aligned;
   } usual;
   uint8_t* room = s->bytes <= USUAL_BYTES ? usual.bytes : PyMem_Malloc(s->bytes);
-  PyObject* result = NULL;
-  if (!room) {
-    PyErr_NoMemory();
-    goto done;
-  }
+  int code = -1;
+  if (!room) return PyErr_NoMemory(), -1;
   for (Py_ssize_t i = 0; i < s->count; i++)
     if (s->operations[i].kind == LAUNCH && fill(&s->operations[i], buffers, room + s->operations[i].room)) goto done;
-  int code;
   // a launch waits where the driver's queue is full, maybe for a callback that needs the GIL
   Py_BEGIN_ALLOW_THREADS
-  code = run(s, room, streams, event, &failed);
+  code = run(s, room, streams, event, failed);
   Py_END_ALLOW_THREADS
-  result = code ? Py_BuildValue("(in)", code, failed) : Py_BuildValue("");
 done:
   if (room != usual.bytes) PyMem_Free(room);
+  return code;
+}
+
+// The calling thread's event and side streams, which `own` holds; None where the schedule needs none.
+static int streams_of(const Schedule* s, PyObject* own, void** streams, void** event) {
+  Py_ssize_t known = 1;
+  if (own != Py_None) {
+    uint64_t handle;
+    PyObject* first = PyTuple_GetItem(own, 0);
+    if (!first || number(first, &handle)) return -1;
+    *event = address_of(handle);
+    for (; known < STREAMS && known < PyTuple_Size(own); known++) {
+      if (number(PyTuple_GetItem(own, known), &handle)) return -1;
+      streams[known] = address_of(handle);
+    }
+  }
+  if (s->streams <= known) return 0;
+  PyErr_Format(PyExc_ValueError, "the schedule takes %zd streams, got %zd", s->streams, known);
+  return -1;
+}
+
+// launch(schedule, buffers, stream, own) -> None, or (the driver's error, the number of the operation that failed)
+static PyObject* launch(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 4) return PyErr_Format(PyExc_TypeError, "launch takes 4 arguments, got %zd", n);
+  Schedule* s = PyCapsule_GetPointer(args[0], SCHEDULE);
+  void *event = NULL, *streams[STREAMS];
+  Py_ssize_t failed = 0;
+  uint64_t addresses[BUFFERS];
+  if (!s || stream_of(args[2], &streams[0]) || streams_of(s, args[3], streams, &event)) return NULL;
+  PyObject* buffers = PySequence_Tuple(args[1]);
+  if (!buffers) return NULL;
+  int wrong = 0;
+  if (PyTuple_Size(buffers) < s->buffers) {
+    PyErr_Format(PyExc_IndexError, "the schedule takes %zd buffers, got %zd", s->buffers, PyTuple_Size(buffers));
+    wrong = 1;
+  }
+  for (Py_ssize_t i = 0; !wrong && i < s->buffers; i++) wrong = number(PyTuple_GetItem(buffers, i), &addresses[i]);
   Py_DECREF(buffers);
-  return result;
+  const int code = wrong ? -1 : make_all(s, addresses, streams, event, &failed);
+  if (code < 0) return NULL;
+  return code ? Py_BuildValue("(in)", code, failed) : Py_BuildValue("");
 }
 
 // is_current(cuCtxGetCurrent, context) -> whether the context is the calling thread's current one
@@ -309,11 +324,439 @@ static PyObject* is_current(PyObject* self, PyObject* const* args, Py_ssize_t n)
   return PyBool_FromLong(!code && current == address_of(context));
 }
 
+// ---- calls
+
+enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4 };
+enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
+static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
+
+static const char READY[] = "pycuda_conv.runtime._launch.ready";
+
+// DLPack's structures, as version 1 of its header has them.
+typedef struct {
+  void* data;
+  int32_t device_type, device_id, ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;
+  uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+  uint32_t major, minor;
+  void* previous;
+  void *allocate, *managed_from_object, *managed_to_object;
+  int (*tensor_from_object)(void*, DLTensor*);
+  void* current_stream;
+} DLPackExchange;
+
+enum { DLPACK_CUDA = 2 };
+
+// What is asked of torch. Set once, by learn().
+static struct {
+  PyObject *tensor, *parameter;                                                  // the classes whose objects are plain tensors
+  PyObject *pointer, *strides, *ordinal, *negated, *made_in_inference;           // functions of a tensor
+  PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
+  PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level;
+  long least;  // ordinal of a GPU
+  int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
+} torch;
+static int stopped;  // in a forked child
+
+typedef struct {
+  uint64_t words[KEY_BYTES / 8];
+  size_t used;
+} Key;
+
+static int put(Key* key, uint64_t word) {
+  if (key->used == KEY_BYTES / 8) return -1;
+  key->words[key->used++] = word;
+  return 0;
+}
+
+// An option: None, an integer, a word, or a row of those. -1 for anything else, for which an exception may be set.
+static int put_option(Key* key, PyObject* value, int depth) {
+  if (value == Py_None) return put(key, 'N');
+  if (PyLong_CheckExact(value)) {
+    const long long number = PyLong_AsLongLong(value);
+    return (number == -1 && PyErr_Occurred()) || put(key, 'I') || put(key, (uint64_t)number) ? -1 : 0;
+  }
+  if (PyUnicode_CheckExact(value)) {
+    Py_ssize_t n;
+    const char* text = PyUnicode_AsUTF8AndSize(value, &n);
+    if (!text || n > 64 || put(key, 'U') || put(key, (uint64_t)n)) return -1;
+    for (Py_ssize_t i = 0; i < n; i += 8) {
+      uint64_t word = 0;
+      memcpy(&word, text + i, n - i < 8 ? (size_t)(n - i) : 8);
+      if (put(key, word)) return -1;
+    }
+    return 0;
+  }
+  const int list = PyList_Check(value);
+  if (!depth || (!list && !PyTuple_Check(value))) return -1;
+  const Py_ssize_t n = list ? PyList_Size(value) : PyTuple_Size(value);
+  if (put(key, 'T') || put(key, (uint64_t)n)) return -1;
+  for (Py_ssize_t i = 0; i < n; i++)
+    if (put_option(key, list ? PyList_GetItem(value, i) : PyTuple_GetItem(value, i), depth - 1)) return -1;
+  return 0;
+}
+
+static int put_row(Key* key, PyObject* row) {
+  if (!row || !PyTuple_Check(row) || PyTuple_Size(row) > AXES || put(key, (uint64_t)PyTuple_Size(row))) return -1;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(row); i++) {
+    const long long number = PyLong_AsLongLong(PyTuple_GetItem(row, i));
+    if ((number == -1 && PyErr_Occurred()) || put(key, (uint64_t)number)) return -1;
+  }
+  return 0;
+}
+
+// Whether what `function` says of `object` is true; -1 with an exception.
+static int is_true(PyObject* function, PyObject* object) {
+  PyObject* answer = PyObject_CallFunctionObjArgs(function, object, NULL);
+  const int truth = answer ? (answer == Py_False || answer == Py_None ? 0 : PyObject_IsTrue(answer)) : -1;
+  Py_XDECREF(answer);
+  return truth;
+}
+
+static int pointer_of(PyObject* tensor, uint64_t* to) {
+  DLTensor t;
+  if (torch.read) {
+    if (torch.read(tensor, &t)) return -1;
+    *to = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+    return 0;
+  }
+  PyObject* answer = PyObject_CallFunctionObjArgs(torch.pointer, tensor, NULL);
+  const int code = answer ? number(answer, to) : -1;
+  Py_XDECREF(answer);
+  return code;
+}
+
+// put_tensor() of a plain tensor that torch describes itself.
+static int put_read_tensor(Key* key, PyObject* tensor, uint64_t* address) {
+  DLTensor t;
+  if (torch.read(tensor, &t) || t.ndim > AXES || !t.strides || is_true(torch.negated, tensor)) return -1;
+  const long ordinal = t.device_type == DLPACK_CUDA ? t.device_id : -1;
+  const size_t words = 3 + 2 * (size_t)t.ndim;
+  if (ordinal < torch.least || key->used + words + 1 > KEY_BYTES / 8) return -1;
+  *address = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  uint64_t* to = key->words + key->used;
+  to[0] = 'A' | (uint64_t)(*address % 16) << 8 | (uint64_t)t.ndim << 16;
+  to[1] = (uint64_t)ordinal;
+  to[2] = (uint64_t)t.code << 32 | (uint64_t)t.bits << 16 | t.lanes;
+  memcpy(to + 3, t.shape, 8 * (size_t)t.ndim);
+  memcpy(to + 3 + t.ndim, t.strides, 8 * (size_t)t.ndim);
+  key->used += words;
+  return 0;
+}
+
+// A tensor, or None: shape, strides, type, GPU and whether it is aligned; and its address. -1 for any that is not a plain one.
+static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
+  *address = 0;
+  if (tensor == Py_None) return put(key, 'N');
+  PyObject* type = (PyObject*)Py_TYPE(tensor);
+  if (type != torch.tensor && type != torch.parameter) return -1;
+  if (torch.read) return put_read_tensor(key, tensor, address);
+  PyObject* answer = PyObject_CallFunctionObjArgs(torch.ordinal, tensor, NULL);
+  const long ordinal = answer ? PyLong_AsLong(answer) : -2;
+  Py_XDECREF(answer);
+  if (ordinal < torch.least || is_true(torch.negated, tensor)) return -1;
+  PyObject* dtype = PyObject_GetAttr(tensor, torch.name_type);
+  if (!dtype) return -1;
+  Py_DECREF(dtype);  // dtypes live for ever
+  if (put(key, 'A') || put(key, (uint64_t)ordinal) || put(key, (uint64_t)(uintptr_t)dtype)) return -1;
+  answer = PyObject_GetAttr(tensor, torch.name_shape);
+  int code = put_row(key, answer);
+  Py_XDECREF(answer);
+  if (code) return -1;
+  answer = PyObject_CallFunctionObjArgs(torch.strides, tensor, NULL);
+  code = put_row(key, answer);
+  Py_XDECREF(answer);
+  return code || pointer_of(tensor, address) || put(key, *address % 16) ? -1 : 0;
+}
+
+// The key of a call with these operands and this `out`, and their addresses.
+static int put_call(Key* key, PyObject* options, PyObject* const* tensors, uint64_t* addresses) {
+  key->used = 0;
+  if (!torch.tensor || put_option(key, options, DEPTH)) return -1;
+  for (int i = 0; i < OPERANDS + 1; i++)
+    if (put_tensor(key, tensors[i], &addresses[i])) return -1;
+  return 0;
+}
+
+static PyObject* key_bytes(const Key* key) { return PyBytes_FromStringAndSize((const char*)key->words, (Py_ssize_t)(8 * key->used)); }
+
+typedef struct {  // a function with its arguments: (function, tuple, dict or None)
+  PyObject *function, *args, *keywords;
+} Maker;
+
+typedef struct {
+  PyObject *schedule, *own;  // own(): the calling thread's event and side streams; None where there is no need
+  PyObject *stream, *ordinal, *failed, *recorded, *kept;
+  GetCurrent get_current;
+  int (*push)(void*);
+  GetCurrent pop;
+  void* context;
+  Maker result, workspace;
+  uint64_t packed, packed_at;  // the packed filter's address, or where it goes in the workspace
+  uint64_t operand_bytes[OPERANDS], result_bytes;
+} Ready;
+
+static void free_ready(Ready* r) {
+  PyObject* all[] = {
+      r->schedule, r->own, r->stream, r->ordinal, r->failed, r->recorded, r->kept, r->result.function, r->result.args, r->result.keywords,
+      r->workspace.function, r->workspace.args, r->workspace.keywords,
+  };
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_XDECREF(all[i]);
+  PyMem_Free(r);
+}
+
+static void forget_ready(PyObject* capsule) { free_ready(PyCapsule_GetPointer(capsule, READY)); }
+
+static int read_maker(PyObject* from, Maker* to) {
+  if (from == Py_None) return 0;
+  if (!PyArg_ParseTuple(from, "OO!O", &to->function, &PyTuple_Type, &to->args, &to->keywords)) return -1;
+  if (to->keywords == Py_None) to->keywords = NULL;
+  Py_XINCREF(to->function), Py_XINCREF(to->args), Py_XINCREF(to->keywords);
+  return 0;
+}
+
+// ready(schedule, own, (cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, context), (stream, ordinal), failed, result, workspace,
+//       (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what call() finds behind a key
+//
+// `stream(ordinal)` is the current stream; `failed(error, operation)` raises. `result` and `workspace` are (function, args, keywords),
+// workspace may be None. `recorded(input, weight, bias, scale, residual)` makes a call of which torch is told.
+static PyObject* ready(PyObject* self, PyObject* args) {
+  PyObject *schedule, *own, *stream, *ordinal, *failed, *result, *workspace, *recorded, *kept;
+  unsigned long long get_current, push, pop, context, packed, packed_at, bytes[OPERANDS], result_bytes;
+  if (!PyArg_ParseTuple(args, "OO(KKKK)(OO)OOO(KK)(KKKKK)KOO", &schedule, &own, &get_current, &push, &pop, &context, &stream, &ordinal, &failed,
+                        &result, &workspace, &packed, &packed_at, &bytes[0], &bytes[1], &bytes[2], &bytes[3], &bytes[4], &result_bytes,
+                        &recorded, &kept))
+    return NULL;
+  const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
+  if (!s) return NULL;
+  if (s->buffers > RESIDUAL + 1) return PyErr_Format(PyExc_ValueError, "a call has %d buffers, the schedule takes %zd", RESIDUAL + 1, s->buffers);
+  Ready* r = PyMem_Calloc(1, sizeof *r);
+  if (!r) return PyErr_NoMemory();
+  PyObject* given[] = {schedule, own, stream, ordinal, failed, recorded, kept};
+  PyObject** places[] = {&r->schedule, &r->own, &r->stream, &r->ordinal, &r->failed, &r->recorded, &r->kept};
+  for (size_t i = 0; i < sizeof given / sizeof *given; i++) Py_INCREF(given[i]), *places[i] = given[i];
+  r->get_current = (GetCurrent)address_of(get_current);
+  r->push = (int (*)(void*))address_of(push);
+  r->pop = (GetCurrent)address_of(pop);
+  r->context = address_of(context);
+  r->packed = packed, r->packed_at = packed_at, r->result_bytes = result_bytes;
+  for (int i = 0; i < OPERANDS; i++) r->operand_bytes[i] = bytes[i];
+  PyObject* capsule = NULL;
+  if (!read_maker(result, &r->result) && !read_maker(workspace, &r->workspace)) capsule = PyCapsule_New(r, READY, forget_ready);
+  if (!capsule) free_ready(r);
+  return capsule;
+}
+
+static PyObject* make(const Maker* maker, uint64_t* address) {
+  PyObject* made = PyObject_Call(maker->function, maker->args, maker->keywords);
+  if (made && pointer_of(made, address)) Py_CLEAR(made);
+  return made;
+}
+
+// Allocate what is needed and launch, on the current stream, with operands at these addresses. The result.
+static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
+  PyObject *result = NULL, *workspace = NULL, *own = NULL, *answer = NULL;
+  void *current = NULL, *event = NULL, *streams[STREAMS];
+  uint64_t buffers[RESIDUAL + 1] = {0};
+  Py_ssize_t failed = 0;
+  Schedule* s = PyCapsule_GetPointer(r->schedule, SCHEDULE);
+  const int pushed = r->get_current(&current) || current != r->context;
+  if (pushed) {
+    const int code = r->push(r->context);
+    if (code) return PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", code);
+  }
+  for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
+  answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL);
+  if (!answer || stream_of(answer, &streams[0])) goto done;
+  own = r->own;
+  if (own == Py_None)
+    Py_INCREF(own);
+  else if (!(own = PyObject_CallFunctionObjArgs(own, NULL)))
+    goto done;
+  if (streams_of(s, own, streams, &event)) goto done;
+  if (out) {
+    Py_INCREF(out);
+    result = out;
+    buffers[RESULT] = out_address;
+  } else if (!(result = make(&r->result, &buffers[RESULT]))) {
+    goto done;
+  }
+  if (r->workspace.function && !(workspace = make(&r->workspace, &buffers[WORKSPACE]))) {
+    Py_CLEAR(result);
+    goto done;
+  }
+  buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
+  const int code = make_all(s, buffers, streams, event, &failed);
+  if (code) Py_CLEAR(result);
+  if (code > 0) {
+    PyObject* nothing = PyObject_CallFunction(r->failed, "in", code, failed);  // raises
+    Py_XDECREF(nothing);
+    if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "a launch failed (%d)", code);
+  }
+done:
+  Py_XDECREF(workspace);
+  Py_XDECREF(own);
+  Py_XDECREF(answer);
+  if (pushed) r->pop(&current);
+  return result;
+}
+
+// Whether a mode, a transform or the like wants to know of the call. -1 with an exception.
+static int is_unusual(void) {
+  const Py_ssize_t n = PyTuple_Size(torch.states);
+  for (Py_ssize_t i = 0; i < n; i++) {
+    const int truth = is_true(PyTuple_GetItem(torch.states, i), NULL);
+    if (truth) return truth;
+  }
+  PyObject* level = PyDict_GetItemWithError(torch.levels, torch.name_level);
+  return !level || PyLong_AsLong(level) >= 0;
+}
+
+// Whether torch is to give gradients of what is made of some of these. -1 with an exception.
+static int is_differentiated(PyObject* const* tensors, int n) {
+  for (int i = 0; i < n; i++) {
+    if (tensors[i] == Py_None) continue;
+    PyObject* flag = PyObject_GetAttr(tensors[i], torch.name_requires_grad);
+    if (!flag) return -1;
+    Py_DECREF(flag);
+    if (flag == Py_True) return is_true(torch.differentiates, NULL);
+  }
+  return 0;
+}
+
+// Whether the result may be written to `out`, which torch is told of then. -1 with an exception.
+static int is_writable(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t address) {
+  for (int i = 0; i < OPERANDS; i++)
+    if (operands[i] && operands[i] < address + r->result_bytes && address < operands[i] + r->operand_bytes[i]) return 0;
+  const int truth = is_true(torch.made_in_inference, out);
+  if (truth) return truth < 0 ? -1 : 0;
+  PyObject* nothing = PyObject_CallFunctionObjArgs(torch.announce, out, NULL);
+  Py_XDECREF(nothing);
+  return nothing ? 1 : -1;
+}
+
+// call(table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
+//
+// `recorded`: torch knows of the call already.
+static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 9) return PyErr_Format(PyExc_TypeError, "call takes 9 arguments, got %zd", n);
+  PyObject *const *tensors = args + 3, *result = NULL, *found = NULL;
+  uint64_t addresses[OPERANDS + 1];
+  Key key;
+  if (stopped || PyDict_Size(args[0]) <= 0 || put_call(&key, args[1], tensors, addresses)) goto unusual;
+  PyObject* bytes = key_bytes(&key);
+  if (!bytes) return NULL;
+  found = PyDict_GetItemWithError(args[0], bytes);
+  Py_DECREF(bytes);
+  if (!found || found == Py_None) goto unusual;
+  const Ready* r = PyCapsule_GetPointer(found, READY);
+  if (!r) return NULL;
+  Py_INCREF(found);  // another thread may empty the table
+  PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
+  if (args[2] != Py_True) {
+    const int told = is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
+    if (told < 0 || (told && (out || r->recorded == Py_None))) goto unknown;
+    if (told) {
+      result = PyObject_CallFunctionObjArgs(r->recorded, tensors[0], tensors[1], tensors[2], found, NULL);
+      Py_DECREF(found);
+      return result;
+    }
+  }
+  if (out) {
+    const int writable = is_writable(r, addresses, out, addresses[OPERANDS]);
+    if (!writable) goto unknown;
+    if (writable < 0) {
+      Py_DECREF(found);
+      return NULL;
+    }
+  }
+  result = make_call(r, addresses, out, addresses[OPERANDS]);
+  Py_DECREF(found);
+  return result;
+unknown:
+  Py_DECREF(found);
+unusual:
+  PyErr_Clear();
+  return Py_BuildValue("");
+}
+
+// run(ready, input, weight, bias) -> the result of a call whose operands look as they did then
+static PyObject* run_ready(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 4) return PyErr_Format(PyExc_TypeError, "run takes 4 arguments, got %zd", n);
+  const Ready* r = PyCapsule_GetPointer(args[0], READY);
+  uint64_t addresses[OPERANDS] = {0};
+  if (!r) return NULL;
+  for (int i = 0; i < 3; i++)
+    if (args[1 + i] != Py_None && pointer_of(args[1 + i], &addresses[i])) return NULL;
+  return make_call(r, addresses, NULL, 0);
+}
+
+// key(options, input, weight, bias, scale, residual, out) -> bytes, or None for what is unusual
+static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 7) return PyErr_Format(PyExc_TypeError, "key takes 7 arguments, got %zd", n);
+  uint64_t addresses[OPERANDS + 1];
+  Key key;
+  if (!put_call(&key, args[0], args + 1, addresses)) return key_bytes(&key);
+  PyErr_Clear();
+  return Py_BuildValue("");
+}
+
+// learn((Tensor, Parameter), (data_ptr, stride, get_device, is_neg, is_inference), is_grad_enabled, increment_version, states, levels,
+//       least, exchange)
+//
+// `exchange`: the capsule of DLPack's functions for tensors, or None.
+static PyObject* learn(PyObject* self, PyObject* args) {
+  PyObject *given[11], *exchange;
+  long least;
+  if (!PyArg_ParseTuple(args, "(OO)(OOOOO)OOO!O!lO", &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6], &given[7],
+                        &given[8], &PyTuple_Type, &given[9], &PyDict_Type, &given[10], &least, &exchange))
+    return NULL;
+  PyObject** places[] = {
+      &torch.tensor, &torch.parameter, &torch.pointer, &torch.strides, &torch.ordinal, &torch.negated, &torch.made_in_inference,
+      &torch.differentiates, &torch.announce, &torch.states, &torch.levels,
+  };
+  torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
+  torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
+  if (!torch.name_shape || !torch.name_type || !torch.name_requires_grad || !torch.name_level) return NULL;
+  for (int i = 0; i < 11; i++) {
+    PyObject* before = *places[i];
+    Py_INCREF(given[i]);
+    *places[i] = given[i];
+    Py_XDECREF(before);
+  }
+  torch.least = least;
+  torch.read = NULL;
+  if (exchange != Py_None) {
+    const DLPackExchange* found = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
+    if (!found) return NULL;
+    if (found->major == 1) torch.read = found->tensor_from_object;
+  }
+  return Py_BuildValue("");
+}
+
+// stop(): from now on call() answers None to everything
+static PyObject* stop(PyObject* self, PyObject* nothing) {
+  stopped = 1;
+  return Py_BuildValue("");
+}
+
 static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, "prepare(functions, operations): a schedule for launch()."},
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
+    {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
+    {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, input, weight, bias, scale, residual, out): bytes or None."},
+    {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
+    {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
+    {"run", (PyCFunction)(void*)run_ready, METH_FASTCALL, "run(ready, input, weight, bias): the result."},
+    {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
 };
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_launch", "Launches of whole schedules.", 0, methods};
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_launch", "Launches of whole schedules, and calls that were made before.", 0, methods};
 PyMODINIT_FUNC PyInit__launch(void) { return PyModule_Create(&module); }

@@ -46,6 +46,9 @@ def _after_fork() -> None:
     _forked = _initialised
     for device in _made.values():
         device.push = device.is_current = driver  # which says what is wrong
+    native = sys.modules.get("pycuda_conv.runtime._launch")
+    if _forked and native is not None:
+        native.stop()
 
 
 if hasattr(os, "register_at_fork"):
@@ -334,6 +337,36 @@ def launcher_in_c() -> Any:
         return None
 
 
+class LauncherInC:
+    """A launcher that makes all launches of a schedule by one call.
+
+    Parameters
+    ----------
+    native : module
+    schedule : object
+        What ``native.prepare`` made.
+    own : callable or None
+        Gives the calling thread's event and side streams, where the schedule needs them.
+    names : list of str
+        What its operations are called in messages.
+    """
+
+    def __init__(self, native: Any, schedule: Any, own: Callable[[], tuple[int, ...]] | None, names: Sequence[str]) -> None:
+        self.native, self.schedule, self.own, self._names = native, schedule, own, names
+        self._launch = native.launch
+
+    def __call__(self, buffers: Sequence[Any], stream: Any) -> None:
+        if _forked:
+            raise forked("CUDA")
+        failed = self._launch(self.schedule, buffers, stream, self.own and self.own())
+        if failed:
+            self.failed(*failed)
+
+    def failed(self, code: int, operation: int) -> None:
+        """Raise the driver's error of an operation."""
+        _check(code, self._names[operation])
+
+
 def _address_of(function: str) -> int:
     """Where a function of the driver begins."""
     return ctypes.cast(getattr(_libcuda(), function), ctypes.c_void_p).value or 0
@@ -598,16 +631,14 @@ class CudaDevice(Device):
                 words += (1, one.first), (2, one.second)
                 names += "cuEventRecord", "cuStreamWaitEvent"
         functions = tuple(map(_address_of, ("cuLaunchKernelEx", "cuEventRecord", "cuStreamWaitEvent")))
-        schedule, run = self._in_c.prepare(functions, tuple(words)), self._in_c.launch
+        schedule = self._in_c.prepare(functions, tuple(words))
+        return LauncherInC(self._in_c, schedule, (lambda: self._streams().own) if forks else None, names)
 
-        def launch(buffers: Sequence[Any], stream: Any) -> None:
-            if _forked:
-                raise forked("CUDA")
-            failed = run(schedule, buffers, stream, self._streams().own if forks else None)
-            if failed:
-                _check(failed[0], names[failed[1]])
-
-        return launch
+    def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
+        """A call of which all is `decided`, as the launcher in C makes it again: see ``ready`` in ``_launch.c``."""
+        context = (*map(_address_of, ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")), self.context.handle)
+        stream, *rest = decided
+        return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal), launcher.failed, *rest)
 
     def _room(self) -> _Room:
         room = getattr(self._threads, "room", None)

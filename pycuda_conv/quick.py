@@ -1,0 +1,136 @@
+"""Calls that were made before: from one key to something that is ready to launch, ahead of everything else.
+
+A call of torch's tensors on a GPU is decided by its options and by the shapes, strides, types and place of its arrays. The launcher in
+C writes all of that down as a key, finds behind it what :func:`remember` has put there, allocates and launches. So nothing is planned or
+checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, autocast, traces, a stream of the
+caller's, arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.ops` and :mod:`pycuda_conv.arrays`,
+and so do all where there is no launcher in C.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+from pycuda_conv.runtime.cuda import LauncherInC
+
+if TYPE_CHECKING:
+    from pycuda_conv.arrays import TorchKind
+    from pycuda_conv.plan import Plan
+
+try:
+    _native: Any = importlib.import_module("pycuda_conv.runtime._launch")
+except ImportError:
+    _native = None
+
+
+class Table(dict[bytes, Any]):
+    """Keys, and what is ready behind them; None where the call has to go the whole way."""
+
+    cache_clear = dict.clear
+
+
+#: Of functions' calls. Plans have tables of their own.
+table = Table()
+
+#: Calls that a table remembers.
+MOST = 1024
+
+
+def _nothing(*call: Any) -> Any:
+    return None
+
+
+#: (table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
+call: Callable[..., Any] = _nothing if _native is None else _native.call
+#: (ready, input, weight, bias) -> the result of a call whose operands look as they did then
+run: Callable[..., Any] = _nothing if _native is None else _native.run
+
+
+def possible() -> bool:
+    """Whether a call may be one that was made before: C can launch, torch is there, and torch.compile does not follow the call."""
+    torch = sys.modules.get("torch")
+    return _native is not None and torch is not None and not torch.compiler.is_dynamo_compiling()
+
+
+def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
+    """Tell the launcher in C what to ask of torch.
+
+    `least` is the lowest number of a GPU; tests take -1, the host's. With `exchange`, torch describes a tensor in a tenth of the time that
+    its attributes take, where it has a function for that: DLPack's.
+    """
+    if _native is None:
+        return
+    c, tensor = torch._C, torch.Tensor
+    about = tensor.data_ptr, tensor.stride, tensor.get_device, tensor.is_neg, tensor.is_inference
+    autocast = partial(torch.is_autocast_enabled, "cuda")
+    states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
+    announce = torch.autograd.graph.increment_version
+    levels = vars(torch.autograd.forward_ad)
+    describe = getattr(tensor, "__dlpack_c_exchange_api__", None) if exchange else None
+    _native.learn((tensor, torch.nn.Parameter), about, torch.is_grad_enabled, announce, states, levels, least, describe)
+
+
+def remember(
+    table: Table, options: tuple[Any, ...], kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
+    packed: Any = None, recorded: Callable[..., Any] | None = None,
+) -> None:
+    """Put a call that was just made into `table`, unless its plan is still waiting for better kernels.
+
+    Parameters
+    ----------
+    table : dict
+    options : tuple
+        What was asked of the call besides its arrays.
+    kind : TorchKind
+    plan : Plan
+    operands : sequence of tensors or None
+        Input, weight, bias, scale, residual.
+    out : tensor or None
+    layout : str
+        The result's; by default the plan's.
+    packed : tensor, optional
+        The filter, packed.
+    recorded : callable, optional
+        Makes the same call where torch has to give gradients: (input, weight, bias, ready) -> the result.
+    """
+    key = None if _native is None or not plan.settles else _native.key(options, *operands, out)
+    if key is None or key in table or plan.device.capturing():
+        return
+    if len(table) >= MOST:
+        table.clear()
+    turned = layout not in ("", plan.problem.layout)
+    table[key] = None if turned else _ready(kind, plan, operands, packed, recorded)
+
+
+def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
+    """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
+    input, weight, bias, scale, residual = operands
+    filter_last = packed is None and plan.reads_filter_last and kind.lies(weight, plan.filter_order)
+    launcher = plan.launcher(packed is not None, filter_last)
+    fit = (
+        kind.lies(input, plan.order) and (filter_last or kind.lies(weight, plan.weight_order))
+        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.lies(residual, plan.order))
+        and not any(a is not None and kind.pointer(a) % 16 for a in (input, weight, residual))
+    )
+    if not fit or not isinstance(launcher, LauncherInC):
+        return None
+    device: Any = plan.device
+    place = 0 if packed is None else kind.pointer(packed)
+    nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
+    workspace = kind.maker((nbytes,), kind.torch.uint8, input.device, None) if nbytes else None
+    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.result_order)
+    return device.ready(
+        launcher, kind._current_stream, result, workspace, (place, plan.schedule.workspace_bytes), plan.operand_bytes, plan.result_bytes,
+        recorded, packed,
+    )
+
+
+@lru_cache(maxsize=64)
+def element(torch: Any, dtype: Any, device: Any) -> Any:
+    """A tensor of one element, for others to be made like it."""
+    with torch.inference_mode(False):
+        return torch.empty((), dtype=dtype, device=device)

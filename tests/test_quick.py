@@ -1,0 +1,518 @@
+"""Calls that were made before: the launcher in C makes them again, and only those that it may."""
+
+import gc
+import sys
+import time
+import weakref
+from functools import partial
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda
+from test_launch import IN_C
+
+import pycuda_conv as pc
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, arrays, engines, quick
+
+torch = pytest.importorskip("torch")
+pytestmark = IN_C
+
+
+class Warm:
+    """Tensors in host memory, taken for a GPU's whose driver is a stand-in, and what was asked of it."""
+
+    def __init__(self, fake, device):
+        self.fake, self.device = fake, device
+        self.whole = 0  # calls that went the whole way
+
+    def asked(self):
+        return self.fake.asked()
+
+    def again(self, call):
+        """Make a call twice. What the driver was asked is the same, and the second time Python has no part in it."""
+        self.asked()
+        call()
+        first, before = self.asked(), self.whole
+        call()
+        assert self.whole == before, "the call went the whole way again"
+        second = self.asked()
+        assert first and len(first) == len(second)
+        return first, second
+
+    def goes_the_whole_way(self, call):
+        """Make a call that Python has to make each time."""
+        for _ in range(3):
+            before = self.whole
+            call()
+            assert self.whole > before
+
+
+@pytest.fixture
+def warm(tmp_path, monkeypatch):
+    if sys.platform != "linux":
+        pytest.skip("the driver's stand-in is built by gcc on Linux")
+    fake = FakeCuda(tmp_path, monkeypatch)
+    warm = Warm(fake, fake.device("c"))
+    kind = arrays.kind_of("x", torch.zeros(1))
+
+    def convolve(*args, **options):
+        warm.whole += 1
+        return arrays.DeviceKind.convolve(kind, *args, **options)
+
+    monkeypatch.setattr(kind, "_current_stream", lambda ordinal: 0)
+    monkeypatch.setattr(kind, "device", lambda signature, device: warm.device)
+    monkeypatch.setattr(kind, "convolve", convolve)
+    monkeypatch.setattr(kind, "bind", partial(arrays.DeviceKind.bind, kind))
+    monkeypatch.setattr(arrays.TorchKind, "signature", lambda self, array: (array.shape, array.dtype, array.get_device() + 1))
+    quick.table.clear()
+    quick.learn(torch, -1)
+    with warm.device:
+        yield warm
+    quick.learn(torch)
+    for cache in pc.tune.caches:
+        cache.cache_clear()
+
+
+x, w, b = torch.randn(2, 16, 9, 9), torch.randn(24, 16, 3, 3), torch.randn(24)
+y, channels_last = torch.randn(2, 24, 9, 9), torch.channels_last
+CALLS = {
+    "conv2d": lambda **o: pc.conv2d(x, w, padding=1, **o),
+    "bias": lambda **o: pc.conv2d(x, w, b, padding=(1, 1), stride=[1, 1], **o),
+    "same": lambda **o: pc.conv2d(x, w, b, padding="same", dilation=2, **o),
+    "pairs": lambda **o: pc.conv2d(x, w, b, padding=((1, 0), (0, 1)), **o),
+    "epilogue": lambda **o: pc.conv2d(x, w, b, padding=1, scale=b, residual=y, activation="relu", **o),
+    "channels last": lambda **o: pc.conv2d(x.half().to(memory_format=channels_last), w.half().to(memory_format=channels_last), **o),
+    "tf32": lambda **o: pc.conv2d(x, w, precision="tf32", **o),
+    "double": lambda **o: pc.conv2d(x.double(), w.double(), **o),
+    "unbatched": lambda **o: pc.conv2d(x[1], w, **o),
+    "conv1d": lambda **o: pc.conv1d(x[0], w[:, :9, 0].contiguous(), **o),
+    "conv3d": lambda **o: pc.conv3d(x[None], w[:, :2, None].contiguous(), **o),
+    "transposed": lambda **o: pc.conv_transpose2d(y, w, b[:16], stride=2, output_padding=1, **o),
+    "input": lambda **o: pc.conv2d_input(x.shape, w, y, padding=1, **o),
+    "weight": lambda **o: pc.conv2d_weight(x, w.shape, y, padding=1, **o),
+}
+
+
+def where_arrays_lie(lines):
+    """The lines without the addresses of results and workspaces, which differ from call to call."""
+    return [line.partition(", takes")[0] for line in lines]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_is_made_again(warm, name):
+    with torch.no_grad():
+        first, second = warm.again(CALLS[name])
+        assert where_arrays_lie(first) == where_arrays_lie(second)
+        made = [CALLS[name]() for _ in range(2)]
+        assert made[0].stride() == made[1].stride() and made[0].shape == made[1].shape and made[0].data_ptr() != made[1].data_ptr()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_with_out_is_made_again(warm, name):
+    with torch.no_grad():
+        out = torch.empty_like(CALLS[name]())
+        quick.table.clear()
+        version = out._version
+        warm.again(partial(CALLS[name], out=out))
+        assert CALLS[name](out=out) is out and out._version == version + 3
+
+
+@pytest.mark.parametrize("name", ["conv2d", "epilogue", "channels last", "unbatched", "weight"])
+def test_a_torch_that_does_not_describe_its_tensors_is_asked_for_attributes(warm, name):
+    quick.learn(torch, -1, exchange=False)
+    with torch.no_grad():
+        warm.again(CALLS[name])
+        out = torch.empty_like(CALLS[name]())
+        warm.again(partial(CALLS[name], out=out))
+        warm.goes_the_whole_way(UNUSUAL["an address that is not aligned"])
+        warm.goes_the_whole_way(UNUSUAL["a strided filter"])
+
+
+def test_where_python_makes_the_launches_it_makes_the_calls_too(warm):
+    warm.device = warm.fake.device("python")
+    with warm.device, torch.no_grad():
+        warm.goes_the_whole_way(lambda: pc.conv2d(x, w))
+
+
+def test_the_driver_is_asked_the_same_byte_for_byte(warm):
+    """Where there is no workspace, which lies elsewhere each time."""
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
+    assert not plan.workspace_bytes
+    out = torch.empty(2, 24, 9, 9)
+    for call in (partial(pc.conv2d, x, w, padding=1, out=out), partial(plan, x, w, out=out), partial(plan.bind(w), x, out=out)):
+        first, second = warm.again(call)
+        assert first == second
+
+
+def test_plans_and_bound_plans(warm):
+    problem = ConvProblem.forward(2, x.shape, w.shape, (24,), padding=1)
+    plan = Plan(problem, warm.device)
+    with torch.no_grad():
+        warm.again(lambda: plan(x, w, b))
+        warm.again(lambda: plan(x, w, b, out=y))
+        bound = plan.bind(w, b)
+        warm.again(lambda: bound(x))
+        warm.again(lambda: bound(x, out=y))
+        with pytest.raises(ConvArgumentError, match="this plan takes input of shape"):
+            plan(x[:1], w, b)
+        with pytest.raises(ConvArgumentError, match="this plan takes bias"):
+            plan(x, w)
+
+
+def test_a_filter_that_was_packed_stays_packed(warm):
+    images, filters = torch.randn(8, 64, 56, 56), torch.randn(64, 64, 3, 3)
+    problem = ConvProblem.forward(2, images.shape, filters.shape, padding=1)
+    plans = (Plan(problem, warm.device, config=config) for config in engines.candidates(problem, warm.device))
+    plan = next(plan for plan in plans if plan.filter_bytes)
+    bound = plan.bind(filters)
+    whole = warm.again(lambda: plan(images, filters))[1]
+    packed = warm.again(lambda: bound(images))[1]
+    assert where_arrays_lie(packed) != where_arrays_lie(whole)  # it has less to do
+
+
+def test_contexts(warm):
+    """One that is current is not pushed; another is, and is popped again."""
+    call = partial(pc.conv2d, x, w)
+    warm.again(call)
+    warm.fake.asked()
+    call()
+    assert not {"push", "pop"} & set(warm.fake.asked(contexts=True))
+    warm.device.pop()
+    try:
+        warm.asked()
+        call()
+        lines = warm.fake.asked(contexts=True)
+        assert lines[0] == "push" and lines[-1] == "pop" and len(lines) > 2
+    finally:
+        warm.device.push()
+
+
+# ---- what the launcher must not make
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def strided(tensor):
+    return torch.randn(*tensor.shape[:-1], 2 * tensor.shape[-1])[..., ::2].copy_(tensor)
+
+
+def misaligned(tensor):
+    return torch.empty(tensor.numel() + 1)[1:].view(tensor.shape).copy_(tensor)
+
+
+UNUSUAL = {
+    "a strided input": lambda: pc.conv2d(strided(x), w, padding=1),
+    "a strided filter": lambda: pc.conv2d(x, strided(w), padding=1),
+    "a strided bias": lambda: pc.conv2d(x, w, torch.randn(48)[::2], padding=1),
+    "an address that is not aligned": lambda: pc.conv2d(misaligned(x), w, padding=1),
+    "numbers of numpy's": lambda: pc.conv2d(x, w, padding=np.int64(1)),
+    "a stream": lambda: pc.conv2d(x, w, padding=1, stream=0x55),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_calls_go_the_whole_way(warm, name):
+    with torch.no_grad():
+        pc.conv2d(x, w, padding=1)
+        warm.goes_the_whole_way(UNUSUAL[name])
+
+
+def test_negated_views_are_copied(warm):
+    negated = torch.randn(2, 16, 9, 9, dtype=torch.cfloat).conj().imag
+    assert negated.is_neg()
+    with torch.no_grad():
+        warm.goes_the_whole_way(lambda: pc.conv2d(negated, w))
+
+
+@pytest.mark.parametrize("options", [{"stride": True}, {"groups": True}, {"padding": 1.0}, {"dilation": (1, True)}, {"precision": None}])
+def test_what_only_looks_like_a_known_option_is_refused(warm, options):
+    usual = {"stride": 1, "groups": 1, "padding": 1, "dilation": (1, 1), "precision": "fp32"}
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w, **usual))
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                pc.conv2d(x, w, **{**usual, **options})
+
+
+def test_modes_and_transforms_see_their_operators(warm):
+    from torch.autograd import forward_ad
+
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w, padding=1))
+    seen = []
+    table = quick.table.copy()
+    for ready in table:
+        quick.table[ready] = None  # were one taken, it would be none
+    with Mode(), torch.no_grad():
+        assert not quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None)
+    with torch.no_grad():
+        assert quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None) is not None
+        with forward_ad.dual_level():
+            assert not quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None)
+
+        def transformed(one):
+            seen.append(quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None))
+            return one
+
+        torch.vmap(transformed)(x)
+    assert seen == [None]
+
+
+def test_out_that_the_result_cannot_be_written_to(warm):
+    memory = torch.zeros(4, 16, 9, 9)
+    square = torch.randn(16, 16, 3, 3)
+    pc.conv2d(memory[:2], square, padding=1, out=memory[2:])
+    warm.again(lambda: pc.conv2d(memory[:2], square, padding=1, out=memory[2:]))
+    before = warm.asked()
+    with pytest.raises(ConvArgumentError, match="out overlaps input"):
+        pc.conv2d(memory[1:3], square, padding=1, out=memory[2:])
+    with pytest.raises(ConvArgumentError, match="out requires a gradient"):
+        pc.conv2d(memory[:2], square, padding=1, out=torch.zeros(2, 16, 9, 9, requires_grad=True))
+    with torch.inference_mode():
+        made = torch.zeros(2, 16, 9, 9)
+    with pytest.raises(ConvArgumentError, match="out was made in torch"):
+        pc.conv2d(memory[:2], square, padding=1, out=made)
+    assert warm.asked() == before == []
+    pc.conv2d(memory[:2], square, padding=1, residual=memory[2:], out=memory[2:])  # in place
+    warm.goes_the_whole_way(lambda: pc.conv2d(memory[:2], square, padding=1, residual=memory[2:], out=memory[2:]))
+
+
+def test_inference_mode(warm):
+    with torch.no_grad():
+        pc.conv2d(x, w)
+    with torch.inference_mode():
+        assert pc.conv2d(x, w).is_inference()
+    with torch.no_grad():
+        assert not pc.conv2d(x, w).is_inference()
+    quick.table.clear()
+    with torch.inference_mode():
+        warm.again(lambda: pc.conv2d(x, w))
+    with torch.no_grad():
+        assert not pc.conv2d(x, w).is_inference()
+
+
+# ---- gradients
+
+GRADIENTS = {
+    "conv2d": lambda x, w, b: pc.conv2d(x, w, b, padding=1),
+    "no bias": lambda x, w, b: pc.conv2d(x, w, padding=1, stride=2),
+    "groups": lambda x, w, b: pc.conv2d(x, w.view(48, 8, 3, 3), groups=2),
+    "transposed": lambda x, w, b: pc.conv_transpose2d(x, w[:16], b[:16], stride=2, output_padding=1),
+    "more output padding than stride": lambda x, w, b: pc.conv_transpose2d(x, w[:16], b[:16], dilation=3, stride=1, output_padding=2),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("wanted", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)])
+def test_gradients_are_made_again(warm, name, wanted):
+    """Forward and backward; what is not asked for is not launched."""
+    xs, ws, bs = (t.clone().requires_grad_(flag) for t, flag in zip((x, w, b), wanted, strict=True))
+    inputs = [t for t in (xs, ws, bs) if t.requires_grad]
+    if name in ("no bias", "groups") and wanted == (False, False, True):
+        pytest.skip("nothing to differentiate")
+
+    def step():
+        made = GRADIENTS[name](xs, ws, bs)
+        return torch.autograd.grad(made, inputs, torch.ones_like(made), allow_unused=True)
+
+    for _ in range(2):
+        step()
+    before = warm.whole
+    warm.asked()
+    forward_only = GRADIENTS[name](xs, ws, bs)
+    launches = len(warm.asked())
+    assert forward_only.requires_grad and type(forward_only.grad_fn).__name__ == "_AgainBackward"
+    made = step()
+    if "more" not in name:
+        assert warm.whole == before
+    assert [None if g is None else g.shape for g in made] == [None if g is None else t.shape for g, t in zip(made, inputs, strict=True)]
+    if wanted == (False, False, True):
+        assert len(warm.asked()) == launches
+
+
+def test_gradients_of_gradients(warm):
+    xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+    for _ in range(3):
+        made = pc.conv2d(xs, ws, padding=1)
+        (dx,) = torch.autograd.grad(made, xs, torch.ones_like(made), create_graph=True)
+        assert dx.requires_grad
+        (dw,) = torch.autograd.grad(dx.sum(), ws)
+        assert dw.shape == ws.shape
+
+
+def test_a_mode_sees_a_backward_pass(warm):
+    xs = x.clone().requires_grad_()
+    for _ in range(2):
+        torch.autograd.grad(pc.conv2d(xs, w, padding=1).sum(), xs)
+    made = pc.conv2d(xs, w, padding=1)
+    seen = []
+
+    class Seeing(Mode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    with Seeing():
+        torch.autograd.grad(made, xs, torch.ones_like(made))
+    assert any("pycuda_conv.conv_input" in name for name in seen)
+
+
+# ---- the table
+
+
+def test_a_driver_error_says_what_failed(warm):
+    warm.again(lambda: pc.conv2d(x, w))
+    warm.fake.failing.value = 0
+    with pytest.raises(RuntimeError, match=r"launching \w+ failed: CUDA_ERROR_LAUNCH_FAILED \(719\)"):
+        pc.conv2d(x, w)
+    pc.conv2d(x, w)
+
+
+def test_tables_are_bounded(warm, monkeypatch):
+    monkeypatch.setattr(quick, "MOST", 4)
+    for size in range(3, 13):
+        pc.conv2d(torch.zeros(1, 4, size, size), torch.zeros(4, 4, 3, 3))
+        assert len(quick.table) <= 4
+
+
+def test_better_kernels_take_over(warm):
+    warm.again(lambda: pc.conv2d(x, w, padding=1))
+    assert quick.table
+    plan = pc.plan.cached_plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
+    plan._make_better(plan.config)
+    assert not quick.table
+    warm.again(lambda: pc.conv2d(x, w, padding=1))
+    pc.tune.store(plan.problem, warm.device, pc.tune.Choice(plan.config, 1.0))
+    assert not quick.table
+
+
+def test_a_plan_is_freed(warm):
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, padding=1), warm.device)
+    warm.again(partial(plan, x, w))
+    bound = plan.bind(w)
+    warm.again(partial(bound, x))
+    gone = weakref.ref(plan), weakref.ref(bound)
+    del plan, bound
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+
+
+def test_a_layer_that_was_differentiated_is_freed(warm):
+    xs = x.clone().requires_grad_()
+    for _ in range(3):
+        torch.autograd.grad(pc.conv2d(xs, w, padding=1).sum(), xs)
+    seen = weakref.ref(xs)
+    del xs
+    gc.collect()
+    assert seen() is None
+
+
+# ---- on a GPU
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """The tensors of this file on a GPU, and a list that grows with each call that goes the whole way."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    module = sys.modules[__name__]
+    for name in ("x", "w", "b", "y"):
+        monkeypatch.setattr(module, name, getattr(module, name).cuda())
+    kind, whole = arrays.kind_of("x", x), []
+    convolve = kind.convolve
+    monkeypatch.setattr(kind, "convolve", lambda *args, **options: (whole.append(1), convolve(*args, **options))[1])
+    quick.table.clear()
+    yield whole
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_the_same_bits_on_a_gpu(on_gpu, name):
+    """On the default stream, on another one, with `out`, and in a graph that is replayed."""
+    call = CALLS[name]
+    with torch.no_grad():
+        expected = call()
+        count = len(on_gpu)
+        results = [call(), call()]
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            results.append(call())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            captured = call()
+        assert len(on_gpu) == count
+        captured.fill_(float("nan"))
+        graph.replay()
+        results.append(captured)
+        out = torch.full_like(expected, float("nan"))
+        for _ in range(2):
+            results.append(call(out=out).clone())
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+    assert all(torch.equal(expected, one) and one.stride() == expected.stride() for one in results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_same_gradients_on_a_gpu(on_gpu, name):
+    inputs = [t.clone().requires_grad_() for t in (x, w, b)]
+
+    def step():
+        made = GRADIENTS[name](*inputs)
+        return [made, *torch.autograd.grad(made, inputs, torch.ones_like(made), allow_unused=True)]
+
+    expected = step()
+    step()
+    count = len(on_gpu)
+    found = step()
+    assert len(on_gpu) == count or "more" in name
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True) if one is not None)
+
+
+@pytest.mark.gpu
+def test_threads_on_streams_of_their_own(on_gpu):
+    from concurrent.futures import ThreadPoolExecutor
+
+    layers = [(torch.randn(2, 64, 20, 20, device="cuda"), torch.randn(64, 64, 3, 3, device="cuda")) for _ in range(8)]
+    with torch.no_grad():
+        expected = [pc.conv2d(*layer, padding=1) for layer in layers]
+    torch.cuda.synchronize()
+
+    def work(i):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            wrong = sum(not torch.equal(pc.conv2d(*layers[i], padding=1), expected[i]) for _ in range(100))
+            torch.cuda.current_stream().synchronize()
+        return wrong
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(8))) == [0] * 8
+
+
+@pytest.mark.gpu
+def test_many_calls_leave_memory_where_it_was(on_gpu):
+    shapes = [(1, 16, size, size) for size in range(8, 18)]
+    images = [torch.randn(shape, device="cuda").requires_grad_(i % 2 == 0) for i, shape in enumerate(shapes)]
+
+    def some():
+        for one in images:
+            made = pc.conv2d(one, w, b, padding=1)
+            if made.requires_grad:
+                torch.autograd.grad(made, one, made.detach())
+
+    for _ in range(5):
+        some()
+    torch.cuda.synchronize()
+    time.sleep(0.2)
+    before = torch.cuda.memory_allocated()
+    for _ in range(200):
+        some()
+    torch.cuda.synchronize()
+    end = time.monotonic() + 5
+    while torch.cuda.memory_allocated() != before and time.monotonic() < end:  # autograd's thread may hold the last gradient a little longer
+        time.sleep(0.01)
+    assert torch.cuda.memory_allocated() == before
