@@ -9,24 +9,23 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from pycuda_conv import quick
 from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, TorchKind, check_same_type, kind_of, same_kind
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.memo import remember_plans
 from pycuda_conv.plan import Plan, as_called, cached_plan
 from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
 from pycuda_conv.runtime import device_count, get_device
-from pycuda_conv.tune import caches
 from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
 
 
-@lru_cache(maxsize=1024)
+@remember_plans
 def _plan(
     transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
     output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None = None,
@@ -58,7 +57,7 @@ def _plan_for(
 _OPERANDS = {"input": ("grad_output", "weight"), "weight": ("input", "grad_output")}
 
 
-@lru_cache(maxsize=1024)
+@remember_plans
 def _gradient_plan(
     of: str, ndim: int, kind: ArrayKind, first: Signature, second: Signature, size: tuple[int, ...], stride: Any, padding: Any,
     dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
@@ -71,9 +70,6 @@ def _gradient_plan(
         precision=precision,
     )
     return _plan_for(problem, kind, first, device, layout, tune)
-
-
-caches += _plan, _gradient_plan, quick.table
 
 
 def _key(name: str, value: Any) -> Any:

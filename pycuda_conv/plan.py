@@ -5,23 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 from pycuda_conv import arrays, behind, engines, quick  # arrays imports this module: nothing of it is asked for before a call
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
+from pycuda_conv.memo import forget_launches, remember_plans
 from pycuda_conv.problem import ConvProblem, channels_last
 from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.runtime.compiler import CompileError
-from pycuda_conv.tune import Choice, caches, lookup, tuned
+from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
-
-#: Plans kept. A plan holds a few kilobytes; compiled kernels are kept by the device and shared between plans.
-CACHED_PLANS = 1024
-
-#: Caches of launches that hold plans, emptied when one of these has a better one.
-holders: list[Any] = [quick.table]
 
 
 class Plan:
@@ -129,7 +123,7 @@ class Plan:
         self.device.compile_all([launch for part in steps for step in part for launch in step])
         self._pack, self._with_packed, self._whole, self._filter_last = map(self.device.schedule_launcher, steps)
         #: calls of this plan that were made before
-        self.ready = quick.Table()
+        self.ready: quick.Table = {}
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
@@ -186,8 +180,7 @@ class Plan:
         better.problem, better.device, better.fixed, better.tuned = self.problem, self.device, self.fixed, self.tuned
         better._set_up(config, self.noted)
         self.better = better
-        for cache in holders:
-            cache.cache_clear()
+        forget_launches()
 
     def settled(self) -> Plan:
         """The plan that calls will take in the end: the best configuration, with the layer's constants. Waits for the compiler."""
@@ -207,7 +200,7 @@ class Plan:
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
             self._behind = None
             self._load(behind.with_constants(self.schedule))
-            quick.table.clear()
+            forget_launches()
 
     @property
     def settles(self) -> bool:
@@ -330,7 +323,7 @@ class BoundPlan:
         self._accepted: Any = None  # what the last input and residual looked like
         self._filter, self._run, self._packed = self._kind.bind(plan, weight, bias, scale)
         #: calls that were made before
-        self._ready = quick.Table()
+        self._ready: quick.Table = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
@@ -363,15 +356,13 @@ def _bound_again(plan: Plan, kind: Any, *pickled: Any) -> BoundPlan:
     return BoundPlan(plan, *arrays)
 
 
-@lru_cache(maxsize=CACHED_PLANS)
+@remember_plans
 def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted: bool = False) -> Plan:
     """The plan for `problem`, made at its first use. ``cached_plan.cache_info()`` and ``.cache_clear()`` serve the curious."""
     if tune or not behind.enabled():
         return Plan(problem, device, tune=tune, noted=noted)
     return Plan._at_once(problem, device, noted)
 
-
-caches.append(cached_plan)
 
 
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:

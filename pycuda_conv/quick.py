@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.runtime.cuda import LauncherInC
 
 if TYPE_CHECKING:
@@ -27,17 +28,12 @@ except ImportError:
     _native = None
 
 
-class Table(dict[bytes, Any]):
-    """Keys, and what is ready behind them; None where the call has to go the whole way."""
-
-    cache_clear = dict.clear
-
+#: Keys, and what is ready behind them; None where the call has to go the whole way.
+Table = dict[bytes, Any]
 
 #: Of functions' calls. Plans have tables of their own.
-table = Table()
-
-#: Calls that a table remembers.
-MOST = 1024
+table: Table = {}
+launches_are_in(table.clear)
 
 
 def _nothing(*call: Any) -> Any:

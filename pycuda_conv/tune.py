@@ -21,6 +21,7 @@ from typing import Any
 
 from pycuda_conv import engines
 from pycuda_conv.errors import ConvArgumentError, DeviceMemoryError
+from pycuda_conv.memo import forget_plans
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device
 from pycuda_conv.runtime.cache import cache_dir
@@ -221,9 +222,6 @@ def best(found: Sequence[Choice], own: engines.Config) -> Choice:
 
 _measuring = threading.Lock()
 
-#: Of plans, emptied when something is measured: from then on calls use it.
-caches: list[Any] = []
-
 
 def tuned(problem: ConvProblem, device: Device) -> Choice | None:
     """As :func:`lookup`, but where nothing is found it is measured and stored. On OpenCL nothing is measured.
@@ -261,8 +259,7 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
 def store(problem: ConvProblem, device: Device, choice: Choice) -> None:
     """Put a choice into the user's table; one that can't be written keeps it until the process ends, with a warning."""
     table = user_table()
-    for cache in caches:
-        cache.cache_clear()
+    forget_plans()
     try:
         table.add(device.model, key(problem), choice)
     except OSError as error:

@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda
 from test_launch import IN_C
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan, arrays, engines, quick
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, arrays, engines, memo, quick
 
 torch = pytest.importorskip("torch")
 pytestmark = IN_C
@@ -69,8 +69,7 @@ def warm(tmp_path, monkeypatch):
     with warm.device:
         yield warm
     quick.learn(torch)
-    for cache in pc.tune.caches:
-        cache.cache_clear()
+    memo.forget_plans()
 
 
 x, w, b = torch.randn(2, 16, 9, 9), torch.randn(24, 16, 3, 3), torch.randn(24)

@@ -17,7 +17,7 @@ from conftest import why_no_cuda, why_no_opencl
 from reference import fprop
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, tune
+from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
 from pycuda_conv.engines.direct import Batched, Dgrad, Single
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -45,11 +45,9 @@ def folder(monkeypatch, tmp_path):
     monkeypatch.setattr(tune, "user_table", lambda: tune._table(tmp_path / "cache" / "tuned.json"))
     monkeypatch.setattr(tune, "SHIPPED", tmp_path / "shipped")
     monkeypatch.setattr(tune, "_tables", {})
-    for cache in tune.caches:
-        cache.cache_clear()
+    memo.forget_plans()
     yield tmp_path
-    for cache in tune.caches:
-        cache.cache_clear()
+    memo.forget_plans()
 
 
 def fake(**others):

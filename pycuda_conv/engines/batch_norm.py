@@ -17,7 +17,6 @@ from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
-from pycuda_conv.tune import caches
 
 THREADS = 128
 #: Columns of slices that a block adds.
@@ -217,5 +216,3 @@ def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tup
     steps, workspace = maker(pixels, device.multiprocessors, *options)
     return device.schedule_launcher([[step] for step in steps]), workspace
 
-
-caches.append(compiled)

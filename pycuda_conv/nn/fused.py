@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from pycuda_conv import ops
 from pycuda_conv.arrays import Signature
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn.autograd import (
     CONV,
     CONV_INPUT,
@@ -42,11 +43,10 @@ from pycuda_conv.nn.autograd import (
     count_flops,
     flops,
 )
-from pycuda_conv.plan import Plan, holders
+from pycuda_conv.plan import Plan
 from pycuda_conv.problem import PRECISIONS, channels_last
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
-from pycuda_conv.tune import caches
 from pycuda_conv.typing import Precision
 
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
@@ -120,8 +120,6 @@ def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options:
     return device, *batch_norm.compiled(maker, pixels, device, *options)
 
 
-caches.append(_compiled)
-
 
 def _launch(
     maker: batch_norm.Maker, like: Signature, order: _Order, inputs: Sequence[Tensor | None], outs: Sequence[Tensor | None], *options: Any
@@ -137,7 +135,7 @@ def _new_statistics(y: Tensor) -> Tensor:
     return make((2, y.shape[1]), dtype=_sums_dtype(y))
 
 
-@lru_cache(maxsize=1024)
+@remember_launches
 def _forward_launches(
     x: Signature, weight: Signature, bias: Signature | None, layout: str, filter_last: bool, momentum: float, eps: float, how: _How
 ) -> tuple[Plan, Launcher | None, int, _Order]:
@@ -165,9 +163,6 @@ def _forward_launches(
 
     return plan, launch, max(plan.workspace_bytes, workspace), plan.filter_order if filter_last else None
 
-
-caches.append(_forward_launches)
-holders.append(_forward_launches)
 
 
 def _statistics(
@@ -224,7 +219,7 @@ class _Backward(NamedTuple):
     filter_order: _Order  # in which the filter has to lie
 
 
-@lru_cache(maxsize=1024)
+@remember_launches
 def _backward_launches(
     y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool, how: _How
 ) -> _Backward:
@@ -256,9 +251,6 @@ def _backward_launches(
     order = by_x.filter_order if by_x is not None and filter_last else None
     return _Backward(own, launch, most, by_x is not None, by_weight is not None, order)
 
-
-caches.append(_backward_launches)
-holders.append(_backward_launches)
 
 
 def _backward(
