@@ -3,9 +3,9 @@
 numpy, torch, CuPy and PyCUDA arrays go in, the same kind comes out; the kernels are CUDA C, compiled at run time for
 the problem at hand, and run on PoCL where there is no NVIDIA GPU.
 
-A call goes through five modules: :mod:`arrays` adapts the caller's arrays, :mod:`problem` says what is asked and refuses
-what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that into launches of the kernels in ``cu/``, and
-:mod:`runtime` runs them.
+A call goes one way. :mod:`ops` has the signatures, and :mod:`dispatch` leads each call: :mod:`arrays` says what the caller's arrays are,
+:mod:`problem` says what is asked and refuses what is wrong, :mod:`plan` decides how, an engine in :mod:`engines` turns that into launches
+of the kernels in ``cu/``, :mod:`execute` puts the arrays' addresses to them, and :mod:`runtime` launches.
 
 Neither CUDA nor OpenCL survives a fork. A worker that is forked after the first call gets a ``BackendError``: start workers with
 ``multiprocessing.get_context("spawn")``, a torch ``DataLoader``'s with ``multiprocessing_context="spawn"``, or make the first call in

@@ -5,7 +5,7 @@ neighbours (:func:`_with_neighbours`), so nothing is computed twice. Each result
 its window lies, shifted by the padding: with ``padding="same"`` and stride 1 the result's chunks are the input's.
 
 Workers get the filter once: it is a key of the graph on which all chunks depend. What a chunk needs besides are three numbers for each
-spatial axis (:class:`_Where`), from which :func:`pycuda_conv.host.band` makes the chunk's own problem.
+spatial axis (:class:`_Where`), from which :func:`pycuda_conv.execute.pipeline.band` makes the chunk's own problem.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
@@ -27,9 +27,11 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.layers import ArrayBlockwiseDep
 
-from pycuda_conv import host, ops
+from pycuda_conv import dispatch
 from pycuda_conv.arrays import LAZY, ArrayKind, CupyKind, NumpyKind, check_same_type, kind_of
+from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
+from pycuda_conv.execute import pipeline
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import default_backend
 
@@ -106,7 +108,7 @@ class _Where(ArrayBlockwiseDep):
 
 
 @dataclass(frozen=True)
-class Place:
+class ChunkPlace:
     """Where the chunks that lie in host memory are convolved."""
 
     device: Any = None
@@ -121,7 +123,7 @@ class Place:
                 _check_default_device()
             yield self.device
             return
-        gpus = ops._gpus(self.devices, None)
+        gpus = dispatch.gpus_of(self.devices)
         with _lock:
             gpu = min(gpus, key=lambda one: _busy[one.name])
             _busy[gpu.name] += 1
@@ -196,14 +198,14 @@ def _rim(block: Any, axis: int, rows: slice, earlier: Sequence[int], *rims: Any)
     return _joined(block[here], earlier, *(None if rim is None else rim[here] for rim in rims))
 
 
-def _run(problem: ConvProblem, arrays: Sequence[Any], place: Place) -> Any:
+def _run(problem: ConvProblem, arrays: Sequence[Any], place: ChunkPlace) -> Any:
     """Convolve input, weight, bias, scale and residual."""
     kind, (x, weight, bias, scale, residual) = _alike(arrays)
     if not isinstance(kind, NumpyKind):
-        plan = ops._plan_for(problem, kind, kind.signature(x), None, "NCHW", place.tune)
+        plan = dispatch.plan_for(problem, kind, kind.signature(x), None, "NCHW", place.tune)
         return (plan.better or plan)(x, weight, bias, scale=scale, residual=residual)
     with place.taken() as device:
-        plan = ops._plan_for(problem, kind, kind.signature(x), device, "NCHW", place.tune)
+        plan = dispatch.plan_for(problem, kind, kind.signature(x), device, "NCHW", place.tune)
         return (plan.better or plan)(x, weight, bias, scale=scale, residual=residual)
 
 
@@ -214,7 +216,7 @@ class _Chunks:
     problem: ConvProblem
     #: axes before the channels; they are all images
     lead: int
-    place: Place
+    place: ChunkPlace
     #: which of bias, scale and residual there are
     names: tuple[str, ...] = ()
     #: whether the border is repeated outwards instead of zeros
@@ -224,7 +226,7 @@ class _Chunks:
         """The problem of one chunk, less its channels, and what it reads of `x`."""
         problem, ndim, cut = self.problem, self.problem.ndim, []
         for axis, (start, first, last) in zip(range(3 - ndim, 3), where, strict=True):
-            problem, low, high = host.band(problem, axis, first, last)
+            problem, low, high = pipeline.band(problem, axis, first, last)
             cut.append(slice(low - start, high - start))
         here = (Ellipsis, *cut)
         x = x[here]
@@ -280,15 +282,14 @@ class _BiasChunks:
     """The function of a task: the sums of one chunk's channels."""
 
     ndim: int
-    place: Place
+    place: ChunkPlace
 
     def __call__(self, grad_output: Any) -> Any:
-        sums: Callable[..., Any] = getattr(ops, f"conv{self.ndim}d_bias")
         if isinstance(kind_of("a chunk", grad_output), NumpyKind):
             with self.place.taken() as device:
-                made = sums(grad_output, device=device)
+                made = dispatch.sum_channels(self.ndim, grad_output, device, None)
         else:
-            made = sums(grad_output)
+            made = dispatch.sum_channels(self.ndim, grad_output, None, None)
         return _summand(made, grad_output.ndim - 1)
 
 
@@ -300,45 +301,28 @@ def _summand(part: Any, axes: int) -> Any:
 # ---- the graph
 
 
-def convolve(
-    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, scale: Any, residual: Any, *, out: Any, stream: Any, place: Place,
-    **options: Any,
-) -> Any:
-    """What :func:`pycuda_conv.conv2d` and its like give for dask arrays; `options` are those of :class:`ConvProblem`."""
+def convolve(call: Call, operands: Operands, out: Any, stream: Any, place: ChunkPlace) -> Any:
+    """What a public function gives for dask arrays."""
     _check_whole(out, stream)
     _check_place(place)
-    x = _checked("input", input, ndim)
-    dtype = _same_dtype(("input", "weight", "bias", "scale", "residual"), x, weight, bias, scale, residual)
-    make = ConvProblem.transposed if transposed else ConvProblem.forward
-    shapes = (_shape(a) for a in (bias, scale, residual))
-    problem = make(
-        ndim, x.shape, _shape(weight), next(shapes), scale_shape=next(shapes), residual_shape=next(shapes), dtype=dtype, in_chunks=True,
-        **options,
-    )
-    return graph(problem, x, weight, {"bias": bias, "scale": scale, "residual": residual}, place, lead=x.ndim - ndim - 1)
+    names = *call.operand_names, *Operands._fields[2:]
+    x = _checked(names[0], operands.input, call.ndim)
+    operands = operands._replace(input=x)
+    dtype = _same_dtype(names, *operands)
+    problem = call.problem([_shape(a) for a in operands], dtype, in_chunks=True)
+    lead = x.ndim - call.ndim - 1
+    if call.function == "weight":
+        return _weight_graph(problem, x, _checked(names[1], _as_dask(operands.weight), call.ndim), place, lead)
+    others = {"bias": operands.bias, "scale": operands.scale, "residual": operands.residual}
+    return graph(problem, x, operands.weight, others, place, lead)
 
 
-def gradient(of: str, ndim: int, first: Any, second: Any, size: Any, *, out: Any, stream: Any, place: Place, **options: Any) -> Any:
-    """What :func:`pycuda_conv.conv2d_input` and :func:`pycuda_conv.conv2d_weight` and their like give for dask arrays."""
-    _check_whole(out, stream)
-    _check_place(place)
-    names = ("grad_output", "weight") if of == "input" else ("input", "grad_output")
-    x = _checked(names[0], first, ndim)
-    dtype = _same_dtype(names, x, second)
-    shapes = (size, _shape(second), x.shape) if of == "input" else (x.shape, size, _shape(second))
-    problem = ConvProblem.gradient(of, ndim, *shapes, dtype=dtype, in_chunks=True, **options)
-    lead = x.ndim - ndim - 1
-    if of == "input":
-        return graph(problem, x, second, {}, place, lead)
-    return _weight_graph(problem, x, _checked(names[1], _as_dask(second), ndim), place, lead)
-
-
-def sum_channels(ndim: int, grad_output: Any, *, stream: Any, place: Place) -> Any:
+def sum_channels(ndim: int, grad_output: Any, stream: Any, place: ChunkPlace) -> Any:
     """What :func:`pycuda_conv.conv2d_bias` and its like give for dask arrays."""
     _check_whole(None, stream)
     _check_place(place)
     x = _checked("grad_output", grad_output, ndim)
-    ops._check_summed(ndim, x.shape, LAZY.dtype_name(x.dtype))
+    dispatch.check_summed(ndim, x.shape, LAZY.dtype_name(x.dtype))
     axes = tuple(range(x.ndim))
     summed = tuple(axis for axis in axes if axis != x.ndim - ndim - 1)
     parts = da.blockwise(
@@ -349,7 +333,7 @@ def sum_channels(ndim: int, grad_output: Any, *, stream: Any, place: Place) -> A
 
 
 def graph(
-    problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: Place, lead: int, repeated: bool = False
+    problem: ConvProblem, x: Any, weight: Any, others: dict[str, Any], place: ChunkPlace, lead: int, repeated: bool = False
 ) -> Any:
     """The dask array of `problem`, whose images lie along the first `lead` axes of `x`.
 
@@ -392,7 +376,7 @@ def graph(
     )
 
 
-def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: Place, lead: int) -> Any:
+def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPlace, lead: int) -> Any:
     """The gradient of a filter: a sum over all chunks of images and of space."""
     ndim, grouped = problem.ndim, problem.groups > 1
     forward = replace(problem, direction="fprop")
@@ -490,7 +474,7 @@ def _check_whole(out: Any, stream: Any) -> None:
             raise ConvArgumentError(f"{name} is for arrays in memory; a dask array is computed later: use dask.array.store, or compute()")
 
 
-def _check_place(place: Place) -> None:
+def _check_place(place: ChunkPlace) -> None:
     """Refuse what can't name a device anywhere; whether it is there is the workers' to say."""
     if not isinstance(place.device, int | str | None):
         raise TypeError(f"device must be None, an int or a str for dask arrays, got {brief(place.device)}")
@@ -549,7 +533,7 @@ def _check_chunk_size(problem: ConvProblem, axes: Sequence[_Axis]) -> None:
     """Refuse chunks with more elements in a channel than kernels can count."""
     for axis_number, axis in zip(range(3 - problem.ndim, 3), axes, strict=True):
         largest = max(range(len(axis.chunks)), key=lambda i: axis.result_chunks[i])
-        problem, _, _ = host.band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
+        problem, _, _ = pipeline.band(problem, axis_number, axis.cuts[largest], axis.cuts[largest + 1])
     try:
         problem._checked_sizes()
     except ConvArgumentError as error:

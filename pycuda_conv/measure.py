@@ -118,7 +118,7 @@ def device_times(plans: Sequence[Plan]) -> list[float]:
 
 
 def _way(plan: Plan, buffers: Sequence[Any], stream: Any) -> Callable[[int], None]:
-    return lambda i: plan.launch_all(buffers[i], stream)
+    return lambda i: plan.launch(buffers[i], stream)
 
 
 def _medians(clock: _Clock, ways: Sequence[Callable[[int], None]], sets: int, effort: Effort) -> list[float]:
@@ -213,7 +213,7 @@ class _Operands:
         for plan in plans:
             self._drv.memset_d8_async(result, 0xFF, plan.result_bytes, self._stream)  # NaN in every dtype
             self._drv.memset_d8_async(workspace, 0xFF, self._workspace_bytes, self._stream)
-            plan.launch_all(self.buffers[0], self._stream)
+            plan.launch(self.buffers[0], self._stream)
             found = self._sample(result, plan.result_bytes)
             if expected is None:
                 expected = found
@@ -270,7 +270,7 @@ def wall_time(plan: Plan) -> float:
     out = np.empty(math.prod(plan.result_shape), plan.problem.storage)
 
     def call(_: int) -> None:
-        plan.device.run_on_host_arrays(plan.launch_all, arrays, out, plan.workspace_bytes, None)
+        plan.device.run_on_host_arrays(plan.launch, arrays, out, plan.workspace_bytes, None)
 
     return median(wall_times((call,), 1, AGAIN)[0]) * 1e6
 

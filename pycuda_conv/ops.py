@@ -1,269 +1,20 @@
-"""The public functions. Each reads: check, find the plan, run it."""
+"""The public functions: what they take, and what they say of it. The way of a call begins in :mod:`pycuda_conv.dispatch`."""
 
 from __future__ import annotations
 
-import inspect
-import math
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
-from pycuda_conv import quick
-from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, NumpyKind, Signature, TorchKind, check_same_type, kind_of, same_kind
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.arrays import NumpyKind, kind_of
+from pycuda_conv.dispatch import convolve, sum_channels
 from pycuda_conv.errors import ConvArgumentError, brief
-from pycuda_conv.memo import remember_plans
-from pycuda_conv.plan import Plan, as_called, cached_plan
-from pycuda_conv.problem import ACTIVATIONS, DTYPE_BYTES, PRECISIONS, ConvProblem, channels_last, integer
-from pycuda_conv.runtime import device_count, get_device
+from pycuda_conv.problem import integer
 from pycuda_conv.typing import Activation, Array, Crop, DType, Padding, Precision, Sizes
 
 if TYPE_CHECKING:
     import numpy as np
-
-
-@remember_plans
-def _plan(
-    transposed: bool, ndim: int, kind: ArrayKind, input: Signature, weight: Signature, bias: Signature | None, stride: Any, padding: Any,
-    output_padding: Any, dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool, scale: Signature | None = None,
-    residual: Signature | None = None, activation: Any = None, noted: bool = False,
-) -> Plan:
-    """The plan for a call, from the hashable part of its arguments. It may be NCHW although `layout`, the result's, is not."""
-    common = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": kind.dtype_name(input[1])}
-    common |= {"scale_shape": scale and scale[0], "residual_shape": residual and residual[0], "activation": activation}
-    check_same_type(kind, input, weight, bias, scale, residual)
-    shapes = (ndim, input[0], weight[0], None if bias is None else bias[0])
-    if transposed:
-        problem = ConvProblem.transposed(*shapes, **common, output_padding=output_padding, precision=precision)
-    else:
-        problem = ConvProblem.forward(*shapes, **common, precision=precision)
-    return _plan_for(problem, kind, input, device, layout, tune, noted)
-
-
-def _plan_for(
-    problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False
-) -> Plan:
-    """The plan for a problem that was checked, whose first array is `input`."""
-    own = kind.device(input, device)
-    if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
-        problem = as_called(replace(problem, layout="NHWC"), own, tune)
-    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
-
-
-#: The arrays that a gradient is computed from.
-_OPERANDS = {"input": ("grad_output", "weight"), "weight": ("input", "grad_output")}
-
-
-@remember_plans
-def _gradient_plan(
-    of: str, ndim: int, kind: ArrayKind, first: Signature, second: Signature, size: tuple[int, ...], stride: Any, padding: Any,
-    dilation: Any, groups: Any, precision: Any, device: Any, layout: str, tune: bool,
-) -> Plan:
-    """The plan for the gradient by the convolution's input or weight, which has that `size`."""
-    check_same_type(kind, first, second, names=_OPERANDS[of])
-    shapes = (size, second[0], first[0]) if of == "input" else (first[0], size, second[0])
-    problem = ConvProblem.gradient(
-        of, ndim, *shapes, stride=stride, padding=padding, dilation=dilation, groups=groups, dtype=kind.dtype_name(first[1]),
-        precision=precision,
-    )
-    return _plan_for(problem, kind, first, device, layout, tune)
-
-
-def _key(name: str, value: Any) -> Any:
-    """An argument made of integers in the one hashable form of its value: an int, a word, or a tuple of those."""
-    if isinstance(value, (list, tuple)):
-        for v in value:  # mostly ints, which take no time in such a loop
-            if v.__class__ is not int:
-                return tuple([_key(name, v) for v in value])
-        return tuple(value)
-    return value if isinstance(value, str) else integer(name, value)
-
-
-def _settings(stride: Any, padding: Any, dilation: Any, groups: Any) -> tuple[Any, Any, Any, Any]:
-    """These arguments, each as :func:`_key` has it."""
-    if stride.__class__ is not int:
-        stride = _key("stride", stride)
-    if padding.__class__ is not int:
-        padding = _key("padding", padding)
-    if dilation.__class__ is not int:
-        dilation = _key("dilation", dilation)
-    if groups.__class__ is not int:
-        groups = _key("groups", groups)
-    return stride, padding, dilation, groups
-
-
-#: The words for the two in the keys of calls.
-_NAMES = {False: "conv", True: "conv_transpose"}
-
-
-class _Recorded:
-    """Makes a convolution that was made before, of which torch is told, since it has to give gradients."""
-
-    def __init__(self, transposed: bool, output_padding: Any, asked: tuple[Any, ...]) -> None:
-        self._call = transposed, output_padding, asked
-        self._made: Any = None
-
-    def __call__(self, input: Any, weight: Any, bias: Any, ready: Any) -> Any:
-        if self._made is None:
-            from pycuda_conv.nn import autograd
-
-            self._made = autograd.Again(*self._call, input.shape, weight.shape)
-        return self._made(input, weight, bias, ready)
-
-
-def _convolve(
-    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, stride: Any, padding: Any, output_padding: Any, dilation: Any,
-    groups: Any, out: Any, precision: Any, device: Any, devices: Any, stream: Any, tune: Any, scale: Any, residual: Any, activation: Any,
-    recorded: bool = False,
-) -> Any:
-    """The (transposed) convolution; `recorded` where the arrays' library knows of it."""
-    asked = None
-    if device is None and devices is None and stream is None and tune is False and quick.possible():
-        asked = _NAMES[transposed], ndim, stride, padding, output_padding, dilation, groups, precision, activation
-        made = quick.call(quick.table, asked, recorded, input, weight, bias, scale, residual, out)
-        if made is not None:
-            return made
-    kind = same_kind(input, weight, bias, out, scale, residual)
-    if kind is STAND_IN:
-        return _hand_over(
-            f"conv{'_transpose' if transposed else ''}{ndim}d", input, weight, bias=bias, stride=stride, padding=padding,
-            output_padding=output_padding, dilation=dilation, groups=groups, scale=scale, residual=residual, activation=activation, out=out,
-            precision=precision, device=device, devices=devices, stream=stream, tune=tune,
-        )
-    stride, padding, dilation, groups = _settings(stride, padding, dilation, groups)
-    if output_padding.__class__ is not int:
-        output_padding = _key("output_padding", output_padding)
-    _check_options(precision, tune)
-    if not (activation is None or isinstance(activation, str)):
-        raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)}")
-    if kind is LAZY:
-        chunked, place = _in_chunks(device, devices, tune)
-        more = {"output_padding": output_padding} if transposed else {}
-        return chunked.convolve(
-            transposed, ndim, input, weight, bias, scale, residual, out=out, stream=stream, place=place, stride=stride, padding=padding,
-            dilation=dilation, groups=groups, precision=precision, activation=activation, **more,
-        )
-    gpus: tuple[Any, ...] = ()
-    if devices is not None:
-        gpus = _gpus(devices, device)
-        device = gpus[0]
-    elif device is not None:
-        device = get_device(device)
-    if not recorded:
-        recorder = kind.recorder(input, weight, bias, scale, residual, out is None and devices is None and stream is None)
-        if recorder is not None:
-            rest = (stride, padding, dilation, groups, precision, None if device is None else device.name, tune)
-            return recorder.convolve(transposed, ndim, input, weight, bias, output_padding, *rest, scale, residual, activation)
-    sign, layout = kind.signature, kind.layout(input, ndim)
-    plan = _plan(
-        transposed, ndim, kind, sign(input), sign(weight), None if bias is None else sign(bias), stride, padding, output_padding, dilation,
-        groups, precision, device, layout, tune, None if scale is None else sign(scale), None if residual is None else sign(residual),
-        activation,
-    )
-    plan = plan.better or plan
-    options: dict[str, Any] = {} if layout == plan.problem.layout else {"layout": layout}
-    if scale is not None or residual is not None:
-        options |= {"scale": scale, "residual": residual}
-    if gpus:
-        if not isinstance(kind, HostKind) or kind.signature(input)[2] not in (None, -1):
-            raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
-        if stream is not None:
-            raise ConvArgumentError(f"stream and devices exclude each other, but got stream={brief(stream)} and devices={brief(devices)}")
-        return kind.convolve(plan, input, weight, bias, out, stream, devices=gpus, **options)
-    result = kind.convolve(plan, input, weight, bias, out, stream, **options)
-    if asked is not None and isinstance(kind, TorchKind):
-        again = None
-        if scale is None and residual is None and activation is None:
-            again = _Recorded(transposed, output_padding, (ndim, stride, padding, dilation, groups, precision))
-        quick.remember(quick.table, asked, kind, plan, (input, weight, bias, scale, residual), out, layout=layout, recorded=again)
-    return result
-
-
-def _gradient(
-    of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, out: Any, precision: Any,
-    device: Any, stream: Any, tune: Any, recorded: bool = False,
-) -> Any:
-    """The gradient by the convolution's input or weight; `recorded` as for :func:`_convolve`."""
-    asked = None
-    if device is None and stream is None and tune is False and quick.possible():
-        asked = of, ndim, size, stride, padding, dilation, groups, precision
-        made = quick.call(quick.table, asked, recorded, first, second, None, None, None, out)
-        if made is not None:
-            return made
-    kind = same_kind(first, second, None, out, names=_OPERANDS[of])
-    if kind is STAND_IN:
-        operands = (size, second, first) if of == "input" else (first, size, second)
-        return _hand_over(
-            f"conv{ndim}d_{of}", *operands, stride=stride, padding=padding, dilation=dilation, groups=groups, out=out, precision=precision,
-            device=device, stream=stream, tune=tune,
-        )
-    if not isinstance(size, (list, tuple)):
-        raise TypeError(f"{of}_size must be the shape of the convolution's {of}, got {brief(size)}")
-    _check_options(precision, tune)
-    if kind is LAZY:
-        chunked, place = _in_chunks(device, None, tune)
-        return chunked.gradient(
-            of, ndim, first, second, size, out=out, stream=stream, place=place, stride=stride, padding=padding, dilation=dilation,
-            groups=groups, precision=precision,
-        )
-    if device is not None:
-        device = get_device(device)
-    size = _key(f"{of}_size", size)
-    rest = *_settings(stride, padding, dilation, groups), precision
-    if not recorded:
-        recorder = kind.recorder(first, second, None, None, None, out is None and stream is None)
-        if recorder is not None:
-            return recorder.gradient(of, ndim, first, second, size, *rest, None if device is None else device.name, tune)
-    layout = kind.layout(first, ndim)
-    plan = _gradient_plan(of, ndim, kind, kind.signature(first), kind.signature(second), size, *rest, device, layout, tune)
-    plan = plan.better or plan
-    options: dict[str, Any] = {} if of == "weight" or layout == plan.problem.layout else {"layout": layout}
-    result = kind.convolve(plan, first, second, None, out, stream, **options)
-    if asked is not None and isinstance(kind, TorchKind):
-        quick.remember(quick.table, asked, kind, plan, (first, second, None, None, None), out, **options)
-    return result
-
-
-def _hand_over(name: str, *operands: Any, **options: Any) -> Any:
-    """What stands in for arrays takes a call of the public function `name`; options with their default values are left out."""
-    function = globals()[name]
-    parameters = inspect.signature(function).parameters
-    given = {key: value for key, value in options.items() if key in parameters and value is not parameters[key].default}
-    tools = sys.modules["torch"].overrides
-    return tools.handle_torch_function(function, [a for a in (*operands, *given.values()) if tools.is_tensor_like(a)], *operands, **given)
-
-
-def _in_chunks(device: Any, devices: Any, tune: bool) -> tuple[Any, Any]:
-    """The module for dask arrays, which is imported when there are any, and where their chunks are to be computed."""
-    from pycuda_conv import dask
-
-    if isinstance(devices, Iterable) and not isinstance(devices, str):
-        devices = tuple(devices)
-    return dask, dask.Place(getattr(device, "name", device), devices, tune)
-
-
-def _check_options(precision: Any, tune: Any) -> None:
-    if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
-        raise TypeError(f"precision must be one of {PRECISIONS}, got {brief(precision)}")
-    if not isinstance(tune, bool):
-        raise TypeError(f"tune must be True or False, got {brief(tune)}")
-
-
-def _gpus(devices: Any, device: Any) -> tuple[Any, ...]:
-    """The GPUs that `devices` names, each once."""
-    if device is not None:
-        raise ConvArgumentError(f"device and devices exclude each other, but got device={brief(device)} and devices={brief(devices)}")
-    if isinstance(devices, str) and devices == "all":
-        devices = range(device_count())
-    elif isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}")
-    gpus = tuple(get_device(one) for one in devices)
-    if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
-        raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={brief(devices)}")
-    return gpus
 
 
 def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args: Any, **options: Any) -> Iterator[Any]:
@@ -296,46 +47,6 @@ def _many(function: Callable[..., Any], inputs: Iterable[Any], ahead: Any, *args
                     future.cancel()
 
     return results()
-
-
-def _sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded: bool = False) -> Any:
-    """The gradient of a bias; `recorded` as for :func:`_convolve`."""
-    kind = same_kind(grad_output, grad_output, None, None, names=("grad_output", "grad_output"))
-    if kind is STAND_IN:
-        return _hand_over(f"conv{ndim}d_bias", grad_output, device=device, stream=stream)
-    if kind is LAZY:
-        chunked, place = _in_chunks(device, None, False)
-        return chunked.sum_channels(ndim, grad_output, stream=stream, place=place)
-    if device is not None:
-        device = get_device(device)
-    if not recorded:
-        recorder = kind.recorder(grad_output, grad_output, None, None, None, stream is None)
-        if recorder is not None:
-            return recorder.sum_channels(ndim, grad_output, None if device is None else device.name)
-    kind.check_dense(grad_output)
-    signature = kind.signature(grad_output)
-    shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
-    _check_summed(ndim, shape, dtype)
-    own, layout = kind.device(signature, device), kind.layout(grad_output, ndim)
-    order = channels_last(len(shape), ndim) if layout == "NHWC" else None
-    images = shape[0] if len(shape) == ndim + 2 else 1
-    pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
-    launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
-    with own:
-        sums = kind.empty((pixels.K,), grad_output, own)
-        kind.run(own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
-    return sums
-
-
-def _check_summed(ndim: int, shape: Sequence[int], dtype: str) -> None:
-    """Refuse a gradient whose channels can't be summed."""
-    name = f"conv{ndim}d_bias"
-    if len(shape) not in (ndim + 1, ndim + 2):
-        raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
-    if dtype not in DTYPE_BYTES:
-        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
-    if any(isinstance(n, int) and n == 0 for n in shape):
-        raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")
 
 
 def conv2d(
@@ -421,10 +132,8 @@ def conv2d(
     >>> pc.conv2d(image, sharpen, padding=1).shape
     (1, 1, 512, 512)
     """
-    return _convolve(
-        False, 2, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv", 2, stride, padding, dilation, groups, precision, 0, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv1d(
@@ -452,10 +161,8 @@ def conv1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(
-        False, 1, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv", 1, stride, padding, dilation, groups, precision, 0, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv3d(
@@ -483,10 +190,8 @@ def conv3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(
-        False, 3, input, weight, bias, stride, padding, 0, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv", 3, stride, padding, dilation, groups, precision, 0, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv_transpose2d(
@@ -524,10 +229,8 @@ def conv_transpose2d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(
-        True, 2, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv_transpose", 2, stride, padding, dilation, groups, precision, output_padding, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv_transpose1d(
@@ -555,10 +258,8 @@ def conv_transpose1d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(
-        True, 1, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv_transpose", 1, stride, padding, dilation, groups, precision, output_padding, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv_transpose3d(
@@ -586,10 +287,8 @@ def conv_transpose3d(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _convolve(
-        True, 3, input, weight, bias, stride, padding, output_padding, dilation, groups, out, precision, device, devices, stream, tune,
-        scale, residual, activation,
-    )
+    asked = "conv_transpose", 3, stride, padding, dilation, groups, precision, output_padding, activation
+    return convolve(asked, (input, weight, bias, scale, residual), out, (device, devices, stream, tune))
 
 
 def conv2d_input(
@@ -623,7 +322,8 @@ def conv2d_input(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("input", 2, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "input", 2, stride, padding, dilation, groups, precision, input_size, None
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
 
 
 def conv1d_input(
@@ -650,7 +350,8 @@ def conv1d_input(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("input", 1, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "input", 1, stride, padding, dilation, groups, precision, input_size, None
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
 
 
 def conv3d_input(
@@ -677,7 +378,8 @@ def conv3d_input(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("input", 3, grad_output, weight, input_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "input", 3, stride, padding, dilation, groups, precision, input_size, None
+    return convolve(asked, (grad_output, weight, None, None, None), out, (device, None, stream, tune))
 
 
 def conv2d_weight(
@@ -712,7 +414,8 @@ def conv2d_weight(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("weight", 2, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "weight", 2, stride, padding, dilation, groups, precision, weight_size, None
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
 
 
 def conv1d_weight(
@@ -739,7 +442,8 @@ def conv1d_weight(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("weight", 1, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "weight", 1, stride, padding, dilation, groups, precision, weight_size, None
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
 
 
 def conv3d_weight(
@@ -766,7 +470,8 @@ def conv3d_weight(
     ConvArgumentError, TypeError, DeviceMemoryError
         As for :func:`conv2d`.
     """
-    return _gradient("weight", 3, input, grad_output, weight_size, stride, padding, dilation, groups, out, precision, device, stream, tune)
+    asked = "weight", 3, stride, padding, dilation, groups, precision, weight_size, None
+    return convolve(asked, (input, grad_output, None, None, None), out, (device, None, stream, tune))
 
 
 def conv1d_many(
@@ -845,7 +550,7 @@ def conv2d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> 
     >>> pc.conv2d_bias(np.ones((8, 3, 4, 5), np.float32))
     array([160., 160., 160.], dtype=float32)
     """
-    return _sum_channels(2, grad_output, device, stream)
+    return sum_channels(2, grad_output, device, stream)
 
 
 @overload
@@ -854,7 +559,7 @@ def conv1d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stre
 def conv1d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv1d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
     """The gradient of a bias of :func:`conv1d`, from an array of shape (N, K, Q) or (K, Q): see :func:`conv2d_bias`."""
-    return _sum_channels(1, grad_output, device, stream)
+    return sum_channels(1, grad_output, device, stream)
 
 
 @overload
@@ -863,4 +568,4 @@ def conv3d_bias(grad_output: np.ndarray[Any, DType], *, device: Any = None, stre
 def conv3d_bias(grad_output: Array, *, device: Any = None, stream: Any = None) -> Array: ...
 def conv3d_bias(grad_output: Any, *, device: Any = None, stream: Any = None) -> Any:
     """The gradient of a bias of :func:`conv3d`, from an array of shape (N, K, O, P, Q) or (K, O, P, Q): see :func:`conv2d_bias`."""
-    return _sum_channels(3, grad_output, device, stream)
+    return sum_channels(3, grad_output, device, stream)

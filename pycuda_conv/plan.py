@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycuda_conv import arrays, behind, engines, quick  # arrays imports this module: nothing of it is asked for before a call
+from pycuda_conv import behind, engines, execute, quick
+from pycuda_conv.arrays import same_kind
+from pycuda_conv.call import Operands
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import BackendError, brief
 from pycuda_conv.memo import forget_launches, remember_plans
@@ -109,9 +111,6 @@ class Plan:
         self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
         #: whether a residual must not be the result's own memory
         self.redoes = schedule.redoes
-        #: what the arrays of the last call looked like, by their kind, so that their checks need not be made again
-        self.accepted: dict[Hashable, Hashable] = {}
-        self.accepted_out: dict[Hashable, Hashable] = {}
 
     def _load(self, schedule: Schedule) -> None:
         """Compile the kernels, or find them compiled, and make launchers of them."""
@@ -211,26 +210,20 @@ class Plan:
         """What :meth:`launch` calls: for a filter that is packed already, or one that lies in :attr:`filter_order`, or another."""
         return self._with_packed if packed else self._filter_last if filter_last else self._whole
 
-    def launch(
-        self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, scale: Any = 0, residual: Any = 0, filter_last: bool = False
-    ) -> None:
-        """Launch the kernels on (input, weight, bias, result, workspace), `scale` and `residual`: addresses, or OpenCL buffers.
+    def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
+        """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
         `filter_last`, for plans of :attr:`reads_filter_last`, the filter lies in :attr:`filter_order`. The residual
         may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
-        place = packed or (buffers[4] + self.schedule.workspace_bytes if self.filter_bytes else 0)
-        self.launcher(bool(packed), filter_last)((*buffers, place, scale, residual), stream)
+        input, weight, bias, scale, residual, result, workspace = buffers
+        place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)
+        self.launcher(bool(packed), filter_last)((input, weight, bias, result, workspace, place, scale, residual), stream)
         coming = self._behind
         if coming is not None:
             self._improve(coming, stream)
-
-    def launch_all(self, buffers: Sequence[Any], stream: Any = None) -> None:
-        """:meth:`launch` on (input, weight, bias, scale, residual, result, workspace): the operands in one row."""
-        *operands, scale, residual, result, workspace = buffers
-        self.launch((*operands, result, workspace), stream, 0, scale, residual)
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
@@ -245,7 +238,7 @@ class Plan:
             made: Array | None = quick.call(self.ready, (), False, input, weight, bias, scale, residual, out)
             if made is not None:
                 return made
-        result: Array = arrays.call_plan(self, input, weight, bias, scale, residual, out, stream)
+        result: Array = execute.call_plan(self, Operands(input, weight, bias, scale, residual), out, stream)
         return result
 
     def bind(self, weight: Any, bias: Any = None, scale: Any = None) -> BoundPlan:
@@ -312,16 +305,16 @@ class BoundPlan:
 
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
         self.plan = plan
-        self._kind = arrays.same_kind(weight, weight, bias, None, scale)
-        self._kind.check_not_recorded(weight, weight, bias, scale)
-        sign = self._kind.signature
-        of_weight = sign(weight)
-        self._kept = (of_weight, None if bias is None else sign(bias), None if scale is None else sign(scale))
+        given = Operands(weight, weight, bias, scale)
+        self._kind = kind = same_kind(given)
+        kind.check_not_recorded(given)
+        _, of_weight, *_ = signatures = kind.signatures(given)
+        assert of_weight is not None
+        #: of weight, bias and scale
+        self._signatures = signatures[1:4]
         input, *_, residual = (None if shape is None else (shape, *of_weight[1:]) for shape in plan.problem.operand_shapes)
-        assert input is not None
-        arrays.check_fit(plan, self._kind, input, *self._kept, residual)  # the others will be checked when they come
-        self._accepted: Any = None  # what the last input and residual looked like
-        self._filter, self._run, self._packed = self._kind.bind(plan, weight, bias, scale)
+        execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
+        self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
         self._ready: quick.Table = {}
 
@@ -335,17 +328,17 @@ class BoundPlan:
             made: Array | None = quick.call(self._ready, (), False, input, *filter, residual, out)
             if made is not None:
                 return made
-        kind = arrays.same_kind(input, input, None, out, None, residual)
+        given = Operands(input, input, residual=residual)
+        kind = same_kind(given, out)
         if kind is not self._kind:
             raise TypeError(f"input is a {kind.name} but the filter is a {self._kind.name}; pass arrays of one kind")
-        kind.check_not_recorded(input, input, None, None, residual)
-        signatures = kind.signature(input), None if residual is None else kind.signature(residual)
-        if signatures != self._accepted:
-            arrays.check_fit(self.plan, kind, signatures[0], *self._kept, signatures[1])
-            self._accepted = signatures
-        result: Array = self._run(input, out, stream, residual)
-        if isinstance(kind, arrays.TorchKind) and stream is None:
-            quick.remember(self._ready, (), kind, self.plan, (input, *filter, residual), out, packed=self._packed)
+        kind.check_not_recorded(given)
+        of_input, *_, of_residual = kind.signatures(given)
+        execute.check_fit(self.plan, kind, (of_input, *self._signatures, of_residual))
+        operands = Operands(input, *filter, residual)
+        result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
+        if stream is None:
+            quick.remember(self._ready, (), kind, self.plan, operands, out, packed=self._kept)
         return result
 
 

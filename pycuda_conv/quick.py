@@ -3,7 +3,7 @@
 A call of torch's tensors on a GPU is decided by its options and by the shapes, strides, types and place of its arrays. The launcher in
 C writes all of that down as a key, finds behind it what :func:`remember` has put there, allocates and launches. So nothing is planned or
 checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, autocast, traces, a stream of the
-caller's, arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.ops` and :mod:`pycuda_conv.arrays`,
+caller's, arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.dispatch`,
 and so do all where there is no launcher in C.
 """
 
@@ -13,13 +13,14 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.runtime.cuda import LauncherInC
 
 if TYPE_CHECKING:
-    from pycuda_conv.arrays import TorchKind
+    from pycuda_conv.arrays import ArrayKind
+    from pycuda_conv.arrays.tensors import TorchKind
     from pycuda_conv.plan import Plan
 
 try:
@@ -71,7 +72,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
 
 
 def remember(
-    table: Table, options: tuple[Any, ...], kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
+    table: Table, options: tuple[Any, ...], kind: ArrayKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
     packed: Any = None, recorded: Callable[..., Any] | None = None,
 ) -> None:
     """Put a call that was just made into `table`, unless its plan is still waiting for better kernels.
@@ -81,7 +82,8 @@ def remember(
     table : dict
     options : tuple
         What was asked of the call besides its arrays.
-    kind : TorchKind
+    kind : ArrayKind
+        Calls of torch's tensors alone are remembered.
     plan : Plan
     operands : sequence of tensors or None
         Input, weight, bias, scale, residual.
@@ -93,13 +95,15 @@ def remember(
     recorded : callable, optional
         Makes the same call where torch has to give gradients: (input, weight, bias, ready) -> the result.
     """
+    if not kind.remembered:
+        return
     key = None if _native is None or not plan.settles else _native.key(options, *operands, out)
     if key is None or key in table or plan.device.capturing():
         return
     if len(table) >= MOST:
         table.clear()
     turned = layout not in ("", plan.problem.layout)
-    table[key] = None if turned else _ready(kind, plan, operands, packed, recorded)
+    table[key] = None if turned else _ready(cast("TorchKind", kind), plan, operands, packed, recorded)
 
 
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
@@ -117,7 +121,7 @@ def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, re
     device: Any = plan.device
     place = 0 if packed is None else kind.pointer(packed)
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
-    workspace = kind.maker((nbytes,), kind.torch.uint8, input.device, None) if nbytes else None
+    workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
     result = kind.maker(plan.result_shape, input.dtype, input.device, plan.result_order)
     return device.ready(
         launcher, kind._current_stream, result, workspace, (place, plan.schedule.workspace_bytes), plan.operand_bytes, plan.result_bytes,

@@ -42,7 +42,7 @@ def launched(plan, arrays, filter_last: bool) -> bool:
         result = drv.to_device(np.full(plan.result_shape, np.nan, arrays[0].dtype).view(np.uint8))
         workspace = drv.mem_alloc(plan.workspace_bytes) if plan.workspace_bytes else 0
         x, w, b, *more = (int(buffer) for buffer in buffers)
-        plan.launch((x, w, b, int(result), int(workspace)), None, 0, *(more or (0, 0)), filter_last)
+        plan.launch((x, w, b, *(more or (0, 0)), int(result), int(workspace)), None, 0, filter_last)
         out = np.empty(plan.result_shape, arrays[0].dtype)
         drv.memcpy_dtoh(out.view(np.uint8), result)
     return bool(np.isfinite(out.astype(np.float64)).all())

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan, host
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan
+from pycuda_conv.execute import pipeline
 from pycuda_conv.runtime import get_device
 
 try:
@@ -36,7 +37,7 @@ def refuses(device, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(type(get_device(device)), "run_on_host_arrays", reached)
             for name in ("_Pipeline", "_convolve_small"):
-                patch.setattr(host, name, reached)
+                patch.setattr(pipeline, name, reached)
             patch.setattr(Plan, "launch", reached)
             with pytest.raises(exception, match=text) as raised:
                 getattr(pc, function)(*arguments, device=device, **options)
@@ -661,7 +662,7 @@ PLAN_CALLS = [
 @pytest.mark.parametrize(("arrays", "options", "exception", "text"), PLAN_CALLS, ids=range(len(PLAN_CALLS)))
 def test_a_plan_refuses_arrays_that_are_not_its_own(device, monkeypatch, arrays, options, exception, text):
     plan = Plan(ConvProblem.forward(2, X.shape, W.shape, B.shape), device)
-    for owner, name in ((type(plan.device), "run_on_host_arrays"), (host, "_Pipeline"), (host, "_convolve_small")):
+    for owner, name in ((type(plan.device), "run_on_host_arrays"), (pipeline, "_Pipeline"), (pipeline, "_convolve_small")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("the device was reached"))
     with pytest.raises(exception, match=text):
         plan(*arrays, **options)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from reference import DTYPES, EPS
 
 import pycuda_conv as pc
+from pycuda_conv import dispatch
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 
@@ -276,8 +277,8 @@ def test_a_chunk_goes_to_the_gpu_with_the_least_to_do(monkeypatch):
             self.name = name
 
     gpus = (Gpu("cuda:0"), Gpu("cuda:1"))
-    monkeypatch.setattr(chunked.ops, "_gpus", lambda devices, device: gpus)
-    place = chunked.Place(devices="all")
+    monkeypatch.setattr(dispatch, "gpus_of", lambda devices: gpus)
+    place = chunked.ChunkPlace(devices="all")
     with place.taken() as first, place.taken() as second:
         assert {first, second} == set(gpus)
         with place.taken() as third, place.taken() as fourth:

@@ -356,18 +356,20 @@ def test_device_arrays_are_read_where_they_lie_or_copied(redoes):
     """A residual that is `out` is copied for kernels that may write a part of the result again, and for no others."""
     from test_functions import Recorder
 
-    from pycuda_conv.arrays import DeviceKind, TorchKind
+    from pycuda_conv.arrays.tensors import TorchKind
+    from pycuda_conv.call import Operands
+    from pycuda_conv.execute import device
 
     case = small(False, 2)
     given = arrays(case, "float32", "all", integers=True)
     x, w, b, s, r = map(tensor, given)
     plan, kind, seen = Recorder(case, given[:3]).plan, TorchKind(), {}
     plan.problem, plan.redoes, plan.operand_bytes = finishing(plan.problem, "all"), redoes, [a.nbytes for a in given]
-    plan.launch = lambda buffers, stream, packed, scale, residual, *_: seen.update(out=buffers[3], scale=scale, residual=residual)
+    plan.launch = lambda buffers, *_: seen.update(out=buffers[5], scale=buffers[3], residual=buffers[4])
     kind._current_stream = lambda ordinal: 0
 
     def convolve(scale, residual, out=None):
-        return DeviceKind.convolve(kind, plan, x, w, b, out, None, scale=scale, residual=residual)
+        return device.convolve(kind, plan, Operands(x, w, b, scale, residual), out, None)
 
     y = convolve(s, r)
     assert seen == {"out": y.data_ptr(), "scale": s.data_ptr(), "residual": r.data_ptr()}

@@ -11,13 +11,17 @@ from hypothesis import example, given, settings
 from reference import DTYPES, TORCH_LAYOUTS, Case, assert_close, channels_last, check, dgrad, fprop, is_channels_last, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import ConvProblem, Plan, ops, plan
-from pycuda_conv.arrays import DeviceKind, TorchKind
+from pycuda_conv import ConvProblem, Plan, dispatch, plan
+from pycuda_conv.call import Call, Operands
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.execute import device as execute
 from pycuda_conv.tune import Choice
 
 torch = pytest.importorskip("torch", reason="the functions are compared with torch's")
+
+from pycuda_conv.arrays.tensors import TorchKind  # noqa: E402
+
 F = torch.nn.functional
 
 FUNCTIONS = [(t, n) for t in (False, True) for n in (1, 2, 3)]
@@ -288,13 +292,14 @@ def test_some_engines_read_channels_last_and_some_do_not(monkeypatch, arguments,
     """The plan of a call on a GPU; tensors in host memory are turned anyway."""
     problem = ConvProblem.forward(2, **arguments, layout="NHWC")
     x, w = ((s, getattr(torch, problem.dtype), 0) for s in (problem.input_shape, problem.weight_shape))
-    monkeypatch.setattr(ops, "cached_plan", lambda problem, device, tune=False: problem)
+    monkeypatch.setattr(dispatch, "cached_plan", lambda problem, device, tune=False: problem)
     for device in (HOPPER, AMPERE, TURING):
         assert plan.reads_channels_last(problem, device) == (device in where)
         monkeypatch.setattr(TorchKind, "device", lambda *_, device=device: device)
         for layout, ordinal in (("NHWC", 0), ("NCHW", 0), ("NHWC", -1)):
-            given = ((*x[:2], ordinal), (*w[:2], ordinal), None, 1, arguments.get("padding", 0), 0, 1, problem.groups, "fp32", None, layout, False)
-            found = ops._plan.__wrapped__(False, 2, TorchKind(), *given)
+            call = Call("conv", 2, 1, arguments.get("padding", 0), 1, problem.groups, "fp32")
+            signatures = (*x[:2], ordinal), (*w[:2], ordinal), None, None, None
+            found = dispatch.plan_for_call.__wrapped__(call, TorchKind(), signatures, None, layout, False)
             assert found == replace(problem, layout="NHWC" if layout == "NHWC" and ordinal == 0 and device in where else "NCHW")
 
 
@@ -323,7 +328,7 @@ class Recorder:
         self.events, self.depth, problem = [], 0, case.problem()
         self.plan = SimpleNamespace(
             problem=problem, device=self, order=None, result_shape=problem.result_shape, result_bytes=4 * torch.Size(problem.result_shape).numel(),
-            operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, accepted_out={}, launch=self._launch,
+            operand_bytes=[a.nbytes for a in arrays] + [0, 0], workspace_bytes=0, empty=False, launch=self._launch,
             schedule=SimpleNamespace(workspace_bytes=0), reads_filter_last=False, filter_order=None, weight_order=None, result_order=None,
         )  # fmt: skip
         self._case = case
@@ -343,12 +348,13 @@ class Recorder:
         assert self.depth
         self.events.append(("order", first, second))
 
-    def _launch(self, buffers, stream, packed, scale, residual, filter_last):
+    def _launch(self, buffers, stream, packed, filter_last):
         assert not filter_last
         self.events.append(("launch", stream))
         problem = self.plan.problem
         shapes = (problem.input_shape, problem.weight_shape, problem.bias_shape, problem.result_shape)
-        x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(buffers, shapes, strict=False))
+        places = *buffers[:3], buffers[5]
+        x, w, b, y = (np.ctypeslib.as_array((ctypes.c_float * int(np.prod(s))).from_address(at)).reshape(s) for at, s in zip(places, shapes, strict=True))
         y[...] = self._case.reference(x, w, b)
 
 
@@ -369,7 +375,8 @@ def test_what_is_turned_on_a_gpu_is_ordered_with_the_streams(monkeypatch, transp
     x, w, b = (torch.from_numpy(a) for a in arrays)
     expected = torch.from_numpy(case.reference(*arrays)).float()
     out = channels_last(torch.full_like(expected, float("nan"))) if given_out else None
-    got = DeviceKind.convolve(kind, device.plan, channels_last(x), w, b, out, stream, layout="NHWC")
+    order = (0, *range(2, ndim + 2), 1)
+    got = execute.convolve_and_turn(kind, device.plan, Operands(channels_last(x), w, b), out, stream, order)
     assert is_channels_last(got) and torch.equal(got, expected) and (out is None or got is out) and device.depth == 0
     turned, back = ("copy", HOME), ("fill" if given_out else "copy", HOME)
     if stream is None:
@@ -380,7 +387,7 @@ def test_what_is_turned_on_a_gpu_is_ordered_with_the_streams(monkeypatch, transp
     device.events.clear()
     for bad in (expected.clone(), channels_last(expected)[:1], channels_last(expected.double())):
         with pytest.raises(pc.ConvArgumentError, match="out must"):
-            DeviceKind.convolve(kind, device.plan, channels_last(x), w, b, bad, stream, layout="NHWC")
+            execute.convolve_and_turn(kind, device.plan, Operands(channels_last(x), w, b), bad, stream, order)
     assert device.events == []
 
 
@@ -393,13 +400,13 @@ def test_a_filter_with_its_channels_last_is_read_where_it_lies_by_kernels_that_c
     kind._current_stream = lambda ordinal: HOME
     plan = Recorder(case, arrays).plan
     plan.filter_order = (0, *range(2, ndim + 2), 1)
-    plan.launch = lambda buffers, stream, packed, scale, residual, filter_last: seen.update(w=buffers[1], packed=packed, last=filter_last)
+    plan.launch = lambda buffers, stream, packed, filter_last: seen.update(w=buffers[1], packed=packed, last=filter_last)
     x, w, b = (torch.from_numpy(a) for a in arrays)
     lasting = channels_last(w)
     off = torch.cat([lasting.flatten()[:1], lasting.movedim(1, -1).flatten()])[1:].view(lasting.movedim(1, -1).shape).movedim(-1, 1)
 
     def launched(filters, packed=None) -> tuple:
-        DeviceKind.convolve(kind, plan, x, filters, b, None, None, packed=packed)
+        execute.convolve(kind, plan, Operands(x, filters, b), None, None, packed)
         return seen["w"] == filters.data_ptr(), seen["last"]
 
     for plan.reads_filter_last in (True, False):

@@ -13,6 +13,7 @@ import pytest
 from reference import DTYPES, EPS, SUM_EPS
 
 import pycuda_conv as pc
+from pycuda_conv import execute
 from pycuda_conv.arrays import kind_of
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.batch_norm import Pixels, compiled
@@ -82,7 +83,7 @@ class Kernels:
     def run(self, maker, inputs, outs, *options) -> None:
         device, kind = get_device(self.device), kind_of("an array", inputs[0])
         launch, workspace = compiled(maker, self.pixels, device, *options)
-        kind.run(device, launch, inputs, outs, workspace)
+        execute.launch(kind, device, launch, inputs, outs, workspace)
 
 
 @pytest.fixture(params=[16, 1], ids=["many slices", "few slices"])

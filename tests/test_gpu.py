@@ -13,11 +13,11 @@ from reference import DTYPES, TORCH_LAYOUTS, assert_close, channels_last, dgrad,
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines
-from pycuda_conv import arrays as arrays_module
 from pycuda_conv.engines import direct_gemm
 from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.execute import pipeline
 from pycuda_conv.plan import reads_channels_last
 from pycuda_conv.runtime import get_device
 
@@ -282,8 +282,10 @@ def test_the_input_decides_whether_the_result_is_channels_last(torch, transposed
 )  # fmt: skip
 def test_channels_last_tensors_are_read_where_they_are_or_turned(torch, monkeypatch, transposed, shape, weight, options, dtype):
     """Large and small: right, channels last, and copied only where the tensor cores' engines are not used, both input and result."""
-    copies, original, ndim = [], arrays_module.TorchKind.copy, len(shape) - 2
-    monkeypatch.setattr(arrays_module.TorchKind, "copy", lambda *args: (copies.append(args), original(*args))[1])
+    from pycuda_conv.arrays.tensors import TorchKind
+
+    copies, original, ndim = [], TorchKind.copy, len(shape) - 2
+    monkeypatch.setattr(TorchKind, "copy", lambda *args: (copies.append(args), original(*args))[1])
     problem = (ConvProblem.transposed if transposed else ConvProblem.forward)(ndim, shape, weight, dtype=dtype, layout="NHWC", **options)
     read = reads_channels_last(problem, get_device("cuda"))
     assert not read or dtype != "float64"
@@ -496,7 +498,7 @@ def test_five_axes_with_strides_of_every_size():
 @pytest.mark.parametrize("kind", ["cupy", "foreign", "numpy", "numpy large"])
 def test_views_that_run_backwards(kind, monkeypatch):
     if kind == "numpy large":
-        monkeypatch.setattr(pc.host, "SMALL_BYTES", 0)
+        monkeypatch.setattr(pipeline, "SMALL_BYTES", 0)
     arrays = CASE.integers("float32")
     turned = [np.flip(a) for a in arrays]  # views
     if kind == "cupy":
@@ -917,8 +919,8 @@ def test_host_arrays_have_their_filter_packed_once_a_call(packings, monkeypatch,
         plan = Plan(case.problem(), "cuda", config=ImplicitGemm(64, 64, 3))
         results = []
         for chunk_bytes in (1 << 20, 8 << 20):
-            monkeypatch.setattr(pc.host, "CHUNK_BYTES", chunk_bytes)
-            monkeypatch.setattr(pc.host, "LEAST_CHUNK_BYTES", chunk_bytes)
+            monkeypatch.setattr(pipeline, "CHUNK_BYTES", chunk_bytes)
+            monkeypatch.setattr(pipeline, "LEAST_CHUNK_BYTES", chunk_bytes)
             packings.clear()
             results.append(plan(x, w, b))
             assert len(packings) == 1

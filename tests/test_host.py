@@ -29,15 +29,15 @@ from hypothesis import assume, example, given, settings
 from reference import DTYPES, Case, dgrad, fprop, python, tensor
 
 import pycuda_conv as pc
-from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, host, ops, runtime
-from pycuda_conv.arrays import CopyArguments
+from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, DeviceMemoryError, Plan, engines, memo, runtime
+from pycuda_conv.arrays.device import CopyArguments
 from pycuda_conv.engines.direct import Batched, Dgrad
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.schedule import PACKED, WEIGHT, Schedule
-from pycuda_conv.plan import cached_plan
+from pycuda_conv.execute import pipeline as host
 from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime import KernelLaunch, cuda, get_device, pinned
 from pycuda_conv.runtime.opencl import opencl_device
@@ -228,13 +228,19 @@ def test_the_reference_of_pieces_is_the_reference():
         assert np.array_equal(compute(case.problem(), x, w), case.reference(x, w))
 
 
-def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(monkeypatch):
-    monkeypatch.setattr(host, "Plan", lambda problem, device, config: SimpleNamespace(problem=problem, config=config))
+class Planned(SimpleNamespace):
+    """What the pieces ask of a plan."""
+
+    def __init__(self, problem, device, config, fixed=False):
+        super().__init__(problem=problem, config=config, fixed=fixed)
+
+
+def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations():
     cases = [fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))]
     sizes, large = [20_000] * 3, fprop((7, 64, 60, 60), (64, 64, 3, 3), padding=1)
     for case, chunk_bytes, capability in (*zip(cases, sizes, [(7, 0)] * 3, strict=True), (large, 2_000_000, (7, 0)), (large, 2_000_000, (9, 0))):
         device = SimpleNamespace(multiprocessors=132, backend="cuda", capability=capability, model="")
-        plan = SimpleNamespace(problem=case.problem(), config=engines.choose(case.problem(), device), fixed=False)
+        plan = Planned(case.problem(), device, engines.choose(case.problem(), device))
         seen = []
         for shares in range(1, 10):
             chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, chunk_bytes, device, share, shares)]
@@ -245,7 +251,7 @@ def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations(
         if capability == (9, 0):
             assert len({engines.filter_key(piece.problem, config) for piece, config in seen[0]}) == 1
             assert isinstance(seen[0][0][1], ImplicitGemm)
-        mine = SimpleNamespace(problem=case.problem(), config=Gemm(64, 64, 8, 4, 4, 1), fixed=True)
+        mine = Planned(case.problem(), device, Gemm(64, 64, 8, 4, 4, 1), fixed=True)
         chunks = host._chunks.__wrapped__(mine, chunk_bytes, device, 0, 1)
         assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
@@ -789,8 +795,8 @@ class Simulated(cuda.CudaDevice):
 
 
 def forget_plans():
-    for cache in (ops._plan, cached_plan, host._chunks):
-        cache.cache_clear()
+    memo.forget_plans()
+    host._chunks.cache_clear()
 
 
 @pytest.fixture

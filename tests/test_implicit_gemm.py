@@ -1141,7 +1141,7 @@ class Arrays:
         with plan.device:
             if kept:
                 plan.pack(w, packed.data_ptr() + MARGIN)
-            plan.launch((x, w, b, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, scale, residual, filter_last)
+            plan.launch((x, w, b, scale, residual, y, scratch), None, packed.data_ptr() + MARGIN if kept else 0, filter_last)
         torch.cuda.synchronize()
         for whole in filter(lambda whole: whole is not None, (*wholes, packed)):
             assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
@@ -1365,7 +1365,7 @@ def test_more_than_two_to_the_31_elements(torch, case, mode):
     out = torch.full((n, *plan.result_shape[2:], case.channels) if last else plan.result_shape, float("nan"), dtype=kind, device="cuda")
     workspace = torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
     with plan.device:
-        plan.launch([x.data_ptr(), w.data_ptr(), 0 if b is None else b.data_ptr(), out.data_ptr(), workspace.data_ptr()], None)
+        plan.launch([x.data_ptr(), w.data_ptr(), 0 if b is None else b.data_ptr(), 0, 0, out.data_ptr(), workspace.data_ptr()], None)
     torch.cuda.synchronize()
     assert not any(torch.isnan(image).any() for image in out)
     if last:

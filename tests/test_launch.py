@@ -15,8 +15,9 @@ import pytest
 from fake_cuda import FakeCuda
 
 from pycuda_conv import BackendError, ConvArgumentError, ConvProblem, Plan, behind, engines
-from pycuda_conv.arrays import DeviceKind, TorchKind
+from pycuda_conv.call import Operands
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.execute.device import convolve
 from pycuda_conv.runtime import cuda, get_device
 from pycuda_conv.runtime.base import KernelLaunch
 
@@ -39,8 +40,8 @@ def plans(fake, problem, **options):
 
 
 def buffers(at):
-    """Addresses of input, weight, bias, result and workspace."""
-    return tuple(at + (i << 32) for i in range(5))
+    """Addresses of input, weight, bias, no scale, no residual, result and workspace."""
+    return tuple(at + (i << 32) if i not in (3, 4) else 0 for i in range(7))
 
 
 def check_same(fake, ours, theirs):
@@ -48,7 +49,7 @@ def check_same(fake, ours, theirs):
     stream = SimpleNamespace(handle=0x77)
     calls = [
         lambda plan: plan.launch(buffers(1 << 40)),
-        lambda plan: plan.launch(buffers(1 << 40), 0x55, 0, 3 << 50, 5 << 50),
+        lambda plan: plan.launch((*buffers(1 << 40)[:3], 3 << 50, 5 << 50, *buffers(1 << 40)[5:]), 0x55),
         lambda plan: plan.launch(buffers(1 << 44), stream),  # tensor maps of other addresses
         lambda plan: plan.launch(list(buffers(1 << 40)), stream),
     ]
@@ -330,12 +331,14 @@ def test_both_launchers_give_the_same_bits_on_a_gpu(problem, monkeypatch):
 def convolved(device):
     """A function that convolves torch's tensors there, which the driver's stand-in has no need to see, and a plan for it."""
     torch = pytest.importorskip("torch")
+    from pycuda_conv.arrays.tensors import TorchKind
+
     kind = TorchKind()
     kind._current_stream = lambda ordinal: 0
     kind.signature = lambda array: (array.shape, array.dtype, array.get_device() + 1)
     plan = Plan(ConvProblem.forward(2, (2, 16, 8, 8), (16, 16, 3, 3), padding=1), device)
     w = torch.zeros(16, 16, 3, 3)
-    return torch, lambda x, out=None, residual=None: DeviceKind.convolve(kind, plan, x, w, None, out, None, residual=residual)
+    return torch, lambda x, out=None, residual=None: convolve(kind, plan, Operands(x, w, residual=residual), out, None)
 
 
 @IN_C

@@ -12,9 +12,12 @@ from fake_cuda import FakeCuda
 from test_launch import IN_C
 
 import pycuda_conv as pc
-from pycuda_conv import ConvArgumentError, ConvProblem, Plan, arrays, engines, memo, quick
+from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, memo, quick
+from pycuda_conv.execute import device
 
 torch = pytest.importorskip("torch")
+from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
+
 pytestmark = IN_C
 
 
@@ -53,17 +56,17 @@ def warm(tmp_path, monkeypatch):
         pytest.skip("the driver's stand-in is built by gcc on Linux")
     fake = FakeCuda(tmp_path, monkeypatch)
     warm = Warm(fake, fake.device("c"))
-    kind = arrays.kind_of("x", torch.zeros(1))
+    kind = TORCH
 
-    def convolve(*args, **options):
+    def convolve(*args, original=device.convolve):
         warm.whole += 1
-        return arrays.DeviceKind.convolve(kind, *args, **options)
+        return original(*args)
 
     monkeypatch.setattr(kind, "_current_stream", lambda ordinal: 0)
     monkeypatch.setattr(kind, "device", lambda signature, device: warm.device)
-    monkeypatch.setattr(kind, "convolve", convolve)
-    monkeypatch.setattr(kind, "bind", partial(arrays.DeviceKind.bind, kind))
-    monkeypatch.setattr(arrays.TorchKind, "signature", lambda self, array: (array.shape, array.dtype, array.get_device() + 1))
+    monkeypatch.setattr(kind, "on_gpu", lambda array: True)
+    monkeypatch.setattr(device, "convolve", convolve)
+    monkeypatch.setattr(TorchKind, "signature", lambda self, array: (array.shape, array.dtype, array.get_device() + 1))
     quick.table.clear()
     quick.learn(torch, -1)
     with warm.device:
@@ -246,14 +249,14 @@ def test_modes_and_transforms_see_their_operators(warm):
     for ready in table:
         quick.table[ready] = None  # were one taken, it would be none
     with Mode(), torch.no_grad():
-        assert not quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None)
+        assert not quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
     with torch.no_grad():
-        assert quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None) is not None
+        assert quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None) is not None
         with forward_ad.dual_level():
-            assert not quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None)
+            assert not quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None)
 
         def transformed(one):
-            seen.append(quick.call(table, ("conv", 2, 1, 1, 0, 1, 1, "fp32", None), False, x, w, None, None, None, None))
+            seen.append(quick.call(table, ("conv", 2, 1, 1, 1, 1, "fp32", 0, None), False, x, w, None, None, None, None))
             return one
 
         torch.vmap(transformed)(x)
@@ -420,9 +423,9 @@ def on_gpu(monkeypatch):
     module = sys.modules[__name__]
     for name in ("x", "w", "b", "y"):
         monkeypatch.setattr(module, name, getattr(module, name).cuda())
-    kind, whole = arrays.kind_of("x", x), []
-    convolve = kind.convolve
-    monkeypatch.setattr(kind, "convolve", lambda *args, **options: (whole.append(1), convolve(*args, **options))[1])
+    whole = []
+    convolve = device.convolve
+    monkeypatch.setattr(device, "convolve", lambda *args: (whole.append(1), convolve(*args))[1])
     quick.table.clear()
     yield whole
     torch.cuda.synchronize()

@@ -28,14 +28,13 @@ from torch.autograd import forward_ad as _forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from pycuda_conv import ops, quick
-from pycuda_conv.arrays import TorchKind, kind_of
+from pycuda_conv import dispatch, quick
+from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
-_kind = kind_of("input", torch.empty(0))
-assert isinstance(_kind, TorchKind)
-_differentiated, _traced, _layout = _kind.differentiated, _kind.traced, _kind.layout
+_differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 
 
 class Settings(NamedTuple):
@@ -80,12 +79,21 @@ class Operator:
     `bias` is None and `size` empty where there is no such thing.
     """
 
+    #: as :class:`pycuda_conv.call.Call` has it
+    function: str
     #: in ``torch.ops.pycuda_conv``, and the words of its schema for first, second and size
     name: str
     words: tuple[str, str, str]
 
     def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        raise NotImplementedError
+        """The result, of which torch knows already."""
+        place = settings.device, None, None, settings.tune
+        return dispatch.convolve(self.asked(settings, size), (first, second, bias, None, None), None, place, True)
+
+    def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
+        """What is asked, as :func:`pycuda_conv.dispatch.convolve` takes it."""
+        ndim, stride, padding, dilation, groups, precision, *_ = settings
+        return self.function, ndim, stride, padding, dilation, groups, precision, size, None
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         """The result's shape, of sizes that may be symbols; the settings are in numbers."""
@@ -104,14 +112,10 @@ class Operator:
 
 
 class _Conv(Operator):
-    name, words = "conv", ("input", "weight", "size")
+    function, name, words = "conv", "conv", ("input", "weight", "size")
 
-    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        ndim, stride, padding, dilation, groups, precision, device, tune = settings
-        return ops._convolve(
-            False, ndim, first, second, bias, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, None, None,
-            None, True,
-        )
+    def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
+        return super().asked(settings, 0)  # the empty size of the schema is none
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         ndim, strides, paddings, dilations, *_ = settings
@@ -122,21 +126,14 @@ class _Conv(Operator):
         return ConvProblem.forward(ndim, first, second, bias, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call(CONV_INPUT, settings, grad, second, None, shape)
+        return call_operator(CONV_INPUT, settings, grad, second, None, shape)
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call(CONV_WEIGHT, settings, first, grad, None, shape)
+        return call_operator(CONV_WEIGHT, settings, first, grad, None, shape)
 
 
 class _ConvTranspose(Operator):
-    name, words = "conv_transpose", ("input", "weight", "output_padding")
-
-    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        ndim, stride, padding, dilation, groups, precision, device, tune = settings
-        return ops._convolve(
-            True, ndim, first, second, bias, stride, padding, size, dilation, groups, None, precision, device, None, None, tune, None, None,
-            None, True,
-        )
+    function, name, words = "conv_transpose", "conv_transpose", ("input", "weight", "output_padding")
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         ndim, strides, paddings, dilations, groups, *_ = settings
@@ -151,7 +148,7 @@ class _ConvTranspose(Operator):
     # there are in the input: they are dropped there, and zeros here.
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        dx = call(CONV, settings, grad, second, None, ())
+        dx = call_operator(CONV, settings, grad, second, None, ())
         for axis in range(-settings.ndim, 0):
             if dx.shape[axis] != shape[axis]:
                 dx = dx.narrow(axis, 0, shape[axis])
@@ -163,91 +160,72 @@ class _ConvTranspose(Operator):
         missing = [w - n for w, n in zip(wanted[-ndim:], first.shape[-ndim:], strict=True)]
         if any(missing):
             first = torch.nn.functional.pad(first, [n for after in reversed(missing) for n in (0, after)])
-        return call(CONV_WEIGHT, settings, grad, first, None, shape)
+        return call_operator(CONV_WEIGHT, settings, grad, first, None, shape)
 
 
 class _Gradient(Operator):
-    """The convolution's gradient by `of`, whose shape is the size."""
+    """The convolution's gradient by one of its operands, whose shape is the size."""
 
-    of: str
-
-    def compute(self, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
-        ndim, stride, padding, dilation, groups, precision, device, tune = settings
-        return ops._gradient(
-            self.of, ndim, first, second, tuple(size), stride, padding, dilation, groups, None, precision, device, None, tune, True
-        )
+    def asked(self, settings: Settings, size: Any) -> tuple[Any, ...]:
+        return super().asked(settings, tuple(size))
 
     def shape(self, settings: Settings, first: Sequence[int], second: Sequence[int], size: Any) -> list[int]:
         return size
 
 
 class _ConvInput(_Gradient):
-    name, words, of = "conv_input", ("grad_output", "weight", "input_size"), "input"
+    function, name, words = "input", "conv_input", ("grad_output", "weight", "input_size")
 
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
-        return ConvProblem.gradient(self.of, ndim, size, second, first, **settings)
+        return ConvProblem.gradient(self.function, ndim, size, second, first, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call(CONV, settings, grad, second, None, ())
+        return call_operator(CONV, settings, grad, second, None, ())
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call(CONV_WEIGHT, settings, grad, first, None, shape)
+        return call_operator(CONV_WEIGHT, settings, grad, first, None, shape)
 
 
 class _ConvWeight(_Gradient):
-    name, words, of = "conv_weight", ("input", "grad_output", "weight_size"), "weight"
+    function, name, words = "weight", "conv_weight", ("input", "grad_output", "weight_size")
 
     def problem(self, ndim: int, first: Any, second: Any, bias: Any, size: Any, **settings: Any) -> ConvProblem:
-        return ConvProblem.gradient(self.of, ndim, first, size, second, **settings)
+        return ConvProblem.gradient(self.function, ndim, first, size, second, **settings)
 
     def by_first(self, settings: Settings, shape: Sequence[int], second: Any, grad: Any) -> Any:
-        return call(CONV_INPUT, settings, second, grad, None, shape)
+        return call_operator(CONV_INPUT, settings, second, grad, None, shape)
 
     def by_second(self, settings: Settings, first: Any, shape: Sequence[int], grad: Any) -> Any:
-        return call(CONV, settings, first, grad, None, ())
+        return call_operator(CONV, settings, first, grad, None, ())
 
 
 CONV, CONV_TRANSPOSE, CONV_INPUT, CONV_WEIGHT = OPERATORS = _Conv(), _ConvTranspose(), _ConvInput(), _ConvWeight()
+_BY_FUNCTION = {operator.function: operator for operator in OPERATORS}
 
 
-# ---- what ops.py calls
+# ---- what dispatch.py calls
 
 
-def convolve(
-    transposed: bool, ndim: int, input: Any, weight: Any, bias: Any, output_padding: Any, stride: Any, padding: Any, dilation: Any,
-    groups: Any, precision: str, device: str | None, tune: bool, scale: Any, residual: Any, activation: str | None,
-) -> Any:
-    """A (transposed) convolution of which torch is told. The arguments are those of :func:`pycuda_conv.conv2d`."""
-    settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
-    input, weight, bias, scale, residual = _cast(input, weight, bias, scale, residual)
-    operator, size = (CONV_TRANSPOSE, output_padding) if transposed else (CONV, ())
-    if scale is None and residual is None and activation is None:
-        return call(operator, settings, input, weight, bias, size)
-    operands = input, weight, bias, scale, residual
+def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> Any:
+    """A convolution or a gradient of which torch is told; the options are hashable."""
+    settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, device, tune)
+    operator = _BY_FUNCTION[call.function]
+    size = () if operator is CONV else call.size
+    operands = Operands(*_cast(*operands))
+    input, weight, bias, scale, residual = operands
+    if scale is None and residual is None and call.activation is None:
+        return call_operator(operator, settings, input, weight, bias, size)
     if not _differentiated(*operands) and not _traced(*operands):  # but cast
-        return ops._convolve(
-            transposed, ndim, input, weight, bias, stride, padding, output_padding, dilation, groups, None, precision, device, None, None,
-            tune, scale, residual, activation, True,
-        )
+        return dispatch.convolve(call, operands, None, (device, None, None, tune), True)
     # what torch differentiates, it has to see: then the epilogue is made of its operations
-    _check(operator, settings, *operands, size, activation)
-    channels = (-1, *(1,) * ndim)
-    y = call(operator, settings, input, weight, None if scale is not None else bias, size)
+    _check(operator, settings, *operands, size, call.activation)
+    channels = (-1, *(1,) * call.ndim)
+    y = call_operator(operator, settings, input, weight, None if scale is not None else bias, size)
     if scale is not None:
         y = y * scale.view(channels)
         y = y if bias is None else y + bias.view(channels)
     y = y if residual is None else y + residual
-    return y if activation is None else torch.relu(y)
-
-
-def gradient(
-    of: str, ndim: int, first: Any, second: Any, size: Any, stride: Any, padding: Any, dilation: Any, groups: Any, precision: str,
-    device: str | None, tune: bool,
-) -> Any:
-    """The gradient of a convolution by its input or weight, likewise."""
-    settings = Settings(ndim, stride, padding, dilation, groups, precision, device, tune)
-    first, second, _ = _cast(first, second, None)
-    return call(CONV_INPUT if of == "input" else CONV_WEIGHT, settings, first, second, None, size)
+    return y if call.activation is None else torch.relu(y)
 
 
 def _cast(*tensors: Any) -> Any:
@@ -262,8 +240,8 @@ def _cast(*tensors: Any) -> Any:
 def sum_channels(ndim: int, grad_output: Any, device: str | None) -> Any:
     """The gradient of a bias, of which torch is told: torch's own sum."""
     if not _differentiated(grad_output, grad_output, None, None, None) and not _traced(grad_output, grad_output, None):
-        return ops._sum_channels(ndim, grad_output, device, None, True)
-    ops._check_summed(ndim, grad_output.shape, _kind.dtype_name(grad_output.dtype))
+        return dispatch.sum_channels(ndim, grad_output, device, None, True)
+    dispatch.check_summed(ndim, grad_output.shape, TORCH.dtype_name(grad_output.dtype))
     return _summed(ndim, grad_output)
 
 
@@ -275,7 +253,7 @@ def _summed(ndim: int, grad_output: Any) -> Any:
 # ---- the two ways
 
 
-def call(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
+def call_operator(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """The operator's result, known to torch."""
     if not _traced(first, second, bias):
         return _Function.apply(first, second, bias, operator, settings, size)
@@ -314,20 +292,18 @@ class Again:
     wants to know of it in its turn, it goes the way of all operators.
     """
 
-    def __init__(
-        self, transposed: bool, output_padding: Any, asked: tuple[Any, ...], first_shape: Sequence[int], second_shape: Sequence[int]
-    ) -> None:
-        self.operator: Operator = CONV_TRANSPOSE if transposed else CONV
-        ndim, stride, padding, dilation, groups, precision = asked
-        self.settings = Settings(ndim, stride, padding, dilation, groups, precision, None, False)
+    def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
+        self.operator = _BY_FUNCTION[call.function]
+        self.settings = settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False)
         self.shapes = first_shape, second_shape
-        self.transposed = transposed
+        self.transposed = self.operator is CONV_TRANSPOSE
         #: the keys' options of the gradients; None where they take more than one convolution
-        self.by_first: tuple[Any, ...] | None = ("input", ndim, tuple(first_shape), *asked[1:])
-        self.by_second: tuple[Any, ...] | None = ("weight", ndim, tuple(second_shape), *asked[1:])
-        if transposed:
-            self.by_first = "conv", ndim, stride, padding, 0, dilation, groups, precision, None
-            if any(more >= step for more, step in zip(integers("", output_padding, ndim), integers("", stride, ndim), strict=True)):
+        self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
+        self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
+        if self.transposed:
+            self.by_first = CONV.asked(settings, ())
+            more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
+            if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
 
     def __call__(self, first: Any, second: Any, bias: Any, ready: Any) -> Any:
@@ -404,9 +380,9 @@ def _tangent(ctx: Any, first: Any, second: Any, bias: Any) -> Any:
     """The derivative of the result in the direction of these, of which some may be None: the operator is linear in each operand."""
     operator, settings, *_ = ctx.call
     of_first, of_second = ctx.saved_tensors
-    terms = [] if first is None else [call(operator, settings, first, of_second, None, ctx.size)]
+    terms = [] if first is None else [call_operator(operator, settings, first, of_second, None, ctx.size)]
     if second is not None:
-        terms.append(call(operator, settings, of_first, second, None, ctx.size))
+        terms.append(call_operator(operator, settings, of_first, second, None, ctx.size))
     if bias is not None:
         terms.append(bias.view(-1, *(1,) * settings.ndim).expand(ctx.result_shape))
     return reduce(torch.add, terms)
@@ -456,7 +432,7 @@ def _check(
         shapes = {f"{name}_shape": tensor.shape for name, tensor in given.items() if name != "bias"}
         operator.problem(
             settings.ndim, first.shape, second.shape, None if bias is None else bias.shape, size, stride=settings.stride,
-            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=_kind.dtype_name(first.dtype),
+            padding=settings.padding, dilation=settings.dilation, groups=settings.groups, dtype=TORCH.dtype_name(first.dtype),
             precision=settings.precision, **shapes, **({} if activation is None else {"activation": activation}),
         )
 
@@ -476,7 +452,7 @@ def _vmap(
     if operator in (CONV_INPUT, CONV_WEIGHT):
         at = channels if operator is CONV_INPUT else filters
         size = [n * count if axis - len(size) == at else n for axis, n in enumerate(size)]
-    made = call(
+    made = call_operator(
         operator, settings._replace(groups=settings.groups * count), widened(first, in_dims[0], channels),
         widened(second, in_dims[1], channels if operator is CONV_WEIGHT else filters), widened(bias, in_dims[2], -1), size,
     )

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.nn import functional as F
 
-from pycuda_conv import ops
+from pycuda_conv import dispatch, execute
 from pycuda_conv.arrays import Signature
+from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.call import Call
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.memo import remember_launches
 from pycuda_conv.nn.autograd import (
@@ -37,7 +39,6 @@ from pycuda_conv.nn.autograd import (
     _cast,
     _differentiated,
     _empty_like,
-    _kind,
     _layout,
     _traced,
     count_flops,
@@ -115,10 +116,9 @@ def _compiled(maker: batch_norm.Maker, like: Signature, order: _Order, *options:
     shape, dtype, _ = like
     if not math.prod(shape):
         return None
-    device = _kind.device(like, None)
-    pixels = _pixels(shape, _kind.dtype_name(dtype), "NHWC" if order else "NCHW")
+    device = TORCH.device(like, None)
+    pixels = _pixels(shape, TORCH.dtype_name(dtype), "NHWC" if order else "NCHW")
     return device, *batch_norm.compiled(maker, pixels, device, *options)
-
 
 
 def _launch(
@@ -127,7 +127,7 @@ def _launch(
     found = _compiled(maker, like, order, *options)
     if found is not None:
         device, launch, workspace = found
-        _kind.run(device, launch, inputs, outs, workspace)
+        execute.launch(TORCH, device, launch, inputs, outs, workspace)
 
 
 def _new_statistics(y: Tensor) -> Tensor:
@@ -143,9 +143,9 @@ def _forward_launches(
 
     And the order in which the filter has to lie, which may be that of one with its channels last, if it is such (`filter_last`).
     """
-    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
-    asked = stride, padding, 0, dilation, groups, precision, device, layout, tune
-    plan = ops._plan(False, ndim, _kind, x, weight, bias, *asked, noted=how.of_batch)
+    *_, device, tune = how.settings
+    call = Call(*CONV.asked(how.settings, ()))
+    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, how.of_batch)
     plan = plan.better or plan
     if plan.empty:
         return plan, None, 0, None
@@ -157,12 +157,11 @@ def _forward_launches(
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
         x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers
-        plan.launch((x, w, b, y, scratch), stream, filter_last=filter_last)
+        plan.launch((x, w, b, 0, 0, y, scratch), stream, filter_last=filter_last)
         if statistics is not None:
             statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
 
     return plan, launch, max(plan.workspace_bytes, workspace), plan.filter_order if filter_last else None
-
 
 
 def _statistics(
@@ -174,10 +173,10 @@ def _statistics(
     Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
     the mean over batches.
     """
-    sign, layout = _kind.signature, _layout(x, how.settings.ndim)
+    sign, layout = TORCH.signature, _layout(x, how.settings.ndim)
     of_bias = None if bias is None else sign(bias)
     plan, launch, workspace, order = _forward_launches(sign(x), sign(weight), of_bias, layout, bool(_order(weight)), momentum, eps, how)
-    y = _kind.empty(plan.result_shape, x, None, plan.order)
+    y = TORCH.empty(plan.result_shape, x, None, plan.order)
     statistics = _new_statistics(y)
     mean, invstd = statistics.unbind()
     new_mean = new_var = None
@@ -188,23 +187,23 @@ def _statistics(
         mean.copy_(running_mean)
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
     if launch is not None:
-        given = _kind.ready(x, plan.order), _kind.ready(weight, order), None if bias is None else _kind.ready(bias, None), tracked
-        _kind.run(plan.device, launch, given, (y, mean, invstd, new_mean, new_var), workspace)
+        given = TORCH.ready(x, plan.order), TORCH.ready(weight, order), None if bias is None else TORCH.ready(bias, None), tracked
+        execute.launch(TORCH, plan.device, launch, given, (y, mean, invstd, new_mean, new_var), workspace)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
     if running_var is not None and new_var is not None and new_var is not running_var:
         running_var.copy_(new_var)
     if layout != plan.problem.layout:  # the kernels that convolve it read the other order
-        y = _kind.empty(y.shape, y, None, channels_last(y.dim(), how.settings.ndim)).copy_(y)
+        y = TORCH.empty(y.shape, y, None, channels_last(y.dim(), how.settings.ndim)).copy_(y)
     return y, statistics
 
 
 def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
     """The layer's result, given what :func:`_statistics` found."""
     order = _order(y)
-    out: Tensor = _kind.empty(y.shape, y, None, order)
+    out: Tensor = TORCH.empty(y.shape, y, None, order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
-    _launch(batch_norm.forward, _kind.signature(y), order, given, (out,), relu)
+    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), relu)
     return out
 
 
@@ -223,18 +222,19 @@ class _Backward(NamedTuple):
 def _backward_launches(
     y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool, how: _How
 ) -> _Backward:
-    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
-    rest = stride, padding, dilation, groups, precision, device
-    own = _kind.device(y, None)
-    pixels = _pixels(y[0], _kind.dtype_name(y[1]), layout)
+    *_, device, tune = how.settings
+    own = TORCH.device(y, None)
+    pixels = _pixels(y[0], TORCH.dtype_name(y[1]), layout)
     normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.relu, how.of_batch)
     by_x = by_weight = None
     if of_x:
-        plan = ops._gradient_plan("input", ndim, _kind, y, weight, x[0], *rest, layout, tune)
+        call = Call(*CONV_INPUT.asked(how.settings, x[0]))
+        plan = dispatch.plan_for_call(call, TORCH, (y, weight, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_x = plan if plan.problem.layout == layout and not plan.empty else None
     if of_weight and layout == layout_x == "NCHW":
-        plan = ops._gradient_plan("weight", ndim, _kind, x, y, weight[0], *rest, layout, tune)
+        call = Call(*CONV_WEIGHT.asked(how.settings, weight[0]))
+        plan = dispatch.plan_for_call(call, TORCH, (x, y, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_weight = None if plan.empty else plan
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
@@ -243,14 +243,13 @@ def _backward_launches(
         y, dout, mean, invstd, gamma, beta, x, w, dy, sums, dx, dw, scratch = buffers
         normalised((y, dout, mean, invstd, gamma, beta, dy, sums, scratch), stream)
         if by_x is not None:
-            by_x.launch((dy, w, 0, dx, scratch), stream, filter_last=filter_last)
+            by_x.launch((dy, w, 0, 0, 0, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
-            by_weight.launch((x, dy, 0, dw, scratch), stream)
+            by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream)
 
     most = max(workspace, *(plan.workspace_bytes for plan in (by_x, by_weight) if plan is not None), 0)
     order = by_x.filter_order if by_x is not None and filter_last else None
     return _Backward(own, launch, most, by_x is not None, by_weight is not None, order)
-
 
 
 def _backward(
@@ -258,9 +257,9 @@ def _backward(
     of_weight: bool, how: _How,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The gradients of input and filter, where asked for, and of beta and gamma as one array (2, K)."""
-    order, sign, ndim = _order(y), _kind.signature, how.settings.ndim
-    y = _kind.ready(y, order)  # saved tensors may come back otherwise than they were saved
-    dy, sums = _kind.empty(y.shape, y, None, order), _new_statistics(y)
+    order, sign, ndim = _order(y), TORCH.signature, how.settings.ndim
+    y = TORCH.ready(y, order)  # saved tensors may come back otherwise than they were saved
+    dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
     dx = dweight = None
     if y.numel():
         layouts = "NCHW" if order is None else "NHWC", _layout(x, ndim)
@@ -268,18 +267,18 @@ def _backward(
         device, launch, workspace, by_x, by_weight, filter_order = _backward_launches(
             sign(y), sign(x), sign(weight), *layouts, filter_last, of_x, of_weight, how
         )
-        dx = _kind.empty(x.shape, x, None, order) if by_x else None
+        dx = TORCH.empty(x.shape, x, None, order) if by_x else None
         dweight = weight.new_empty(weight.shape) if by_weight else None
         given = (
-            y, _kind.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-            _kind.ready(x, None) if by_weight else None, _kind.ready(weight, filter_order) if by_x else None,
+            y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
+            TORCH.ready(x, None) if by_weight else None, TORCH.ready(weight, filter_order) if by_x else None,
         )
-        _kind.run(device, launch, given, (dy, sums, dx, dweight), workspace)
+        execute.launch(TORCH, device, launch, given, (dy, sums, dx, dweight), workspace)
         del given  # a copy of dout must be gone when what follows takes its memory
     if of_x:
         dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape) if dx is None else dx
         if (wanted := _order(x)) != order:
-            dx = _kind.empty(x.shape, x, None, wanted).copy_(dx)
+            dx = TORCH.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight and dweight is None:
         dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
     return dx, dweight, sums
@@ -294,11 +293,9 @@ def _inference(
     scale, shift = x.new_empty(channels), x.new_empty(channels)
     given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
     _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
-    ndim, stride, padding, dilation, groups, precision, device, tune = how.settings
-    return ops._convolve(
-        False, ndim, x, weight, shift, stride, padding, 0, dilation, groups, None, precision, device, None, None, tune, scale, None,
-        "relu" if how.relu else None, True,
-    )
+    *_, device, tune = how.settings
+    call = Call(*CONV.asked(how.settings, ()))._replace(activation="relu" if how.relu else None)
+    return dispatch.convolve(call, (x, weight, shift, scale, None), None, (device, None, None, tune), True)
 
 
 # ---- the two ways
@@ -385,7 +382,7 @@ def _fused_conv_bn_relu(
     how: Sequence[int],
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    y = _kind.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
+    y = TORCH.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
     return _normalised(y, statistics, gamma, beta, _How.of(how).relu)
 
 

@@ -265,7 +265,7 @@ class Device(AbstractContextManager["Device"]):
     ) -> None:
         """Call `launch` with buffers (inputs, result, workspace), the inputs being C-contiguous; fill `out`.
 
-        For devices that share the host's memory; for others :mod:`pycuda_conv.host` moves the arrays.
+        For devices that share the host's memory; for others :mod:`pycuda_conv.execute.pipeline` moves the arrays.
         """
         raise NotImplementedError
 

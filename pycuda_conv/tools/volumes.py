@@ -444,7 +444,7 @@ def _graph(
     with refusals():
         shapes = shape, weight.shape, None if bias is None else bias.shape
         problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, in_chunks=True)
-        y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.Place(*_where(settings)), lead, repeated)
+        y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead, repeated)
     if not channels and y.shape[lead] == 1:
         y = y[(slice(None),) * lead + (0,)]
         found = images + space

@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from pycuda_conv import engines
-from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
+    from pycuda_conv.plan import Plan
     from pycuda_conv.runtime.cuda import CudaDevice
 
 #: Bytes of input or result in a chunk, whichever is larger: enough to hide a launch, little enough to overlap.
@@ -205,7 +205,7 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     plans: dict[ConvProblem, Plan] = {}
     for problem in {piece.problem for piece in mine}:
         fits = engines.refusal(problem, config, device) is None
-        plans[problem] = Plan(problem, device, config=config if fits else None)
+        plans[problem] = type(plan)(problem, device, config=config if fits else None)
     return [_Chunk(piece, plans[piece.problem]) for piece in mine]
 
 
@@ -484,9 +484,9 @@ class _Pipeline:
             if i >= self._depth:
                 self._compute.wait_for_event(downloaded[slot])
             kept = self._filter
-            buffers = (int(self._inputs[slot]), int(kept.weight), int(kept.bias), int(self._outputs[slot]), int(block))
+            places = self._inputs[slot], kept.weight, kept.bias, kept.scale, self._residuals[slot], self._outputs[slot], block
             filters = int(packed.get(chunk.plan.filter_key, 0))
-            chunk.plan.launch(buffers, self._compute, filters, int(kept.scale), int(self._residuals[slot]))
+            chunk.plan.launch([int(one) for one in places], self._compute, filters)
             computed[slot].record(self._compute)
             self._down.wait_for_event(computed[slot])
             if lander is None:
@@ -568,7 +568,7 @@ def _convolve(
                 residual = residual.copy()  # OpenCL's buffers must not overlap
             arrays = (x, *filters.arrays, residual)
             ready = [None if a is None else np.ascontiguousarray(a, dtype=problem.storage) for a in arrays]
-            device.run_on_host_arrays(plan.launch_all, ready, y, plan.workspace_bytes, stream)
+            device.run_on_host_arrays(plan.launch, ready, y, plan.workspace_bytes, stream)
         return y
     gpu: Any = device
     with gpu:
@@ -626,8 +626,8 @@ def _convolve_small(
     try:
         gpu.copy_in(device, host[:used], host[:used], own)
         at_x, at_residual, weight, bias, scale = places
-        buffers = (at_x, weight, bias, device + used, 0 if workspace is None else int(workspace))
-        plan.launch(buffers, own, packed, scale, at_residual)
+        buffers = (at_x, weight, bias, scale, at_residual, device + used, 0 if workspace is None else int(workspace))
+        plan.launch(buffers, own, packed)
         gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()

@@ -1,0 +1,115 @@
+"""What every kind of array is asked for, and how arrays lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+from pycuda_conv.call import Operands
+from pycuda_conv.runtime import Device
+
+#: (shape, dtype, GPU number or None for host memory), hashable, cheap to make: what a call is cached by.
+Signature = tuple[Any, Any, int | None]
+
+ALIGNMENT = 16  # bytes; the kernels load four floats at once
+
+
+class ArrayKind:
+    """How to handle one kind of array. `name` is the word for it in messages."""
+
+    name: str
+    #: whether calls can be remembered by :mod:`pycuda_conv.quick`
+    remembered = False
+
+    def signature(self, array: Any) -> Signature:
+        """Shape, dtype (in the kind's own terms) and GPU of `array`."""
+        raise NotImplementedError
+
+    def signatures(self, operands: Operands) -> tuple[Signature | None, ...]:
+        """The signature of each operand, or None where there is none."""
+        sign = self.signature
+        input, weight, bias, scale, residual = operands
+        return (
+            sign(input), sign(weight), None if bias is None else sign(bias), None if scale is None else sign(scale),
+            None if residual is None else sign(residual),
+        )
+
+    def dtype_name(self, dtype: Any) -> str:
+        """numpy's name for a dtype of this kind."""
+        return str(dtype)
+
+    def type_name(self, signature: Signature) -> str:
+        """The array's type as messages show it."""
+        return f"{self.name} {self.dtype_name(signature[1])}"
+
+    def device(self, signature: Signature, device: Any) -> Device:
+        """Where arrays of `signature` are convolved, given the caller's `device`."""
+        raise NotImplementedError
+
+    def layout(self, array: Any, ndim: int) -> str:
+        """The layout of the result where `array` is the input, which has `ndim` spatial axes."""
+        return "NCHW"
+
+    def on_gpu(self, array: Any) -> bool:
+        """Whether `array` lies in a GPU's memory."""
+        return False
+
+    def must_be_recorded(self, operands: Operands, free: bool) -> bool:
+        """Whether the library has to know of the call, as torch where it differentiates, traces or casts.
+
+        `free` says that nothing was asked of the call which an operator of the library's can't do; it is refused otherwise.
+        """
+        return False
+
+    def check_not_recorded(self, operands: Operands) -> None:
+        """Refuse arrays whose library has to know of the call, where a plan is called, of which it can't know."""
+
+    def check_no_gradient(self, arrays: Sequence[Any]) -> None:
+        """Refuse arrays that the library wants gradients for, where there are none."""
+
+    def check_dense(self, *arrays: Any) -> None:
+        """Refuse arrays whose elements do not lie in memory one by one, as a sparse one's."""
+
+    def will_write(self, out: Any) -> None:
+        """Tell the library of `out` that kernels are about to write to it, or refuse what the library would refuse."""
+
+    def to_pickle(self, array: Any) -> Any:
+        """`array` as something that can be pickled."""
+        return array
+
+    @staticmethod
+    def from_pickle(pickled: Any, device: Any) -> Any:
+        """The way back. The device must be current."""
+        return pickled
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
+        raise NotImplementedError
+
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does.
+
+        The device must be current.
+        """
+        raise NotImplementedError
+
+
+@lru_cache(maxsize=1024)
+def strides_of(shape: tuple[int, ...], itemsize: int, order: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of an array without gaps whose axes lie in memory in that order, outermost first."""
+    strides = [0] * len(shape)
+    for i in reversed(order):
+        strides[i] = itemsize
+        itemsize *= shape[i]
+    return tuple(strides)
+
+
+def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    return strides_of(tuple(shape), itemsize, tuple(range(len(shape))))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    return 0 in tuple(shape) or all(
+        n == 1 or given == wanted for n, given, wanted in zip(shape, strides, c_strides(shape, itemsize), strict=True)
+    )

@@ -1,0 +1,281 @@
+"""Arrays in a GPU's memory that are not torch's, and streams."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature, c_strides, is_contiguous, strides_of
+from pycuda_conv.engines.geometry import divider
+from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.problem import DTYPE_BYTES, DTYPE_CODES
+from pycuda_conv.runtime import Device, KernelLaunch, cuda_device, device_of_pointer, get_device
+
+
+class DeviceKind(ArrayKind):
+    """Arrays in a GPU's memory."""
+
+    def on_gpu(self, array: Any) -> bool:
+        return True
+
+    #: whether :meth:`producer` has anything to say
+    has_producers = False
+    #: whether its memory comes from PyCUDA, which asks for a context that PyCUDA made current
+    uses_pycuda = False
+
+    def pointer(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        """Strides in bytes."""
+        raise NotImplementedError
+
+    def contiguous(self, array: Any) -> bool:
+        """Whether the memory at :meth:`pointer` holds the elements in C order."""
+        raise NotImplementedError
+
+    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+        """Whether it holds them with the axes in that order, outermost first; None is C order."""
+        if order is None:
+            return self.contiguous(array)
+        (shape, dtype, _), strides = self.signature(array), self.strides(array)
+        return is_contiguous([shape[i] for i in order], [strides[i] for i in order], DTYPE_BYTES[self.dtype_name(dtype)])
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        """An aligned copy of the same kind with the axes in that order."""
+        raise NotImplementedError
+
+    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        if self.pointer(array) % ALIGNMENT == 0 and self.lies(array, order):
+            return array
+        return self.copy(array, order)
+
+    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
+        """An array of at least `nbytes`, likewise."""
+        return self.empty((-(-nbytes // DTYPE_BYTES[self.dtype_name(like.dtype)]),), like, device)
+
+    def current_stream(self, device: Any) -> Any:
+        """The stream of `device` with which the caller's work and the kind's allocator are ordered."""
+        raise NotImplementedError
+
+    def producer(self, array: Any) -> Any:
+        """The stream on which `array` is being written, where that may be another than the current one; else None."""
+        return None
+
+    def device(self, signature: Signature, device: Any) -> Device:
+        ordinal = signature[2]
+        assert ordinal is not None
+        own = cuda_device(ordinal)
+        if device is not None and get_device(device) is not own:
+            asked = get_device(device).name
+            raise ConvArgumentError(f"device {asked} was asked for, but the input lies on {own.name}; move the arrays there first")
+        return own
+
+    def fill(self, array: Any, values: Any) -> None:
+        """Write `values` into `array`, whose elements may lie in another order."""
+        raise NotImplementedError
+
+
+class CopyArguments(NamedTuple):
+    """The struct of ``copy_strided.cu``, which says what its members are."""
+
+    size: int
+    n1: int
+    n2: int
+    n3: int
+    n4: int
+    by_n1: int
+    by_n2: int
+    by_n3: int
+    by_n4: int
+    s0: int
+    s1: int
+    s2: int
+    s3: int
+    s4: int
+
+
+def copy_strided(device: Any, pointer: int, shape: Sequence[int], strides: Sequence[int], dtype: str, target: int) -> None:
+    """Gather a strided device array (strides in bytes) into C order at `target`, on the default stream."""
+    itemsize, rank = DTYPE_BYTES[dtype], 5
+    fill = (1,) * (rank - len(shape))
+    size = math.prod(shape)
+    elements = [s // itemsize for s in strides]
+    if any(s % itemsize for s in strides):
+        raise ConvArgumentError(f"strides {tuple(strides)} are not multiples of the item size, {itemsize} bytes")
+    wide = size >= 2**31 - 2**20
+    sizes, steps = (*fill, *shape)[1:], (*(0,) * len(fill), *elements)
+    arguments = CopyArguments(size, *sizes, *(0 if wide else divider(n) for n in sizes), *steps)
+    step = KernelLaunch(
+        "copy_strided", {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": int(wide), "THREADS": 256}, -(-size // 256), 256, (0, 1), (),
+        arguments=arguments,
+    )
+    device.launcher(step)((pointer, target), None)
+
+
+class InterfaceKind(DeviceKind):
+    """Any object with ``__cuda_array_interface__``; results are PyCUDA GPUArrays, which have it too."""
+
+    name = "__cuda_array_interface__"
+
+    def signature(self, array: Any) -> Signature:
+        interface = array.__cuda_array_interface__
+        if interface.get("mask") is not None:
+            raise TypeError("arrays with a mask in their __cuda_array_interface__ are not supported")
+        dtype = np.dtype(interface["typestr"])
+        if dtype.kind == "V" and dtype.itemsize == 2:
+            raise TypeError(
+                f"the typestr {interface['typestr']!r} in a __cuda_array_interface__ may mean bfloat16 or any other two bytes; pass "
+                "bfloat16 as a torch.Tensor, or as a cupy.ndarray or a pycuda.gpuarray.GPUArray of ml_dtypes.bfloat16"
+            )
+        return tuple(interface["shape"]), dtype, self._ordinal(interface["data"][0])
+
+    def dtype_name(self, dtype: np.dtype) -> str:
+        return dtype.name if dtype.isnative else dtype.str
+
+    @staticmethod
+    def _ordinal(pointer: int) -> int:
+        """The GPU on which `pointer` lies; an empty array has none and counts as GPU 0's."""
+        return device_of_pointer(pointer) if pointer else 0
+
+    def pointer(self, array: Any) -> int:
+        return int(array.__cuda_array_interface__["data"][0])
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        interface = array.__cuda_array_interface__
+        strides = interface.get("strides")
+        if strides is not None:
+            return tuple(strides)
+        return c_strides(interface["shape"], np.dtype(interface["typestr"]).itemsize)
+
+    def contiguous(self, array: Any) -> bool:
+        interface = array.__cuda_array_interface__
+        strides = interface.get("strides")
+        return strides is None or is_contiguous(interface["shape"], strides, np.dtype(interface["typestr"]).itemsize)
+
+    def writeable(self, array: Any) -> bool:
+        return not array.__cuda_array_interface__["data"][1]
+
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        (shape, dtype, ordinal), strides = self.signature(array), self.strides(array)
+        device = cuda_device(ordinal or 0)
+        fresh = self.empty(shape, array, device, order)
+        axes = order or range(len(shape))
+        copy_strided(device, self.pointer(array), [shape[i] for i in axes], [strides[i] for i in axes], dtype.name, self.pointer(fresh))
+        return fresh
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        dtype = self.signature(like)[1]
+        strides = None if order is None else strides_of(shape, dtype.itemsize, order)
+        return importlib.import_module("pycuda.gpuarray").GPUArray(shape, dtype, allocator=device.allocate, strides=strides)
+
+    def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
+        return self.empty((-(-nbytes // self.signature(like)[1].itemsize),), like, device)
+
+    def current_stream(self, device: Any) -> Any:
+        return None  # the default one, with which our pool is ordered
+
+    has_producers = uses_pycuda = True
+
+    def producer(self, array: Any) -> Any:
+        return array.__cuda_array_interface__.get("stream")
+
+    def to_pickle(self, array: Any) -> Any:
+        raise TypeError(
+            f"a filter that is a {type(array).__module__}.{type(array).__qualname__} can't be pickled, for its address means nothing "
+            "elsewhere; bind one of numpy, torch, CuPy or PyCUDA, or pickle the plan alone"
+        )
+
+
+class GPUArrayKind(InterfaceKind):
+    name = "pycuda.gpuarray.GPUArray"
+
+    def signature(self, array: Any) -> Signature:
+        return array.shape, array.dtype, self._ordinal(self.pointer(array))
+
+    def pointer(self, array: Any) -> int:
+        return int(array.gpudata) if array.gpudata is not None else 0
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return array.strides
+
+    def contiguous(self, array: Any) -> bool:
+        return array.flags.c_contiguous
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    has_producers = False  # PyCUDA's calls go to the default stream
+
+    def to_pickle(self, array: Any) -> np.ndarray:
+        with cuda_device(self._ordinal(self.pointer(array))):
+            return array.get() if array.flags.c_contiguous else self.copy(array).get()
+
+    @staticmethod
+    def from_pickle(pickled: Any, device: Any) -> Any:
+        return importlib.import_module("pycuda.gpuarray").to_gpu(pickled, device.allocate)
+
+
+class CupyKind(InterfaceKind):
+    name = "cupy.ndarray"
+
+    def signature(self, array: Any) -> Signature:
+        return array.shape, array.dtype, array.device.id
+
+    def pointer(self, array: Any) -> int:
+        return int(array.data.ptr)
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(array.strides)
+
+    def contiguous(self, array: Any) -> bool:
+        return bool(array.flags.c_contiguous)
+
+    def writeable(self, array: Any) -> bool:
+        return True
+
+    has_producers = uses_pycuda = False  # CuPy's calls go to its current stream
+
+    def to_pickle(self, array: Any) -> Any:
+        return array
+
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        fresh = self.empty(array.shape, array, None, order)
+        fresh[...] = array
+        return fresh
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        cupy = sys.modules["cupy"]
+        with like.device:
+            if order is None:
+                return cupy.empty(shape, like.dtype)
+            memory = cupy.cuda.alloc(math.prod(shape) * like.dtype.itemsize)
+            return cupy.ndarray(shape, like.dtype, memory, strides_of(shape, like.dtype.itemsize, order))
+
+    def current_stream(self, device: Any) -> Any:
+        return sys.modules["cupy"].cuda.get_current_stream(device.ordinal).ptr
+
+
+def stream_of(stream: Any) -> Any:
+    """The caller's `stream` as launches take it: a PyCUDA stream, or a handle."""
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    module = type(stream).__module__.partition(".")[0]
+    if module == "pycuda":
+        return stream
+    for attribute in ("cuda_stream", "ptr"):  # torch's and CuPy's streams
+        handle = getattr(stream, attribute, None)
+        if isinstance(handle, int):
+            return handle
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    raise TypeError(f"stream must be a stream of PyCUDA, torch or CuPy, or a handle as an int, got {brief(stream)}")

@@ -1,0 +1,56 @@
+"""Arrays in the host's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.arrays.base import ArrayKind, Signature
+from pycuda_conv.runtime import Device, get_device
+
+
+class HostKind(ArrayKind):
+    """Arrays in the host's memory, seen as numpy arrays; those of bfloat16, which numpy does not know, as integers."""
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
+        """The way back: an array of the dtype of `like`."""
+        raise NotImplementedError
+
+    def writeable(self, array: Any) -> bool:
+        """Whether what is written to :meth:`to_numpy` of `array` shows in `array`."""
+        return True
+
+    def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
+        """A copy of `array` whose axes lie in memory in that order, outermost first."""
+        raise NotImplementedError
+
+    def device(self, signature: Signature, device: Any) -> Device:
+        return get_device(device)
+
+
+class NumpyKind(HostKind):
+    name = "numpy.ndarray"
+
+    def signature(self, array: np.ndarray) -> Signature:
+        return array.shape, array.dtype, None
+
+    def dtype_name(self, dtype: np.dtype) -> str:
+        return dtype.name  # the same for both byte orders
+
+    def to_numpy(self, array: np.ndarray) -> np.ndarray:
+        if array.dtype.kind != "V":  # which the bfloat16 of ml_dtypes is; asking for a dtype's name takes 2 us
+            return array
+        return array.view(np.dtype(np.int16).newbyteorder(array.dtype.byteorder))
+
+    def from_numpy(self, array: np.ndarray, like: np.ndarray) -> np.ndarray:
+        return array.view(like.dtype.newbyteorder("=")) if like.dtype.kind == "V" else array
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        return np.empty(shape, like.dtype.newbyteorder("="))
+
+    def ready(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+        return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

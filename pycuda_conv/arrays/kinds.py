@@ -1,0 +1,136 @@
+"""Which kind of array an object is, and whether the arrays of a call go together."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pycuda_conv.arrays.base import ArrayKind, Signature
+from pycuda_conv.arrays.device import CupyKind, GPUArrayKind, InterfaceKind
+from pycuda_conv.arrays.host import NumpyKind
+from pycuda_conv.call import Operands
+from pycuda_conv.errors import ConvArgumentError
+
+
+class StandInKind(ArrayKind):
+    """Objects that stand for tensors while a function is traced, as ``torch.fx.Proxy`` does: torch's protocol for them takes the call."""
+
+    name = "stand-in for a torch.Tensor"
+
+    def check_not_recorded(self, operands: Operands) -> None:
+        raise TypeError("a plan takes arrays, and torch.fx gives it stand-ins for them: trace a function as pycuda_conv.conv2d instead")
+
+
+class LazyKind(ArrayKind):
+    """dask arrays: a graph is made of the call, whose tasks call with the chunks."""
+
+    name = "dask.array.Array"
+
+    def dtype_name(self, dtype: np.dtype) -> str:
+        return dtype.name
+
+    def check_not_recorded(self, operands: Operands) -> None:
+        raise TypeError("a plan takes arrays in memory, and a dask array is computed later: call a function such as pycuda_conv.conv2d")
+
+
+# ---- which kind an object is
+
+
+STAND_IN, LAZY = StandInKind(), LazyKind()
+NUMPY, CUPY, GPU_ARRAY, INTERFACE = NumpyKind(), CupyKind(), GPUArrayKind(), InterfaceKind()
+_kinds: dict[type, ArrayKind] = {}
+
+
+def kind_of(name: str, array: Any) -> ArrayKind:
+    """The kind of `array`, the argument called `name`; a ``TypeError`` for anything that is no array of ours."""
+    kind = _kinds.get(type(array))
+    if kind is None:
+        kind = _found(array)
+        if kind is None:
+            if isinstance(array, np.ma.MaskedArray):
+                raise TypeError(f"{name} is a masked array, and a convolution has no masks: pass {name}.filled(value), or {name}.data")
+            raise TypeError(
+                f"{name} must be a numpy.ndarray, a torch.Tensor, a cupy.ndarray, a pycuda.gpuarray.GPUArray or an object with "
+                f"__cuda_array_interface__, but got {type(array).__module__}.{type(array).__qualname__}"
+            )
+        _kinds[type(array)] = kind
+    return kind
+
+
+def _found(array: Any) -> ArrayKind | None:
+    if isinstance(array, np.ndarray):
+        return None if isinstance(array, np.ma.MaskedArray) else NUMPY
+    if _is_lazy(array):
+        return LAZY
+    # a library that was never imported made none of the arguments
+    torch, cupy, gpuarray = (sys.modules.get(module) for module in ("torch", "cupy", "pycuda.gpuarray"))
+    if torch is not None and isinstance(array, torch.Tensor):
+        from pycuda_conv.arrays.tensors import TORCH
+
+        return TORCH
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return CUPY
+    if gpuarray is not None and isinstance(array, gpuarray.GPUArray):
+        return GPU_ARRAY
+    return INTERFACE if hasattr(array, "__cuda_array_interface__") else None
+
+
+def _is_lazy(array: Any) -> bool:
+    dask = sys.modules.get("dask.array")
+    return dask is not None and isinstance(array, dask.Array)
+
+
+def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("input", "weight")) -> ArrayKind:
+    """The kind of all the arrays of a call, the first two called `names`; mixing kinds is a ``TypeError``.
+
+    It is :data:`STAND_IN` if any of them only stands for a tensor, and :data:`LAZY` if any is a dask array.
+    """
+    input, weight, bias, scale, residual = operands
+    # torch.compile follows what is below and can't write to our table of types; it runs an import as it is
+    if (
+        type(input) is not np.ndarray and (torch := sys.modules.get("torch")) is not None and torch.compiler.is_dynamo_compiling()
+        and isinstance(input, torch.Tensor) and isinstance(weight, torch.Tensor)
+    ):
+        from pycuda_conv.arrays.tensors import TORCH
+
+        return TORCH
+    known = _kinds.get
+    seen = known(type(input))
+    if (
+        seen is not None
+        and known(type(weight)) is seen
+        and (bias is None or known(type(bias)) is seen)
+        and (out is None or known(type(out)) is seen)
+        and (scale is None or known(type(scale)) is seen)
+        and (residual is None or known(type(residual)) is seen)
+    ):
+        return seen
+    torch = sys.modules.get("torch")
+    if torch is not None and any(hasattr(type(a), "__torch_function__") and not isinstance(a, torch.Tensor) for a in (*operands, out)):
+        return STAND_IN
+    if any(map(_is_lazy, (*operands, out))):
+        return LAZY
+    first, second = names
+    kind = kind_of(first, input)
+    for name, array in ((second, weight), ("bias", bias), ("scale", scale), ("residual", residual), ("out", out)):
+        if array is not None or name == second:
+            other = kind_of(name, array)
+            if other is not kind:
+                raise TypeError(f"{first} is a {kind.name} but {name} is a {other.name}; pass arrays of one kind")
+    return kind
+
+
+def check_same_type(
+    kind: ArrayKind, input: Signature, *others: Signature | None, names: Sequence[str] = Operands._fields
+) -> None:
+    """Refuse dtypes or devices of the other operands that differ from the input's; `names` are what the operands are called."""
+    first = names[0]
+    for name, other in zip(names[1:], others, strict=False):
+        if other is not None and (kind.dtype_name(other[1]) != kind.dtype_name(input[1]) or other[2] != input[2]):
+            where = f" on cuda:{input[2]} and cuda:{other[2]}" if input[2] not in (None, -1) and other[2] not in (-1, input[2]) else ""
+            raise ConvArgumentError(
+                f"{first.capitalize()} type ({kind.type_name(input)}) and {name} type ({kind.type_name(other)}) should be the same{where}"
+            )

@@ -1,0 +1,199 @@
+"""torch's tensors. This module is imported where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pycuda_conv import quick
+from pycuda_conv.arrays.base import Signature, strides_of
+from pycuda_conv.arrays.device import DeviceKind
+from pycuda_conv.arrays.host import HostKind
+from pycuda_conv.call import Operands
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.problem import channels_last
+from pycuda_conv.runtime import Device, get_device
+
+
+class TorchKind(DeviceKind, HostKind):
+    """torch tensors, on a GPU or in host memory."""
+
+    name = "torch.Tensor"
+    remembered = True
+
+    def __init__(self) -> None:
+        quick.learn(torch)
+        self.pointer = torch.Tensor.data_ptr  # type: ignore[method-assign]  # a method of ours around it would take 0.1 us
+        self._dtypes = {
+            torch.float16: "float16", torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16",
+        }
+        self._plain = {torch.Tensor, torch.nn.Parameter}
+        self._forward_ad = torch.autograd.forward_ad
+        self._increment_version = torch.autograd.graph.increment_version
+        self._formats = {(0, 2, 3, 1): torch.channels_last, (0, 2, 3, 4, 1): torch.channels_last_3d}
+        # torch.cuda.current_stream() takes 7 us, this 0.2; a build without CUDA has neither
+        self._current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+    def signature(self, array: Any) -> Signature:
+        try:
+            return array.shape, array.dtype, array.get_device()
+        except RuntimeError:  # a nested tensor has no shape
+            self.check_dense(array)
+            raise
+
+    def check_dense(self, *arrays: Any) -> None:
+        # where a call goes fast this is asked when it failed: asking each time would take 0.1 us
+        for array in arrays:
+            if array is None:
+                continue
+            if array.is_nested:
+                raise TypeError("nested tensors are not supported; pass a dense one, as torch.nested.to_padded_tensor makes it")
+            shape = list(array.shape)
+            if array.layout is not torch.strided:
+                raise TypeError(f"a tensor of shape {shape} has the layout {array.layout}, which is not supported; pass its to_dense()")
+            if array.is_meta:
+                raise TypeError(f"a tensor of shape {shape} lies on the device 'meta', so it has no values to convolve")
+
+    def dtype_name(self, dtype: Any) -> str:
+        return self._dtypes.get(dtype) or str(dtype).removeprefix("torch.")
+
+    def type_name(self, signature: Signature) -> str:
+        words = {"float16": "Half", "float32": "Float", "float64": "Double", "bfloat16": "BFloat16"}
+        dtype = words.get(self.dtype_name(signature[1]), self.dtype_name(signature[1]))
+        return f"torch.{'' if signature[2] == -1 else 'cuda.'}{dtype}Tensor"
+
+    def device(self, signature: Signature, device: Any) -> Device:
+        return get_device(device) if signature[2] == -1 else DeviceKind.device(self, signature, device)
+
+    def layout(self, array: Any, ndim: int) -> str:
+        if array.layout is not torch.strided or array.is_contiguous():
+            return "NCHW"
+        order = channels_last(array.dim(), ndim)
+        return "NHWC" if order is not None and self._without_gaps(array, order) else "NCHW"
+
+    def _without_gaps(self, array: Any, order: tuple[int, ...]) -> bool:
+        memory_format = self._formats.get(order)  # permute() takes 1 us
+        return array.permute(order).is_contiguous() if memory_format is None else array.is_contiguous(memory_format=memory_format)
+
+    # what torch has to know of
+
+    # (a loop over the tensors would take a microsecond)
+
+    def differentiated(self, first: Any, second: Any, bias: Any, scale: Any, residual: Any) -> bool:
+        """Whether torch is to give gradients of what is made of these, or may be asked to carry them forward, which it refuses."""
+        return self._forward_ad._current_level >= 0 or (
+            torch.is_grad_enabled() and (
+                first.requires_grad or second.requires_grad or (bias is not None and bias.requires_grad)
+                or (scale is not None and scale.requires_grad) or (residual is not None and residual.requires_grad)
+            )
+        )
+
+    def traced(self, first: Any, second: Any, bias: Any, scale: Any = None, residual: Any = None) -> bool:
+        """Whether the call is compiled, traced, transformed or seen by a mode, or the tensors are not plain ones with numbers."""
+        c, plain = torch._C, self._plain
+        return (
+            torch.compiler.is_compiling() or c._len_torch_dispatch_stack() or c._are_functorch_transforms_active()
+            or c._get_tracing_state() is not None  # torch.jit.trace
+            or type(first) not in plain or type(second) not in plain or (bias is not None and type(bias) not in plain)
+            or (scale is not None and type(scale) not in plain) or (residual is not None and type(residual) not in plain) or first.is_meta
+        )
+
+    def must_be_recorded(self, operands: Operands, free: bool) -> bool:
+        if self.differentiated(*operands) or self.traced(*operands):
+            if not free:
+                raise ConvArgumentError(
+                    "out, stream and devices don't go with gradients, torch.compile and the like: leave them out, call inside "
+                    "torch.no_grad(), or pass input.detach() and weight.detach()"
+                )
+            if not operands.input.is_meta:
+                self.check_dense(*operands)
+            return True
+        # torch casts nothing for its own functions with out=
+        return free and bool(torch.is_autocast_enabled("cuda" if operands.input.is_cuda else "cpu"))
+
+    def check_not_recorded(self, operands: Operands) -> None:
+        if self.differentiated(*operands):
+            raise NotImplementedError(
+                "a plan computes no gradients: call it inside torch.no_grad(), pass detached tensors, or call a function such as "
+                "pycuda_conv.conv2d"
+            )
+
+    def check_no_gradient(self, arrays: Sequence[Any]) -> None:
+        if torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in arrays):
+            raise NotImplementedError("this has no gradients of its own: call it inside torch.no_grad(), or pass detached tensors")
+
+    def will_write(self, out: Any) -> None:
+        """Raise the version of `out`, by which torch notices that a tensor kept for a backward pass was overwritten."""
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ConvArgumentError(
+                "out requires a gradient, and a result written to out has none: leave out away, pass out.detach(), or call inside "
+                "torch.no_grad()"
+            )
+        if not out.is_inference():
+            self._increment_version(out)
+        elif not torch.is_inference_mode_enabled():
+            raise ConvArgumentError(
+                "out was made in torch.inference_mode() and can be written only there; pass a tensor made outside, or out.clone()"
+            )
+
+    def to_pickle(self, array: Any) -> Any:
+        return array.detach()
+
+    # host tensors
+
+    def to_numpy(self, array: Any) -> np.ndarray:
+        array = array.detach().resolve_neg()
+        if array.dtype is torch.bfloat16 and array.layout is torch.strided:  # others have no view, and numpy() says so
+            array = array.view(torch.int16)
+        return array.numpy()
+
+    def from_numpy(self, array: np.ndarray, like: Any) -> Any:
+        tensor = torch.from_numpy(array)
+        return tensor.view(like.dtype) if like.dtype is torch.bfloat16 else tensor
+
+    def in_order(self, array: Any, order: tuple[int, ...]) -> Any:
+        return self.empty(array.shape, array, None, order).copy_(array)
+
+    # device tensors
+
+    def strides(self, array: Any) -> tuple[int, ...]:
+        return tuple(s * array.element_size() for s in array.stride())
+
+    def contiguous(self, array: Any) -> bool:
+        return array.is_contiguous() and not array.is_neg()  # negated on reading: as a view of a conjugate's imaginary part
+
+    def writeable(self, array: Any) -> bool:
+        return not array.is_neg()
+
+    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+        return self.contiguous(array) if order is None else self._without_gaps(array, order) and not array.is_neg()
+
+    def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:
+        return self.empty(array.shape, array, None, order).copy_(array.detach())
+
+    def fill(self, array: Any, values: Any) -> None:
+        with torch.inference_mode():  # to which every tensor lends itself, as it does to kernels
+            array.copy_(values)
+
+    def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
+        return like.new_empty(shape) if order is None else like.new_empty_strided(shape, strides_of(shape, 1, order))
+
+    def maker(self, shape: tuple[int, ...], dtype: Any, device: Any, order: tuple[int, ...] | None) -> tuple[Any, tuple[Any, ...], Any]:
+        """A function, its arguments and keywords, which make what :meth:`empty` makes, in less time."""
+        memory_format = torch.contiguous_format if order is None else self._formats.get(order)
+        if memory_format is None:
+            return torch.empty_strided, (shape, strides_of(shape, 1, order or ())), {"dtype": dtype, "device": device}
+        return torch.empty_like, (quick.element(torch, dtype, device).expand(shape),), {"memory_format": memory_format}
+
+    def current_stream(self, device: Any) -> Any:
+        return self._current_stream(device.ordinal)
+
+    def on_gpu(self, array: Any) -> bool:
+        return bool(array.is_cuda)
+
+
+#: The kind of all tensors.
+TORCH = TorchKind()

@@ -1,0 +1,112 @@
+"""What is asked of a convolution: its operands, its options, and where it is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from pycuda_conv.errors import brief
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, ConvProblem, integer
+
+
+class Operands(NamedTuple):
+    """The arrays that a convolution reads. A gradient reads two, which stand in the places of `input` and `weight`."""
+
+    input: Any
+    weight: Any
+    bias: Any = None
+    scale: Any = None
+    residual: Any = None
+
+
+#: The two arrays that a gradient is computed from.
+GRADIENT_OPERANDS = {"input": ("grad_output", "weight"), "weight": ("input", "grad_output")}
+
+
+class Call(NamedTuple):
+    """The options of a call that say what is to be computed."""
+
+    #: "conv", "conv_transpose", or what a gradient is by: "input" or "weight"
+    function: str
+    ndim: int
+    stride: Any
+    padding: Any
+    dilation: Any
+    groups: Any
+    precision: Any
+    #: of a transposed convolution the output padding, of a gradient the shape of what it is by
+    size: Any = 0
+    activation: Any = None
+
+    @property
+    def name(self) -> str:
+        """The public function's."""
+        if self.function in GRADIENT_OPERANDS:
+            return f"conv{self.ndim}d_{self.function}"
+        return f"{self.function}{self.ndim}d"
+
+    @property
+    def operand_names(self) -> tuple[str, str]:
+        """What messages call the first two operands."""
+        return GRADIENT_OPERANDS.get(self.function, ("input", "weight"))
+
+    def hashable(self) -> Call:
+        """The call with each option in the one hashable form of its value.
+
+        Raises
+        ------
+        TypeError
+            An option is of a wrong type.
+        """
+        function, ndim, stride, padding, dilation, groups, precision, size, activation = self
+        if function in GRADIENT_OPERANDS and not isinstance(size, (list, tuple)):
+            raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
+        if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
+            raise TypeError(f"precision must be one of {PRECISIONS}, got {brief(precision)}")
+        if not (activation is None or isinstance(activation, str)):
+            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)}")
+        if stride.__class__ is not int:
+            stride = _key("stride", stride)
+        if padding.__class__ is not int:
+            padding = _key("padding", padding)
+        if dilation.__class__ is not int:
+            dilation = _key("dilation", dilation)
+        if groups.__class__ is not int:
+            groups = _key("groups", groups)
+        if size.__class__ is not int:
+            size = _key("output_padding" if function == "conv_transpose" else f"{function}_size", size)
+        return Call(function, ndim, stride, padding, dilation, groups, precision, size, activation)
+
+    def problem(self, shapes: Sequence[Any], dtype: str, **more: Any) -> ConvProblem:
+        """The problem for operands of these shapes; None for those that there are not. It checks them."""
+        function, ndim, stride, padding, dilation, groups, precision, size, activation = self
+        first, second, bias, scale, residual = shapes
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, **more}
+        options["dtype"] = dtype
+        if function == "input":
+            return ConvProblem.gradient("input", ndim, size, second, first, **options)
+        if function == "weight":
+            return ConvProblem.gradient("weight", ndim, first, size, second, **options)
+        options |= {"scale_shape": scale, "residual_shape": residual, "activation": activation}
+        if function == "conv_transpose":
+            return ConvProblem.transposed(ndim, first, second, bias, **options, output_padding=size)
+        return ConvProblem.forward(ndim, first, second, bias, **options)
+
+
+def _key(name: str, value: Any) -> Any:
+    """An argument made of integers in the one hashable form of its value: an int, a word, or a tuple of those."""
+    if isinstance(value, (list, tuple)):
+        for v in value:  # mostly ints, which take no time in such a loop
+            if v.__class__ is not int:
+                return tuple([_key(name, v) for v in value])
+        return tuple(value)
+    return value if isinstance(value, str) else integer(name, value)
+
+
+class Place(NamedTuple):
+    """The options of a call that say where it is to run."""
+
+    device: Any = None
+    devices: Any = None
+    stream: Any = None
+    tune: Any = False

@@ -1,0 +1,213 @@
+"""The way of a call: from what is asked, by way of a plan, to the arrays' memory.
+
+A call that was made before is made again by :mod:`pycuda_conv.quick`. Any other one goes this way: which kind of arrays, who has to know
+of it, which problem and layout, which plan; then :mod:`pycuda_conv.execute` runs the plan.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from pycuda_conv import execute, quick
+from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, same_kind
+from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
+from pycuda_conv.engines import batch_norm
+from pycuda_conv.errors import ConvArgumentError, brief
+from pycuda_conv.memo import remember_plans
+from pycuda_conv.plan import Plan, as_called, cached_plan
+from pycuda_conv.problem import DTYPE_BYTES, ConvProblem, channels_last
+from pycuda_conv.runtime import device_count, get_device
+
+
+def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place: tuple[Any, ...], recorded: bool = False) -> Any:
+    """A convolution, transposed or not, or a gradient of one.
+
+    Parameters
+    ----------
+    asked : tuple
+        The members of a :class:`Call`. A plain tuple is made in less time.
+    operands : tuple
+        The members of :class:`Operands`.
+    out : array, optional
+    place : tuple
+        The members of :class:`Place`.
+    recorded : bool
+        Whether the arrays' library knows of the call.
+    """
+    device, devices, stream, tune = place
+    repeatable = device is None and devices is None and stream is None and tune is False and quick.possible()
+    if repeatable:
+        made = quick.call(quick.table, asked, recorded, *operands, out)
+        if made is not None:
+            return made
+    call, arrays = Call(*asked), Operands(*operands)
+    kind = same_kind(arrays, out, call.operand_names)
+    if kind is STAND_IN:
+        return _hand_over(call, arrays, out, Place(*place))
+    if not isinstance(tune, bool):
+        raise TypeError(f"tune must be True or False, got {brief(tune)}")
+    call = call.hashable()
+    if kind is LAZY:
+        from pycuda_conv import dask
+
+        return dask.convolve(call, arrays, out, stream, chunks_place(device, devices, tune))
+    gpus: tuple[Any, ...] = ()
+    if devices is not None:
+        gpus = gpus_of(devices, device)
+        device = gpus[0]
+    elif device is not None:
+        device = get_device(device)
+    if not recorded and kind.must_be_recorded(arrays, out is None and devices is None and stream is None):
+        from pycuda_conv.nn import autograd  # it imports this module
+
+        return autograd.convolve(call, arrays, None if device is None else device.name, tune)
+    layout = kind.layout(arrays.input, call.ndim)
+    plan = plan_for_call(call, kind, kind.signatures(arrays), device, layout, tune)
+    plan = plan.better or plan
+    if gpus:
+        if not isinstance(kind, HostKind) or kind.signature(arrays.input)[2] not in (None, -1):
+            raise ConvArgumentError("devices is for arrays in host memory; the input lies on a GPU and is convolved there")
+        if stream is not None:
+            raise ConvArgumentError(f"stream and devices exclude each other, but got stream={brief(stream)} and devices={brief(devices)}")
+    if call.function == "weight":
+        layout = ""  # the gradient of a filter is in C order
+    result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
+    if repeatable and kind.remembered:
+        plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
+        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_Recorded(call) if plain else None)
+    return result
+
+
+class _Recorded:
+    """Makes a convolution that was made before, of which torch is told, since it has to give gradients."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._made: Any = None
+
+    def __call__(self, input: Any, weight: Any, bias: Any, ready: Any) -> Any:
+        if self._made is None:
+            from pycuda_conv.nn import autograd
+
+            self._made = autograd.Again(self._call, input.shape, weight.shape)
+        return self._made(input, weight, bias, ready)
+
+
+def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
+    """What stands in for arrays takes a call of the public function; options with their default values are left out."""
+    first, second, bias, scale, residual = operands
+    given: tuple[Any, ...] = first, second
+    options = {**call._asdict(), **place._asdict(), "bias": bias, "scale": scale, "residual": residual, "out": out}
+    if call.function in GRADIENT_OPERANDS:
+        given = (call.size, second, first) if call.function == "input" else (first, call.size, second)
+    else:
+        options["output_padding"] = call.size
+    return hand_over(call.name, given, options)
+
+
+def hand_over(name: str, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What stands in for arrays takes a call of the public function `name`; options with their default values are left out."""
+    function = getattr(sys.modules["pycuda_conv"], name)
+    parameters = inspect.signature(function).parameters
+    given = {key: options[key] for key in parameters if key in options and options[key] is not parameters[key].default}
+    tools = sys.modules["torch"].overrides
+    return tools.handle_torch_function(function, [a for a in (*operands, *given.values()) if tools.is_tensor_like(a)], *operands, **given)
+
+
+def chunks_place(device: Any, devices: Any, tune: bool) -> Any:
+    """Where the chunks of dask arrays are to be computed."""
+    from pycuda_conv import dask
+
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        devices = tuple(devices)
+    return dask.ChunkPlace(getattr(device, "name", device), devices, tune)
+
+
+def gpus_of(devices: Any, device: Any = None) -> tuple[Any, ...]:
+    """The GPUs that `devices` names, each once; `device` is what was asked for besides."""
+    if device is not None:
+        raise ConvArgumentError(f"device and devices exclude each other, but got device={brief(device)} and devices={brief(devices)}")
+    if isinstance(devices, str) and devices == "all":
+        devices = range(device_count())
+    elif isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise TypeError(f"devices must be 'all' or a list of GPU numbers, got {brief(devices)}")
+    gpus = tuple(get_device(one) for one in devices)
+    if not gpus or len(set(gpus)) < len(gpus) or any(gpu.backend != "cuda" for gpu in gpus):
+        raise ConvArgumentError(f"devices must name one or more GPUs, each once, but got devices={brief(devices)}")
+    return gpus
+
+
+# ---- plans
+
+
+@remember_plans
+def plan_for_call(
+    call: Call, kind: ArrayKind, signatures: tuple[Signature | None, ...], device: Any, layout: str, tune: bool, noted: bool = False
+) -> Plan:
+    """The plan for a call with hashable options. It may be NCHW although `layout`, the result's, is not.
+
+    `signatures` are those of the :class:`Operands`, and `noted` is as for :class:`Plan`.
+    """
+    input, *others = signatures
+    assert input is not None
+    check_same_type(kind, input, *others, names=(*call.operand_names, *Operands._fields[2:]))
+    shapes = [None if one is None else one[0] for one in signatures]
+    return plan_for(call.problem(shapes, kind.dtype_name(input[1])), kind, input, device, layout, tune, noted)
+
+
+def plan_for(problem: ConvProblem, kind: ArrayKind, input: Signature, device: Any, layout: str, tune: bool, noted: bool = False) -> Plan:
+    """The plan for a problem that was checked, whose first array is `input`."""
+    own = kind.device(input, device)
+    if layout == "NHWC" and input[2] not in (None, -1):  # arrays in host memory are put in order on their way
+        problem = as_called(replace(problem, layout="NHWC"), own, tune)
+    return cached_plan(problem, own, tune, noted) if tune or noted else cached_plan(problem, own)
+
+
+# ---- the gradient of a bias
+
+
+def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded: bool = False) -> Any:
+    """The gradient of a bias; `recorded` as for :func:`convolve`."""
+    operands = Operands(grad_output, grad_output)
+    kind = same_kind(operands, names=("grad_output", "grad_output"))
+    if kind is STAND_IN:
+        return hand_over(f"conv{ndim}d_bias", (grad_output,), {"device": device, "stream": stream})
+    if kind is LAZY:
+        from pycuda_conv import dask
+
+        return dask.sum_channels(ndim, grad_output, stream, chunks_place(device, None, False))
+    if device is not None:
+        device = get_device(device)
+    if not recorded and kind.must_be_recorded(operands, stream is None):
+        from pycuda_conv.nn import autograd  # it imports this module
+
+        return autograd.sum_channels(ndim, grad_output, None if device is None else device.name)
+    kind.check_dense(grad_output)
+    signature = kind.signature(grad_output)
+    shape, dtype = tuple(signature[0]), kind.dtype_name(signature[1])
+    check_summed(ndim, shape, dtype)
+    own, layout = kind.device(signature, device), kind.layout(grad_output, ndim)
+    order = channels_last(len(shape), ndim) if layout == "NHWC" else None
+    images = shape[0] if len(shape) == ndim + 2 else 1
+    pixels = batch_norm.Pixels(dtype, layout, images, shape[-ndim - 1], math.prod(shape[-ndim:]))
+    launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
+    with own:
+        sums = kind.empty((pixels.K,), grad_output, own)
+        execute.launch(kind, own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
+    return sums
+
+
+def check_summed(ndim: int, shape: Sequence[int], dtype: str) -> None:
+    """Refuse a gradient whose channels can't be summed."""
+    name = f"conv{ndim}d_bias"
+    if len(shape) not in (ndim + 1, ndim + 2):
+        raise ConvArgumentError(f"Expected {ndim + 1}D (unbatched) or {ndim + 2}D (batched) grad_output to {name}, but got {list(shape)}")
+    if dtype not in DTYPE_BYTES:
+        raise TypeError(f"{name}() takes float16, bfloat16, float32 or float64 arrays, but got {dtype}")
+    if any(isinstance(n, int) and n == 0 for n in shape):
+        raise ConvArgumentError(f"grad_output must have elements, but got shape {list(shape)}")

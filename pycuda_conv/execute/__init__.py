@@ -1,0 +1,116 @@
+"""Runs plans on arrays: where the arrays lie decides how.
+
+Arrays on a GPU are convolved where they lie (:mod:`pycuda_conv.execute.device`). Arrays in the host's memory go to the device and back,
+large ones in chunks (:mod:`pycuda_conv.execute.host`, :mod:`pycuda_conv.execute.pipeline`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+from weakref import WeakKeyDictionary
+
+from pycuda_conv import quick
+from pycuda_conv.arrays import ArrayKind, DeviceKind, HostKind, Signature, check_same_type, same_kind
+from pycuda_conv.call import Operands
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.execute import device, host
+from pycuda_conv.execute.out import result_order
+from pycuda_conv.runtime import Device
+from pycuda_conv.runtime.base import Launcher
+
+if TYPE_CHECKING:
+    from pycuda_conv.plan import Plan
+
+
+def run(
+    kind: ArrayKind, plan: Plan, operands: Operands, out: Any = None, stream: Any = None, *, layout: str = "", devices: Sequence[Any] = (),
+    kept: Any = None,
+) -> Any:
+    """Run `plan` on arrays that fit it.
+
+    Parameters
+    ----------
+    kind : ArrayKind
+        Of all arrays.
+    plan : Plan
+    operands : Operands
+    out : array, optional
+        Where the result goes; by default a new array.
+    stream : optional
+        As callers give it.
+    layout : {"", "NCHW", "NHWC"}
+        The result's; by default the plan's.
+    devices : sequence of Device
+        GPUs that share the work on host arrays.
+    kept : optional
+        The filter, as :func:`keep` has put it where the kernels read it.
+    """
+    try:
+        if not kind.on_gpu(operands.input):
+            return host.convolve(cast(HostKind, kind), plan, operands, out, stream, layout=layout, devices=devices, kept=kept)
+        on_gpu = cast(DeviceKind, kind)
+        if layout and layout != plan.problem.layout:
+            return device.convolve_and_turn(on_gpu, plan, operands, out, stream, result_order(plan, layout))
+        return device.convolve(on_gpu, plan, operands, out, stream, kept)
+    except (RuntimeError, TypeError):
+        kind.check_dense(*operands, out)
+        raise
+
+
+def keep(kind: ArrayKind, plan: Plan, weight: Any, bias: Any, scale: Any) -> tuple[tuple[Any, Any, Any], Any]:
+    """The arrays of a filter that stays where the kernels read it, and what :func:`run` takes as `kept`."""
+    if not kind.on_gpu(weight):
+        return host.keep(cast(HostKind, kind), plan, weight, bias, scale)
+    if not plan.filter_bytes:
+        return (weight, bias, scale), None
+    weight, packed = device.pack(cast(DeviceKind, kind), plan, weight)
+    return (weight, bias, scale), packed
+
+
+def launch(
+    kind: ArrayKind, on: Device, launcher: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any = None
+) -> None:
+    """Call `launcher` with buffers (inputs, outs, workspace). The arrays have no gaps; any but the first may be None."""
+    kind.check_no_gradient(inputs)
+    if kind.on_gpu(inputs[0]):
+        device.launch(cast(DeviceKind, kind), on, launcher, inputs, outs, workspace, stream)
+    else:
+        host.launch(cast(HostKind, kind), on, launcher, inputs, outs, workspace, stream)
+
+
+#: Signatures of operands that were found to fit a plan.
+_fitting: WeakKeyDictionary[Plan, set[Any]] = WeakKeyDictionary()
+
+
+def check_fit(plan: Plan, kind: ArrayKind, signatures: tuple[Signature | None, ...]) -> None:
+    """Refuse operands that are not those of the plan: a signature, or None, for each of :class:`Operands`."""
+    known = _fitting.get(plan)
+    if known is None:
+        known = _fitting.setdefault(plan, set())
+    if (kind, signatures) in known:
+        return
+    input, *others = signatures
+    assert input is not None
+    check_same_type(kind, input, *others)
+    problem = plan.problem
+    for name, signature, shape in zip(Operands._fields, signatures, problem.operand_shapes, strict=True):
+        given = None if signature is None else tuple(signature[0])
+        if given != shape:
+            raise ConvArgumentError(f"this plan takes {name} of shape {shape}, but got {given}")
+        if signature is not None and kind.dtype_name(signature[1]) != problem.dtype:
+            raise ConvArgumentError(f"this plan takes {problem.dtype} arrays, but {name} is {kind.dtype_name(signature[1])}")
+    if kind.device(input, plan.device.name if input[2] in (None, -1) else None) is not plan.device:
+        raise ConvArgumentError(f"this plan is for {plan.device.name}, but the arrays lie elsewhere")
+    known.add((kind, signatures))
+
+
+def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
+    """Check that the arrays fit `plan` and run it."""
+    kind = same_kind(operands, out)
+    kind.check_not_recorded(operands)
+    check_fit(plan, kind, kind.signatures(operands))
+    result = run(kind, plan, operands, out, stream)
+    if stream is None:
+        quick.remember(plan.ready, (), kind, plan, operands, out)
+    return result

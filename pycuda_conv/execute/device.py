@@ -1,0 +1,171 @@
+"""Plans on arrays in a GPU's memory: addresses, streams, copies of what the kernels can't read as it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pycuda_conv.arrays import ALIGNMENT, DeviceKind, stream_of
+from pycuda_conv.call import Operands
+from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.execute.out import OVERLAP, check_out_shape, not_contiguous
+from pycuda_conv.problem import DTYPE_BYTES
+from pycuda_conv.runtime.base import Launcher
+
+if TYPE_CHECKING:
+    from pycuda_conv.plan import Plan
+
+
+def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, packed: Any = None) -> Any:
+    """Run `plan` on arrays that fit it. `packed` is the filter as :func:`pack` made it."""
+    device: Any = plan.device
+    pointer, order = kind.pointer, plan.order
+    input, weight, bias, scale, residual = operands
+    pushed = kind.uses_pycuda or not device.is_current()
+    if pushed:
+        device.push()
+    try:
+        x, w, b = pointer(input), pointer(weight), 0 if bias is None else pointer(bias)
+        s, r = 0 if scale is None else pointer(scale), 0 if residual is None else pointer(residual)
+        home = kind.current_stream(device)
+        on = home if stream is None else stream_of(stream)
+        if kind.has_producers:
+            for array in (*operands, out):
+                producer = None if array is None else kind.producer(array)
+                if producer is not None:
+                    device.order(producer, home)
+        copies = {}
+        if x % ALIGNMENT or not kind.lies(input, order):
+            copies["input"] = input
+        filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and kind.lies(weight, plan.filter_order)
+        if not filter_last and (w % ALIGNMENT or not kind.lies(weight, plan.weight_order)):
+            copies["weight"] = weight
+        if bias is not None and not kind.contiguous(bias):
+            copies["bias"] = bias
+        if scale is not None and not kind.contiguous(scale):
+            copies["scale"] = scale
+        if residual is not None and (r % ALIGNMENT or not kind.lies(residual, order)):
+            copies["residual"] = residual
+        if out is not None:
+            residual_is_out = _check_out(kind, out, plan, plan.result_order, operands, (x, w, b, s, r), copies)
+            if residual_is_out and plan.redoes:
+                copies["residual"] = residual
+        if copies:
+            if stream is not None:  # what is copied may still be written there
+                device.order(on, home)
+            orders = {"input": order, "residual": order, "weight": plan.weight_order}
+            copies = {name: kind.copy(a, orders.get(name)) for name, a in copies.items()}
+            named = zip(Operands._fields, (x, w, b, s, r), strict=True)
+            x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
+        result = kind.empty(plan.result_shape, input, device, plan.result_order) if out is None else out
+        if not plan.empty:
+            nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, pointer(packed))
+            workspace = kind.workspace(nbytes, input, device) if nbytes else None
+            buffers = (x, w, b, s, r, pointer(result), 0 if workspace is None else pointer(workspace))
+            if stream is None:
+                plan.launch(buffers, on, at, filter_last)
+            else:  # memory of the current stream's is used on another: it was written before and is given back after
+                device.order(home, on)
+                plan.launch(buffers, on, at, filter_last)
+                if out is None or copies or workspace is not None or at:
+                    device.order(on, home)
+        return result
+    finally:
+        if pushed:
+            device.pop()
+
+
+def convolve_and_turn(
+    kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream: Any, order: tuple[int, ...] | None
+) -> Any:
+    """As :func:`convolve`, the plan's result being put into that order at the end."""
+    device: Any = plan.device
+    if out is not None:
+        _check_out(kind, out, plan, order, operands, [0 if a is None else kind.pointer(a) for a in operands], Operands._fields)
+    made = convolve(kind, plan, operands, None, stream)
+    with device:
+        if out is None:
+            result = kind.copy(made, order)
+        else:  # the current stream, whose memory `made` is, waits for the caller's by now
+            kind.fill(out, made)
+            result = out
+        if stream is not None:
+            device.order(kind.current_stream(device), stream_of(stream))
+    return result
+
+
+def pack(kind: DeviceKind, plan: Plan, weight: Any) -> tuple[Any, Any]:
+    """Copies of a filter, as it is, which the kernels may look up, and packed. Every stream may use them."""
+    device: Any = plan.device
+    with device:
+        home, own = kind.current_stream(device), device.pipeline_streams()[1]
+        producer = kind.producer(weight) if kind.has_producers else None
+        if producer is not None:
+            device.order(producer, home)
+        weight = kind.copy(weight)
+        packed = kind.workspace(plan.filter_bytes, weight, device)
+        device.order(home, own)
+        plan.pack(kind.pointer(weight), kind.pointer(packed), own)
+        own.synchronize()
+    return weight, packed
+
+
+def launch(
+    kind: DeviceKind, device: Any, launcher: Launcher, inputs: Sequence[Any], outs: Sequence[Any], workspace: int, stream: Any
+) -> None:
+    """Call `launcher` with buffers (inputs, outs, workspace). The arrays have no gaps; any but the first may be None."""
+    with device:
+        home = kind.current_stream(device)
+        for array in inputs if kind.has_producers else ():
+            producer = None if array is None else kind.producer(array)
+            if producer is not None:
+                device.order(producer, home)
+        buffers = [0 if array is None else kind.pointer(array) for array in (*inputs, *outs)]
+        scratch = kind.workspace(workspace, inputs[0], device) if workspace else None
+        buffers.append(0 if scratch is None else kind.pointer(scratch))
+        on = home if stream is None else stream_of(stream)
+        if stream is not None:  # memory of the current stream's is used on another
+            device.order(home, on)
+        launcher(buffers, on)
+        if stream is not None:
+            device.order(on, home)
+
+
+def _check_out(
+    kind: DeviceKind, out: Any, plan: Plan, order: tuple[int, ...] | None, operands: Operands, pointers: Sequence[int],
+    strided: Collection[str],
+) -> bool:
+    """Refuse an `out` that the result can't be written to, and announce the write; whether `out` is the residual.
+
+    Operands that are not named in `strided` lie without gaps.
+    """
+    shape, dtype, ordinal = kind.signature(out)
+    check_out_shape(shape, kind.dtype_name(dtype), plan)
+    if ordinal != plan.device.ordinal:  # type: ignore[attr-defined]
+        raise ConvArgumentError(f"out must lie on {plan.device.name}, as the input does, but it does not")
+    if not kind.writeable(out):
+        raise ConvArgumentError("out is read-only; pass a writeable array")
+    if not kind.lies(out, order):
+        raise ConvArgumentError(not_contiguous(order, kind.strides(out), shape))
+    start = kind.pointer(out)
+    if start % ALIGNMENT:
+        raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
+    end = start + plan.result_bytes
+    residual = operands.residual
+    same = residual is not None and pointers[4] == start and kind.lies(residual, order)
+    for name, array, low, nbytes in zip(Operands._fields, operands, pointers, plan.operand_bytes, strict=True):
+        if array is None or (same and name == "residual"):
+            continue
+        first, last = (low, low + nbytes) if name not in strided or kind.contiguous(array) else _span(kind, array, low)
+        if first < end and start < last:
+            raise ConvArgumentError(OVERLAP.format(name))
+    kind.will_write(out)
+    return same
+
+
+def _span(kind: DeviceKind, array: Any, pointer: int) -> tuple[int, int]:
+    """The addresses of the first byte of a strided `array` and of the one after its last; `pointer` is its first element's."""
+    shape, dtype, _ = kind.signature(array)
+    steps = [(n - 1) * s for n, s in zip(shape, kind.strides(array), strict=True)]
+    before, after = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+    return pointer + before, pointer + after + DTYPE_BYTES[kind.dtype_name(dtype)]
