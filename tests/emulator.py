@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -1127,12 +1128,15 @@ def program_of(problem, config, multiprocessors: int, noted: bool = False):
     return registry.engine_of(config).schedule(problem, config, gpu(multiprocessors), noted)
 
 
-def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
-    """The result of a launch that notes moments, each channel's mean and variance by them, and whether results were redone since."""
+def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, run=None) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
+    """The result of a launch that notes moments, each channel's mean and variance by them, and whether results were redone since.
+
+    `run`: a function of (stages, memory) instead of :func:`launch`.
+    """
     program = program_of(problem, config, multiprocessors, True)
     noted = program.moments
     memory = Memory(problem, program, x, w, b, None, None)
-    launch(program.whole, memory, True)
+    (run or partial(launch, finite=True))(program.whole, memory)
     slices = noted.sets * ceil(noted.span, noted.per)
     parts = inside(memory.view((WORKSPACE, noted.parts), "float32"), np.arange(slices * 2 * noted.channels)).reshape(slices, 2, noted.channels).astype(float)
     count = np.minimum(noted.per, noted.span - np.arange(slices) % (slices // noted.sets) * noted.per)[:, None]

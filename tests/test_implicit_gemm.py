@@ -300,9 +300,9 @@ def test_moments_are_noted(case, mode, config):
         check_moments(asked(case, mode), config, arrays)
 
 
-def check_moments(problem: ConvProblem, config, arrays) -> None:
+def check_moments(problem: ConvProblem, config, arrays, run=None) -> None:
     """For a batch norm: they are the result's own."""
-    y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays)
+    y, mean, variance, redone = emulator.emulate_moments(problem, config, *arrays, run=run)
     y = y.astype(float).swapaxes(0, 1).reshape(len(mean), -1)
     scale = np.sqrt((y**2).mean(1))
     assert (np.abs(mean - y.mean(1)) <= 1e-6 * scale).all() and (np.abs(variance - y.var(1)) <= 1e-6 * scale**2).all()

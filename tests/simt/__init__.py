@@ -1,0 +1,203 @@
+"""The kernels for Hopper, run on the CPU: their own text, compiled by g++ for the machine that machine.cpp is.
+
+``computed`` runs a plan; ``run`` runs launches on any buffers. A kernel's ``asm`` statements become calls (ptx.py), everything else is compiled
+as it is, behind device.h. So what runs are the barriers, rings, descriptors, addresses and splits of the text that a GPU gets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import emulator
+import numpy as np
+
+from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
+from simt.ptx import translated
+
+HERE = Path(__file__).resolve().parent
+CXX = shutil.which("g++")
+WHY_NOT = "there is no g++" if CXX is None else None if sys.platform == "linux" else "the machine that runs kernels on the CPU is for Linux"
+FLAGS = ("-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+#: g++ calls a function of the machine's before each load and store.
+TOLD = ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+
+
+class Wrong(AssertionError):
+    """What a kernel must not do."""
+
+
+# ---- compiled
+
+
+def folder() -> Path:
+    """Of compiled kernels."""
+    found = Path(tempfile.gettempdir()) / f"pycuda_conv_simt_{os.getuid()}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+@cache
+def headers() -> str:
+    return "\0".join(path.read_text() for path in sorted(HERE.glob("*.h")))
+
+
+def built(name: str, text: str, *flags: str) -> Path:
+    """A shared library of `text`, compiled before or now."""
+    key = hashlib.sha256("\0".join((text, *FLAGS, *flags, headers())).encode()).hexdigest()[:32]
+    to = folder() / f"{name}_{key}.so"
+    if not to.exists():
+        with tempfile.TemporaryDirectory(dir=folder()) as where:
+            source = Path(where) / f"{name}.cpp"
+            source.write_text(text)
+            for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", f"{where}/one.o"), ("-shared", f"{where}/one.o", "-o", f"{where}/out.so", "-lm")):
+                done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+                assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
+            os.replace(f"{where}/out.so", to)
+    return to
+
+
+@cache
+def machine() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(built("machine", (HERE / "machine.cpp").read_text(), "-O2")), ctypes.RTLD_GLOBAL)
+    library.simt_allocate.restype = ctypes.c_void_p
+    library.simt_allocate.argtypes = [ctypes.c_size_t]
+    library.simt_launch.restype = ctypes.c_char_p
+    library.simt_launch.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_size_t, ctypes.c_uint64]
+    return library
+
+
+ENTRY = """
+static const simt::Kernel simt_described = {{[](const char* parameters) {{ simt::call({kernel}, parameters); }}, simt::bytes_of({kernel}), {cluster}, {align},
+                                             __start_simt_shared, __stop_simt_shared}};
+extern "C" __attribute__((visibility("default"))) const simt::Kernel* simt_kernel() {{ return &simt_described; }}
+"""
+DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\((\d+)\)\s*|alignas\((\d+)\)\s*)?([\w:]+)\s+(\w+)\[\];")
+
+
+def text_of(kernel: str, source: str) -> str:
+    """A kernel's text in C++, in a namespace without a name: what is in no other text needs no section of its own, where shared variables must not be."""
+    align = max((int(found[1] or found[2] or 16) for found in DYNAMIC.finditer(source)), default=16)
+    source = DYNAMIC.sub(r"static \3* const& \4 = (\3* const&)simt::dynamic;", source)
+    source = re.sub(r"__shared__\s+(alignas\(\w+\))", r"\1 __shared__", source)
+    command = [str(CXX), "-std=c++17", "-E", "-x", "c++", "-w", "-D__CUDA_ARCH__=900", "-I", str(KERNEL_DIR), "-"]
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{kernel} is not preprocessed:\n{done.stderr[:4000]}"
+    text = done.stdout
+    cluster = re.search(r"__cluster_dims__\(([^,]*),", text)
+    text = re.sub(r"__cluster_dims__\([^)]*\)", "", text)
+    entry = ENTRY.format(kernel=kernel, cluster=cluster[1] if cluster else 1, align=align)
+    return f'#include "device.h"\nnamespace {{\n{translated(text)}\n}}\n{entry}'
+
+
+@cache
+def compiled(kernel: str, source: str):
+    machine()
+    library = ctypes.CDLL(str(built(kernel, text_of(kernel, source), *TOLD)))
+    library.simt_kernel.restype = ctypes.c_void_p
+    return library, library.simt_kernel()
+
+
+# ---- launched
+
+
+class Map(ctypes.Structure):
+    """machine.cpp's, of a tensor map."""
+
+    _fields_ = (
+        ("magic", ctypes.c_uint64), ("base", ctypes.c_void_p), ("sizes", ctypes.c_int64 * 5), ("strides", ctypes.c_int64 * 5), ("box", ctypes.c_int32 * 5),
+        *((name, ctypes.c_int32 * 3) for name in ("lower", "upper", "step")),
+        *((name, ctypes.c_int32) for name in ("rank", "size", "span", "im2col", "channels", "pixels", "rounds")),
+    )  # fmt: skip
+
+
+MAGIC = 0x7E4507A9C0FFEE11
+
+
+def map_of(described: TensorMap, address: int) -> Map:
+    size, box = emulator.type_of(described).itemsize, described.box
+    made = Map(magic=MAGIC, base=address + described.offset, rank=len(described.sizes), size=size, span=described.span, rounds=described.dtype == "tfloat32")
+    made.sizes[:] = (*described.sizes, 0, 0, 0, 0)[:5]
+    made.strides[:] = (size, *described.strides, 0, 0, 0, 0)[:5]
+    if isinstance(box, Im2col):
+        made.im2col, made.channels, made.pixels = 1, box.channels, box.pixels
+        made.lower[:], made.upper[:], made.step[:] = ((*corner, 0, 0, 0)[:3] for corner in (box.lower, box.upper, box.stride))
+    else:
+        made.box[:] = (*box, 0, 0, 0, 0)[:5]
+    return made
+
+
+def launch(step: KernelLaunch, memory: Any, addresses: Sequence[int], seed: int, broken: tuple[str, str] | None) -> None:
+    for described in step.maps:
+        emulator.check_map(described, memory)
+    _, kernel = compiled(step.kernel, step.source().replace(*broken or ("", "")))
+    maps = [map_of(one, addresses[one.buffer]) for one in step.maps]
+    opaque = [np.array([ctypes.addressof(one), MAGIC, *[0] * 14], np.uint64) for one in maps]
+    places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
+    pointers = np.array([addresses[i] + offset for i, offset in places], np.uint64)
+    parameters = b"".join(part.tobytes() for part in (*opaque, pointers, np.array(step.numbers, np.int64)))
+    wrong = machine().simt_launch(kernel, parameters, len(parameters), step.grid, step.block, step.shared, seed)
+    if wrong:
+        raise Wrong(f"{step.kernel}: {wrong.decode()}")
+
+
+def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *, broken: tuple[str, str] | None = None) -> None:
+    """Run launches.
+
+    Parameters
+    ----------
+    stages : sequence of sequences of KernelLaunch
+        As a schedule has them. They may be other objects that have the members of a launch which are used here.
+    memory : emulator.Memory, or anything else that has `buffers`
+        A list of arrays of bytes, in the order in which launches count them. Others take their places, with what the kernels leave.
+    seed : int
+        Decides the order in which threads run and loads arrive.
+    broken : (str, str), optional
+        What the kernels' texts have, and what stands there instead.
+
+    Raises
+    ------
+    Wrong
+        A kernel did what it must not, or hangs.
+    """
+    steps = [step for stage in stages for step in stage]
+    assert broken is None or any(broken[0] in step.source() for step in steps), f"no kernel's text has {broken[0]!r}"
+    addresses = [machine().simt_allocate(array.nbytes) for array in memory.buffers]
+    try:
+        for array, at in zip(memory.buffers, addresses, strict=True):
+            ctypes.memmove(at, array.tobytes(), array.nbytes)
+        pointers = [at if array.nbytes else 0 for array, at in zip(memory.buffers, addresses, strict=True)]
+        for step in steps:
+            launch(step, memory, pointers, seed, broken)
+        memory.buffers[:] = [np.frombuffer(ctypes.string_at(at, array.nbytes), np.uint8) for array, at in zip(memory.buffers, addresses, strict=True)]
+    finally:
+        machine().simt_free()
+
+
+def computed(
+    problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 3, seeds: Sequence[int] = (0,), kept: bool = False, filter_last: bool = False,
+    broken: tuple[str, str] | None = None,
+) -> np.ndarray:  # fmt: skip
+    """What `config` computes, of arrays that are NCHW whatever the problem's layout: the same bits for every seed.
+
+    `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `seeds`, `broken`: see :func:`run`.
+    """
+    program = emulator.program_of(problem, config, multiprocessors)
+    stages = program.filter_last if filter_last else (*program.prepare, *program.steps) if kept else program.whole
+    results = []
+    for seed in seeds:
+        memory = emulator.Memory(problem, program, x, np.moveaxis(w, 1, -1) if filter_last else w, b, scale, residual)
+        run(stages, memory, seed, broken=broken)
+        results.append(memory.result(problem, x.dtype.name))
+    assert len({result.tobytes() for result in results}) == 1, "the order in which threads run changes the result"
+    return results[0]

@@ -1,0 +1,253 @@
+"""The text of the kernels for Hopper, run on the CPU (simt): its barriers, rings, descriptors, addresses and sums, without a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import emulator
+import numpy as np
+import pytest
+import simt
+import test_dmma as dmma
+import test_implicit_gemm as implicit
+import test_lines as lines
+import test_pointwise as pointwise
+from reference import DTYPES, Case, assert_close, assert_exact, fprop
+from test_dense_nhwc import CASES as DENSE
+from test_dense_nhwc import MODES, tiles
+from test_implicit_gemm import TILES, asked, check_moments, dtype_of
+
+from pycuda_conv import ConvProblem
+from pycuda_conv.engines import implicit_gemm_sm90 as ig
+from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
+from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.runtime.base import TensorMap
+
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+
+def sample(cases, modes, tiles_of) -> list[tuple[Case, str, object]]:
+    """Each case in a mode, with a tile, taking turns in both."""
+    found = []
+    for i, case in enumerate(cases):
+        mode = modes[i % len(modes)]
+        legal = tiles_of(case, mode)
+        if legal:
+            found.append((case, mode, legal[i // len(modes) % len(legal)]))
+    return found
+
+
+def ids(runs) -> list[str]:
+    return [f"{mode}-{config}-{case}" for case, mode, config in runs]
+
+
+def check(case: Case, mode: str, config, seeds=(1, 2, 3), **options) -> None:
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
+
+
+# ---- dense_nhwc_sm90.cu, transpose_filter.cu
+
+SHARED = DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2)
+DENSES = [*sample(DENSE, MODES, tiles), *((DENSE[4], mode, config) for mode, config in zip(MODES, SHARED, strict=False))]
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), DENSES, ids=ids(DENSES))
+def test_channels_last_as_they_lie(case, mode, config):
+    check(case, mode, config)
+    check(case, mode, config, (4,), kept=True)
+    check(case, mode, config, (5,), filter_last=True)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+def test_blocks_of_many_tiles_and_of_one(multiprocessors):
+    check(DENSE[2], MODES[-1], DenseNhwc(64, 32, 2), multiprocessors=multiprocessors)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_moments(mode):
+    check_moments(asked(DENSE[0], mode), DenseNhwc(128, 96, 3), DENSE[0].normals(dtype_of(mode)), partial(simt.run, seed=1))
+
+
+FINISHED = (72, DenseNhwc(128, 64, 4)), (21, DenseNhwc(64, 64, 4)), (20, DenseNhwc(64, 64, 4, 4))
+
+
+@pytest.mark.parametrize(("mode", "channels", "config"), [(mode, *run) for mode, run in zip(MODES, FINISHED, strict=False)], ids=str)
+def test_the_epilogue(mode, channels, config):
+    """Bias, scale, residual and ReLU, of channels that are written four at once and one at a time."""
+    dtype = dtype_of(mode)
+    x_shape, w_shape, y_shape = (3, 32, 9, 11), (channels, 32, 3, 3), (3, channels, 9, 11)
+    problem = ConvProblem.forward(
+        2, x_shape, w_shape, padding=1, dtype=dtype, precision="tf32" if dtype == "float32" else "fp32", layout="NHWC", bias_shape=(channels,),
+        scale_shape=(channels,), residual_shape=y_shape, activation="relu",
+    )  # fmt: skip
+    rng = np.random.default_rng(1)
+    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (x_shape, w_shape, (channels,), (channels,), y_shape))
+    ref = fprop(x_shape, w_shape, padding=1).reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
+    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1, 2)), np.maximum(ref, 0))
+
+
+# ---- implicit_gemm_sm90.cu, pack.cu, direct_gemm.cu, direct_reduce.cu
+
+
+def planned(case: Case, mode: str) -> list[ImplicitGemm]:
+    return [config for config in (TILES[mode],) if implicit.packing(asked(case, mode)) is not None and ig.refusal(asked(case, mode), config) is None]
+
+
+#: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; tiles of the image, and such as are split where they are loaded; consumers by turns.
+IMPLICITS = [
+    *sample(implicit.SHAPES[2::12], list(TILES), planned),
+    *(run for runs in (implicit.POINTWISE, implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), IMPLICITS, ids=ids(IMPLICITS))
+def test_implicit_gemm(case, mode, config):
+    check(case, mode, config, (1, 2))
+
+
+# ---- implicit_gemm_sm80.cu, for Ampere
+
+AMPERE = sample(implicit.SHAPES[2::24], ("fp32", "fp16 last", "bf16"), lambda case, mode: [ImplicitGemm80(64, 128, 4, 1), ImplicitGemm80(128, 64, 3, 3)])
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), AMPERE, ids=ids(AMPERE))
+def test_implicit_gemm_of_ampere(case, mode, config):
+    check(case, mode, config, (1, 2))
+
+
+# ---- pointwise_sm90.cu, lines_sm90.cu
+
+POINTS = sample(pointwise.CASES, pointwise.MODES, pointwise.tiles)[:8]
+LINES = [(case, "tf32", lines.tiles(case)[i % len(lines.tiles(case))]) for i, case in enumerate(lines.CASES)][::3]
+LINES += [(case, "tf32", lines.a_tile(case, True)) for case in lines.CASES[1:14:6]]
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), POINTS + LINES, ids=ids(POINTS + LINES))
+def test_tf32_of_arrays_as_they_lie(case, mode, config):
+    check(case, mode, config)
+
+
+@pytest.mark.parametrize(("number", "config"), list(zip((0, 1, 2, 3, 0, 5), pointwise.FILTER_TILES, strict=True)), ids=str)
+def test_gradients_of_1x1_filters(number, config):
+    (x_shape, k), precision, rng = pointwise.FILTERS[number], ("fp32", "tf32")[config.BLOCKS - 1], np.random.default_rng(0)
+    x, dy = pointwise.filters_arrays(x_shape, k, lambda shape: rng.integers(-8, 9, shape))
+    got = simt.computed(pointwise.filters_problem(x_shape, k, precision).launched, config, x, dy, seeds=(1, 2))
+    assert_exact(got, pointwise.filters_gradient(x, dy), config)
+
+
+def test_results_that_lost_bits_are_done_again():
+    """Numbers of which fp16 would keep nothing, in a few of the units."""
+    case = lines.CASES[1]
+    x, w, b = case.normals("float32")
+    x[0, :, 2:4] *= np.float32(1e-12)
+    config = lines.a_tile(case, True)
+    ref, size, mended = case.reference(x, w, b), case.reference(np.abs(x), np.abs(w)), []
+    emulator.emulate(asked(case, "tf32"), config, x, w, b, keep=False, mended=mended)
+    assert mended[0] > 0
+    assert_close(simt.computed(asked(case, "tf32"), config, x, w, b, seeds=(1,)), ref, 2.0**-9 * size + 1e-30, config)
+
+
+# ---- dmma.cu, direct_reduce.cu
+
+
+@pytest.mark.parametrize(("problem", "config"), dmma.RUNS[:60:19], ids=str)
+def test_float64(problem, config):
+    problem = replace(problem, has_bias=False)
+    first, second = dmma.operands(problem, dmma.integers)
+    want = dmma.lying(problem, dmma.reference(problem, first, second))
+    schedule = dmma.dmma.schedule(problem.launched, config, dmma.H200)
+    sizes = (0, want.nbytes, schedule.workspace_bytes, schedule.filter_bytes, 0, 0)
+    given = (np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (dmma.lying(problem, first), second))
+    memory = SimpleNamespace(buffers=[*given, *(np.full(size, 0xFF, np.uint8) for size in sizes)])
+    simt.run(schedule.whole, memory, 1)
+    assert_exact(memory.buffers[3].view(np.float64).reshape(want.shape), want, config)
+
+
+# ---- products of operands that both have rows along m and n, as a gradient of the filter multiplies them
+
+ALONG_ROWS = """
+#define WGMMA_N COLUMNS
+#define WGMMA_TURNED_A "1"
+#define WGMMA_TURNED_B "1"
+#include "wgmma.cuh"
+// one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
+constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;
+DEVICE uint64_t described(uint32_t address) {
+  return (uint64_t)(SPAN == 128 ? 1 : SPAN == 64 ? 2 : 3) << 62 | (uint64_t)(8 * SPAN / 16) << 32 | (uint64_t)(BLOCK / 16) << 16 | address >> 4;
+}
+extern "C" __global__ void along_rows(const __grid_constant__ CUtensorMap map_a, const __grid_constant__ CUtensorMap map_b, float* sums) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barrier;
+  const uint32_t a = (shared_address(dynamic) + 1023) & ~1023u, b = a + 64 / WIDE * BLOCK;
+  constexpr int BLOCKS = (WGMMA_N + WIDE - 1) / WIDE;
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&barrier), 1);
+    barrier_init_done();
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+  if (threadIdx.x == 0) {
+    barrier_expect(shared_address(&barrier), (64 / WIDE + BLOCKS) * BLOCK);
+    for (int i = 0; i < 64 / WIDE; ++i) load_box(a + i * BLOCK, &map_a, shared_address(&barrier), i * WIDE, 0, 0);
+    for (int i = 0; i < BLOCKS; ++i) load_box(b + i * BLOCK, &map_b, shared_address(&barrier), i * WIDE, 0, 0);
+  }
+  barrier_wait(shared_address(&barrier), 0);
+  float sum[WGMMA_N / 2];
+  wgmma_fence();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) wgmma(sum, described(a) + k * (16 * SPAN / 16), described(b) + k * (16 * SPAN / 16), k > 0);
+  wgmma_commit();
+  wgmma_wait<0>();
+  wgmma_arrived(sum);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (int i = 0; i < WGMMA_N / 2; ++i)
+    sums[(16 * warp + lane / 4 + 8 * (i / 2 % 2)) * WGMMA_N + i / 4 * 8 + 2 * (lane % 4) + i % 2] = sum[i];
+}
+"""
+
+
+@pytest.mark.parametrize(("dtype", "columns", "span"), [("float16", 128, 128), ("bfloat16", 96, 128), ("float16", 96, 64), ("float16", 48, 32)])
+def test_both_operands_along_their_rows(dtype, columns, span):
+    if dtype not in DTYPES:
+        pytest.skip("numpy does not know bfloat16 here")
+    rng = np.random.default_rng(columns)
+    a, b = (rng.integers(-8, 9, (64, n)).astype(dtype) for n in (64, columns))
+    memory = SimpleNamespace(buffers=[np.frombuffer(v.tobytes(), np.uint8) for v in (a, b, np.full((64, columns), np.nan, np.float32))])
+    maps = tuple(TensorMap(i, 0, (v.shape[1], 64, 1), (2 * v.shape[1], 128 * v.shape[1]), (span // 2, 64, 1), span, dtype) for i, v in enumerate((a, b)))
+    source = f'#define COLUMNS {columns}\n#define SPAN {span}\n#define WGMMA_TYPE "{"f16" if dtype == "float16" else "bf16"}"\n{ALONG_ROWS}'
+    step = SimpleNamespace(kernel="along_rows", source=lambda: source, maps=maps, buffers=(2,), numbers=(), grid=1, block=128, shared=1024 + 128 * (64 + columns + 64))
+    simt.run([[step]], memory)
+    assert_exact(memory.buffers[2].view(np.float32).reshape(64, columns), a.T.astype(float) @ b.astype(float))
+
+
+# ---- what is broken is found
+
+DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))
+SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
+STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
+READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
+BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
+    (DENSE_RUN, "barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);", "", "more than its 1 arrivals"),
+    (DENSE_RUN, "barrier_wait(ring.full + 8 * at.stage, at.parity);", "", f"a load has not brought yet|{READS}"),
+    (DENSE_RUN, "barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);", "barrier_init(ring.empty + 8 * i, 1);", f"{READS}|more than its 1 arrivals"),
+    (DENSE_RUN, "if (step > range.first) give_back();", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
+    (DENSE_RUN, "barrier_expect(arrived, STAGE_BYTES);", "barrier_expect(arrived, STAGE_BYTES + 16);", "deadlock(.|\n)*lacks 0 arrivals of 1 and 16 bytes"),
+    (DENSE_RUN, "wgmma_wait<1>();", "wgmma_wait<2>();", READS),
+    (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
+    (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
+    (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
+    (DENSE_RUN, "place < 0 || count <= 0", "count <= 0", "byte -.* of buffer 3, which has .*, was written"),
+    (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
+    (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
+    (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("ran", "text", "other", "said"), BROKEN, ids=[text.strip() for _, text, _, _ in BROKEN])
+def test_a_broken_kernel_is_found(ran, text, other, said):
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=said):
+        check(*ran, broken=(text, other))
