@@ -5,7 +5,12 @@
 //   NO_CHANNELS                 zeros
 //   UNPACK_CHANNELS(to, from)   V acc_t of Channels
 //   LOAD_CHANNELS(to, p, i)     V acc_t from p[i] on
+//   LOAD_COLUMNS(to, n, p, step, there)  n Channels: number j from p[j * step] on if `there`, which may ask for j, else zeros
 //   STORE_CHANNELS(p, i, from)  the way back
+//   STAGE_TAPS(taps, pitch, first, n)   all threads of a block: the R x S taps of n channels from `first` on, to taps[tap * pitch + channel] in
+//                               shared memory; the kernel has w, k_all and arg.flip, which turns the filter by half a circle
+//   STORE_COLUMNS(y, at, n, sums, there)  n neighbouring pixels of the result, at y[at + j * k_all], number j if `there`; the kernel has times and
+//                               plus, scale and bias of the channels, and what epilogue.cuh wants
 //   LOCAL_MEM_POINTER           what a pointer into shared memory is declared with
 #pragma once
 #include "portable.cuh"
@@ -32,10 +37,14 @@ WITHIN_KERNEL Channels no_channels() {
 #else
 #define LOCAL_MEM_POINTER
 #if DTYPE < 32 && V > 1
-#define WIDE 2  // 16-bit numbers stay pairs, one a register, until they are needed
-typedef PAIR unit_t;
-#define UNPACK(to, i, unit) { const float2 pair_ = PAIR_TO_FLOATS(unit); (to)[2 * (i)] = pair_.x; (to)[2 * (i) + 1] = pair_.y; }
-#define PACK(from, i) FLOATS_TO_PAIR((from)[2 * (i)], (from)[2 * (i) + 1])
+#define WIDE 2  // 16-bit numbers stay pairs until they are needed, as words: of two numbers the compiler would make two registers as they arrive
+typedef unsigned unit_t;
+#define UNPACK(to, i, unit) { const float2 pair_ = PAIR_TO_FLOATS(*(const PAIR*)&(unit)); (to)[2 * (i)] = pair_.x; (to)[2 * (i) + 1] = pair_.y; }
+#define PACK(from, i) packed((from)[2 * (i)], (from)[2 * (i) + 1])
+__device__ __forceinline__ unsigned packed(float low, float high) {
+  const PAIR pair = FLOATS_TO_PAIR(low, high);
+  return *(const unsigned*)&pair;
+}
 #else
 #define WIDE 1
 typedef data_t unit_t;
@@ -71,4 +80,27 @@ __device__ __forceinline__ Channels no_channels() {
   {                                          \
     const Channels all_ = CHANNELS(p, i);    \
     UNPACK_CHANNELS(to, all_)                \
+  }
+#define LOAD_COLUMNS(to, n, p, step, there)              \
+  {                                                      \
+    _Pragma("unroll") for (int j = 0; j < (n); ++j) {    \
+      (to)[j] = NO_CHANNELS;                             \
+      if (there) (to)[j] = CHANNELS(p, j * (step));      \
+    }                                                    \
+  }
+#define STAGE_TAPS(taps, pitch, first, n)                                                                                   \
+  for (int i = LID_0; i < R * S * (n); i += THREADS) {                                                                      \
+    const int channel = i / (R * S), tap = i - channel * (R * S), to = arg.flip ? R * S - 1 - tap : tap;                    \
+    (taps)[to * (pitch) + channel] = (first) + channel < k_all ? LOAD(w, (index_t)((first) + channel) * (R * S) + tap) : 0; \
+  }
+#define STORE_COLUMNS(y, at, n, sums, there)                                              \
+  {                                                                                       \
+    acc_t also[n][V];                                                                     \
+    _Pragma("unroll") for (int j = 0; j < (n); ++j) {                                     \
+      _Pragma("unroll") for (int v = 0; v < V; ++v) also[j][v] = 0;                       \
+      if (HAS_RESIDUAL && (there)) LOAD_CHANNELS(also[j], residual, (at) + j * k_all)     \
+      _Pragma("unroll") for (int v = 0; v < V; ++v) FINISH((sums)[j][v], times[v], plus[v], also[j][v]) \
+    }                                                                                     \
+    _Pragma("unroll") for (int j = 0; j < (n); ++j)                                       \
+      if (there) STORE_CHANNELS(y, (at) + j * k_all, (sums)[j])                           \
   }

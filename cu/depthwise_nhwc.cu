@@ -3,6 +3,7 @@
 //   y[n,p,q,k] = sum over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, k / multiplier] * w[k,r,s]
 //   with DGRAD: y[n,h,w,c] = sum over r,s of x[n, (h + pad_h - r*dil_h) / stride_h, (w + pad_w - s*dil_w) / stride_w, c] * w[c,r,s],
 //   over the taps whose divisions leave no rest; x is the gradient of the convolution's result, y that of its input.
+//   with flip, where R is defined: the first sum with w[k,R-1-r,S-1-s], which is the gradient by the input for a stride of 1.
 //
 // Neighbouring channels are neighbours in memory, so neighbouring threads have neighbouring channels, and nothing is staged: what
 // threads beside and below one another read twice comes from the L1 cache.
@@ -13,9 +14,10 @@
 // Mapping  thread -> V channels of TILE_P x TILE_Q pixels of the result.
 //          block -> 2^lanes_c threads along channels, then 2^lanes_q tiles across, 2^lanes_p tiles down, the rest along images;
 //          GID_0 = ((images * blocks down + row) * blocks across + column) * blocks of channels + channels.
-//          With DGRAD and STRIDE defined, tiles begin where (h + pad_h) is a multiple of the stride, so that which taps a result meets
+//          With DGRAD and STRIDE defined, which is 2 then, tiles begin where (h + pad_h) is a multiple of the stride, so that which taps a result meets
 //          is known to the compiler.
-// Memory   registers: TILE_P * TILE_Q * V sums, one row of x. Shared, with R defined: the block's taps, [R * S][CHUNK].
+// Memory   registers: TILE_P * TILE_Q * V sums, one row of x. Shared, with R defined: the block's taps, [R * S][PITCH], of which it
+//          fills V * 2^lanes_c of each row.
 //
 // By hand: nvcc -cubin cu/depthwise_nhwc.cu
 #include "portable.cuh"
@@ -24,7 +26,6 @@
 #define V 4
 #define TILE_P 4
 #define TILE_Q 4
-#define CHUNK 64
 #define DGRAD 0
 #define HAS_RESIDUAL 0
 #define R 3
@@ -34,6 +35,7 @@
 #include "channels.cuh"
 
 #define THREADS 128
+#define PITCH 64  // channels of a block, at the most
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct DepthwiseArguments {
@@ -41,7 +43,7 @@ typedef struct DepthwiseArguments {
   long_t blocks_c, by_blocks_c, blocks_q, by_blocks_q, blocks_p, by_blocks_p;
   long_t n, c, k, multiplier, by_multiplier;                                 // images, channels of x and y; y's of one of x
   long_t h, w, p, q;                                             // sizes of a plane of x and y
-  long_t r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w;
+  long_t r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w, flip;
   long_t has_scale, has_bias, relu;                              // the epilogue
 } DepthwiseArguments;
 
@@ -110,11 +112,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
   Channels rows[ROWS_READ][COLUMNS_READ];
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) LOAD_ROW(i)
-  LOCAL_MEM acc_t taps[R * S * CHUNK];
-  for (int i = LID_0; i < R * S * CHUNK; i += THREADS) {
-    const int channel = i / (R * S), tap = i - channel * (R * S);
-    taps[tap * CHUNK + channel] = first_k * V + channel < k_all ? LOAD(w, (index_t)(first_k * V + channel) * (R * S) + tap) : 0;
-  }
+  LOCAL_MEM acc_t taps[R * S * PITCH];
+  STAGE_TAPS(taps, PITCH, first_k * V, V << (int)arg.lanes_c)
   local_barrier();
   if (!mine) return;
 #pragma unroll
@@ -134,7 +133,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
           for (int v = 0; v < V; ++v) part[j][v] = DTYPE < 32 ? sum[to][j][v] : 0;
 #pragma unroll
         for (int s = 0; s < S; ++s) {
-          const LOCAL_MEM_POINTER acc_t* const tap = taps + (r * S + s) * CHUNK + lane_c * V;
+          const LOCAL_MEM_POINTER acc_t* const tap = taps + (r * S + s) * PITCH + lane_c * V;
           acc_t factor[V];
 #pragma unroll
           for (int v = 0; v < V; ++v) factor[v] = tap[v];
@@ -219,19 +218,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 4) void depthwise_nhwc(const GLOBAL_MEM data_t* RE
     plus[v] = BIAS_OF(k + v);
   }
 #pragma unroll
-  for (int i = 0; i < TILE_P; ++i)
-#pragma unroll
-    for (int j = 0; j < TILE_Q; ++j) {
-      const int p = p0 + i, q = q0 + j;
-      if ((unsigned)p < (unsigned)p_end && (unsigned)q < (unsigned)q_end) {
-        const index_t at = (((index_t)n * p_end + p) * q_end + q) * k_all + k;
-        acc_t also[V];
-#pragma unroll
-        for (int v = 0; v < V; ++v) also[v] = 0;
-        if (HAS_RESIDUAL) LOAD_CHANNELS(also, residual, at)
-#pragma unroll
-        for (int v = 0; v < V; ++v) FINISH(sum[i][j][v], times[v], plus[v], also[v])
-        STORE_CHANNELS(y, at, sum[i][j])
-      }
-    }
+  for (int i = 0; i < TILE_P; ++i) {
+    const index_t at = (((index_t)n * p_end + p0 + i) * q_end + q0) * k_all + k;
+    STORE_COLUMNS(y, at, TILE_Q, sum[i], (unsigned)(p0 + i) < (unsigned)p_end && (unsigned)(q0 + j) < (unsigned)q_end)
+  }
 }

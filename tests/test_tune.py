@@ -529,7 +529,7 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
 
 
 def test_without_a_model_the_others_predictions_are_quoted():
-    depthwise = ConvProblem.forward(2, (8, 16, 20, 20), (16, 1, 3, 3), groups=16, layout="NHWC")
+    depthwise = ConvProblem.forward(2, (8, 16, 20, 20), (16, 1, 3, 9), groups=16, layout="NHWC")
     text = explain.explain(imagined(depthwise), False)
     assert re.search(r"because +a rule of the depthwise_nhwc engine's, without a prediction; the models say .* us for the best Gemm", text)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import BY_RULE, Config
@@ -26,10 +27,17 @@ class Depthwise(Config):
 
 
 @dataclass(frozen=True)
-class DepthwiseWgrad(Config):
-    """Channels of a block, and parts of the sum: ``depthwise_nhwc_wgrad.cu``."""
+class DepthwiseStrips(Config):
+    """Rows of the result that a thread walks down: ``depthwise_nhwc_strips.cu``."""
 
-    CHUNK: int = 64
+    ROWS: int = 14
+
+
+@dataclass(frozen=True)
+class DepthwiseWgrad(Config):
+    """Rows of the result's gradient that a thread walks down at once, and parts of the sum: ``depthwise_nhwc_wgrad.cu``."""
+
+    ROWS: int = 14
     PARTS: int = 1
 
 
@@ -64,6 +72,37 @@ class DepthwiseArguments(NamedTuple):
     pad_w: int
     dil_h: int
     dil_w: int
+    flip: int
+    has_scale: int
+    has_bias: int
+    relu: int
+
+
+class DepthwiseStripsArguments(NamedTuple):
+    """The struct of ``depthwise_nhwc_strips.cu``, which says what its members are."""
+
+    lanes_c: int
+    by_lanes_c: int
+    lanes_u: int
+    blocks_c: int
+    by_blocks_c: int
+    strips: int
+    by_strips: int
+    tiles_q: int
+    by_tiles_q: int
+    rows: int
+    n: int
+    c: int
+    k: int
+    multiplier: int
+    by_multiplier: int
+    h: int
+    w: int
+    p: int
+    q: int
+    pad_h: int
+    pad_w: int
+    flip: int
     has_scale: int
     has_bias: int
     relu: int
@@ -72,6 +111,11 @@ class DepthwiseArguments(NamedTuple):
 class DepthwiseWgradArguments(NamedTuple):
     """The struct of ``depthwise_nhwc_wgrad.cu``, which says what its members are."""
 
+    lanes_c: int
+    by_lanes_c: int
+    lanes_u: int
+    channels: int
+    by_channels: int
     blocks_c: int
     by_blocks_c: int
     blocks_s: int
@@ -79,9 +123,13 @@ class DepthwiseWgradArguments(NamedTuple):
     blocks_r: int
     by_blocks_r: int
     parts: int
-    pieces: int
-    pieces_q: int
-    by_pieces_q: int
+    units: int
+    rounds: int
+    tiles_q: int
+    by_tiles_q: int
+    strips: int
+    by_strips: int
+    rows: int
     c: int
     k: int
     multiplier: int
@@ -89,7 +137,6 @@ class DepthwiseWgradArguments(NamedTuple):
     h: int
     w: int
     p: int
-    by_p: int
     q: int
     r: int
     s: int
@@ -101,14 +148,16 @@ class DepthwiseWgradArguments(NamedTuple):
     dil_w: int
 
 
-CONFIGS = (Depthwise, DepthwiseWgrad)
+CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
 THREADS = 128
 CHUNKS = (64, 32, 16, 8, 4)
+#: Channels of a block whose threads walk down the image, at the most.
+PITCH = 64
 #: Pixels of a thread, down and across: as many as leave the machine full.
 TILES = ((4, 4), (2, 4), (1, 4))
-PIECE = 4  # pixels of y that a thread of the gradient takes at once
+COLUMNS = 4  # of a thread that walks down the image
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
 UNROLLED = (3, 5, 7)
 #: Taps of a block of the gradient of other filters.
@@ -130,16 +179,29 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
         return reason
     if isinstance(config, DepthwiseWgrad) != _of_filter(problem):
         return "gradients of filters and all else have a configuration of their own"
-    assert isinstance(config, Depthwise | DepthwiseWgrad)
-    if config.CHUNK not in CHUNKS or config.CHUNK < _vector(problem):
-        return f"CHUNK must be one of {CHUNKS} and no less than {_vector(problem)}"
-    if isinstance(config, Depthwise) and (config.TILE_P, config.TILE_Q) not in TILES:
-        return f"(TILE_P, TILE_Q) must be one of {TILES}"
-    if isinstance(config, Depthwise) and problem.direction == "dgrad" and _unrolled(problem) and config.TILE_P % problem.stride[1]:
-        return "TILE_P must be a multiple of the stride"
+    if isinstance(config, Depthwise):
+        if config.CHUNK not in CHUNKS or config.CHUNK < _vector(problem, Depthwise):
+            return f"CHUNK must be one of {CHUNKS} and no less than {_vector(problem, Depthwise)}"
+        if (config.TILE_P, config.TILE_Q) not in TILES:
+            return f"(TILE_P, TILE_Q) must be one of {TILES}"
+        if problem.direction == "dgrad" and _unrolled(problem) and config.TILE_P % problem.stride[1]:
+            return "TILE_P must be a multiple of the stride"
+    else:
+        assert isinstance(config, DepthwiseStrips | DepthwiseWgrad)
+        if config.ROWS < 1:
+            return "ROWS must be at least 1"
+        if isinstance(config, DepthwiseWgrad) and config.PARTS < 1:
+            return "PARTS must be at least 1"
+        if isinstance(config, DepthwiseStrips) and not (_unrolled(problem) and (problem.direction == "fprop" or _flipped(problem))):
+            return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
+        if _walks(problem, config).units > _MOST_UNITS:
+            return f"it takes at most {_MOST_UNITS:,} groups of columns"
     if _grid(problem, config) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return None
+
+
+_MOST_UNITS = 2**31 - 1 - THREADS  # the kernels count them, the last block's idle ones too, in 32 bits
 
 
 def _refused(problem: ConvProblem) -> str | None:
@@ -160,12 +222,22 @@ def _of_filter(problem: ConvProblem) -> bool:
     return problem.layout == "CHWN"
 
 
-def _vector(problem: ConvProblem) -> int:
-    """Channels of a thread."""
-    most = 2 if problem.dtype == "float64" or (_of_filter(problem) and _unrolled(problem) > 3) else 4
+def _vector(problem: ConvProblem, kind: type[Config]) -> int:
+    """Channels of a thread: as many as the registers hold."""
     if problem.K != problem.groups:  # several channels of the output see one of the input
         return 1
-    return next(v for v in (4, 2, 1) if v <= most and problem.K % v == 0)
+    return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if problem.K % v == 0)
+
+
+def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
+    """The vectors of channels that the registers of a thread hold, the widest first, for an unrolled filter or, of size 0, another."""
+    if not size or kind is Depthwise:
+        most = 2 if dtype == 64 else 4
+    elif kind is DepthwiseStrips:
+        most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
+    else:
+        most = 1 if size == 7 or dtype == 64 else 2
+    return tuple(v for v in (4, 2, 1) if v <= most)
 
 
 def _unrolled(problem: ConvProblem) -> int:
@@ -179,13 +251,67 @@ def _unrolled(problem: ConvProblem) -> int:
     return size[1]
 
 
+def _flipped(problem: ConvProblem) -> bool:
+    """Whether a gradient by the input is computed as the forward convolution with the filter turned by half a circle, which it then is."""
+    return problem.direction == "dgrad" and problem.stride[1] == 1 and _unrolled(problem) > 0
+
+
+def _padding(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns before the first of the image that is read."""
+    _, pad_h, pad_w = problem.padding_before
+    size = _unrolled(problem)
+    return (size - 1 - pad_h, size - 1 - pad_w) if _flipped(problem) else (pad_h, pad_w)
+
+
+class _Walks(NamedTuple):
+    """How the channels and the columns of an image, in strips of rows, are spread over blocks."""
+
+    lanes_c: int  # threads of a block along channels
+    lanes_u: int  # and along units: groups of columns of all images; where filters' gradients are asked for, of all strips
+    blocks_c: int
+    strips: int
+    tiles_q: int
+    units: int
+    rounds: int  # units of a thread
+
+
+def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad) -> _Walks:
+    vector = _vector(problem, type(config))
+    lanes_c = _lanes(problem.K, vector, problem.itemsize)
+    lanes_u, blocks_c = THREADS // lanes_c, ceil(problem.K, lanes_c * vector)
+    if isinstance(config, DepthwiseStrips):
+        _, p, q = problem.result_size
+        strips, tiles_q = ceil(p, config.ROWS), ceil(q, COLUMNS)
+        return _Walks(lanes_c, lanes_u, blocks_c, strips, tiles_q, problem.N * tiles_q, 1)
+    _, p, q = problem.filter_size
+    strips, tiles_q = ceil(p, config.ROWS), ceil(q, COLUMNS)
+    units = _images(problem) * strips * tiles_q
+    return _Walks(lanes_c, lanes_u, blocks_c, strips, tiles_q, units, ceil(ceil(units, lanes_u), config.PARTS))
+
+
+@lru_cache(maxsize=256)  # the planner asks for them once a configuration
+def _lanes(channels: int, vector: int, itemsize: int) -> int:
+    """Threads of a block along channels: few threads without work, few sectors of 32 bytes that two blocks share, rather more channels."""
+    groups, nbytes = ceil(channels, vector), vector * itemsize
+
+    def cost(lanes: int) -> float:
+        width = lanes * nbytes
+        sectors = width // 32 if width % 32 == 0 else width // 32 + 2
+        return ceil(groups, lanes) * sectors * THREADS / (THREADS // lanes * lanes) * (1 + 16 / width)
+
+    return min(range(1, min(PITCH // vector, max(groups, 1)) + 1), key=cost)
+
+
 def _grid(problem: ConvProblem, config: Config) -> int:
     """Blocks of the launch."""
     if isinstance(config, DepthwiseWgrad):
-        told = _wgrad_arguments(problem, config)
-        return told.blocks_c * told.blocks_s * told.blocks_r * told.parts
+        (taps_r, taps_s), (_, r, s) = _taps(problem), problem.output_size
+        return _walks(problem, config).blocks_c * ceil(s, taps_s) * ceil(r, taps_r) * config.PARTS
+    if isinstance(config, DepthwiseStrips):
+        walks = _walks(problem, config)
+        return walks.blocks_c * walks.strips * ceil(walks.units, walks.lanes_u)
     assert isinstance(config, Depthwise)
-    told_lanes = _arguments(problem, config)
+    told_lanes = _tile_arguments(problem, config)
     images = THREADS >> (told_lanes.lanes_c + told_lanes.lanes_q + told_lanes.lanes_p)
     return told_lanes.blocks_c * told_lanes.blocks_q * told_lanes.blocks_p * ceil(problem.N, images)
 
@@ -195,49 +321,61 @@ def _grid(problem: ConvProblem, config: Config) -> int:
 
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    vector, size = _vector(problem), math.prod(problem.result_shape)
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": vector}
-    filter_size = _unrolled(problem)
-    if isinstance(config, Depthwise):
-        defines |= {"INDEX_64": int(needs_64_bits(problem)), "CHUNK": config.CHUNK, "TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q}
-        defines |= {"DGRAD": int(problem.direction == "dgrad"), "HAS_RESIDUAL": int(problem.has_residual)}
+    filter_size, size = _unrolled(problem), math.prod(problem.result_shape)
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
+    if isinstance(config, DepthwiseWgrad):
+        parts = config.PARTS
+        taps_r, taps_s = _taps(problem)
+        defines |= {"INDEX_64": int(needs_64_bits(problem) or parts * size >= 2**31), "TAPS_R": taps_r, "TAPS_S": taps_s}
         if filter_size:
-            defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
-        else:
-            defines["CHUNK"] = CHUNKS[0]  # which only the unrolled loops know
-        buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)
-        told = _arguments(problem, config)
-        return Schedule.plain([[KernelLaunch("depthwise_nhwc", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)]])
-    assert isinstance(config, DepthwiseWgrad)
-    parts = config.PARTS
-    taps_r, taps_s = _taps(problem)
-    defines |= {"INDEX_64": int(needs_64_bits(problem) or parts * size >= 2**31), "CHUNK": config.CHUNK, "TAPS_R": taps_r, "TAPS_S": taps_s}
+            defines["STRIDE"] = problem.dilation[1]
+        buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
+        launch = KernelLaunch(
+            "depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=_wgrad_arguments(problem, config)
+        )
+        if parts == 1:
+            return Schedule.plain([[launch]])
+        return Schedule.plain([[launch], [reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    defines["HAS_RESIDUAL"] = int(problem.has_residual)
     if filter_size:
-        defines["STRIDE"] = problem.dilation[1]
-    buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
-    launch = KernelLaunch(
-        "depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=_wgrad_arguments(problem, config)
-    )
-    if parts == 1:
-        return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
+        defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
+    told: DepthwiseStripsArguments | DepthwiseArguments
+    if isinstance(config, DepthwiseStrips):
+        kernel, told = "depthwise_nhwc_strips", _strips_arguments(problem, config)
+    else:
+        assert isinstance(config, Depthwise)
+        kernel, told = "depthwise_nhwc", _tile_arguments(problem, config)
+        defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(problem.direction == "dgrad" and not _flipped(problem))}
+    return Schedule.plain([[KernelLaunch(kernel, defines, _grid(problem, config), THREADS, buffers, (), arguments=told)]])
 
 
-def _arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
+def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
     (_, h, w), (_, p, q) = problem.operand_size, problem.result_size
     (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
-    (_, pad_h, pad_w), asked = problem.padding_before, epilogue(problem)
+    (pad_h, pad_w), asked = _padding(problem), epilogue(problem)
     # with DGRAD tiles begin where the padding says
     early_h, early_w = (pad_h % stride_h, pad_w % stride_w) if problem.direction == "dgrad" and _unrolled(problem) else (0, 0)
     tiles_p, tiles_q = ceil(p + early_h, config.TILE_P), ceil(q + early_w, config.TILE_Q)
-    lanes_c = (config.CHUNK // _vector(problem)).bit_length() - 1
+    lanes_c = (config.CHUNK // _vector(problem, Depthwise)).bit_length() - 1
     lanes_q = min((tiles_q - 1).bit_length(), 7 - lanes_c, 2)
     lanes_p = min((tiles_p - 1).bit_length(), 7 - lanes_c - lanes_q)
     return arguments(
         DepthwiseArguments, lanes_c=lanes_c, lanes_q=lanes_q, lanes_p=lanes_p, blocks_c=ceil(problem.K, config.CHUNK),
         blocks_q=ceil(tiles_q, 1 << lanes_q), blocks_p=ceil(tiles_p, 1 << lanes_p), n=problem.N, c=problem.operand_channels,
         k=problem.result_channels, multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h,
-        stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w,
+        stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flip=int(_flipped(problem)),
+        has_scale=asked["HAS_SCALE"], has_bias=asked["HAS_BIAS"], relu=asked["RELU"],
+    )  # fmt: skip
+
+
+def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> DepthwiseStripsArguments:
+    (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem)
+    walks, asked = _walks(problem, config), epilogue(problem)
+    return arguments(
+        DepthwiseStripsArguments, lanes_c=walks.lanes_c, lanes_u=walks.lanes_u, blocks_c=walks.blocks_c, strips=walks.strips,
+        tiles_q=walks.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
+        multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, flip=int(_flipped(problem)),
         has_scale=asked["HAS_SCALE"], has_bias=asked["HAS_BIAS"], relu=asked["RELU"],
     )  # fmt: skip
 
@@ -251,11 +389,11 @@ def _taps(problem: ConvProblem) -> tuple[int, int]:
 def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> DepthwiseWgradArguments:
     (_, h, w), (_, p, q), (_, r, s) = problem.input_size, problem.filter_size, problem.output_size
     (_, stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = problem.dilation, problem.stride, problem.padding_before
-    taps_r, taps_s = _taps(problem)
-    pieces_q = ceil(q, PIECE)
+    (taps_r, taps_s), walks = _taps(problem), _walks(problem, config)
     return arguments(
-        DepthwiseWgradArguments, blocks_c=ceil(problem.K, config.CHUNK), blocks_s=ceil(s, taps_s), blocks_r=ceil(r, taps_r),
-        parts=config.PARTS, pieces=_images(problem) * p * pieces_q, pieces_q=pieces_q, c=problem.groups, k=problem.K,
+        DepthwiseWgradArguments, lanes_c=walks.lanes_c, lanes_u=walks.lanes_u, channels=walks.lanes_c * _vector(problem, DepthwiseWgrad),
+        blocks_c=walks.blocks_c, blocks_s=ceil(s, taps_s), blocks_r=ceil(r, taps_r), parts=config.PARTS, units=walks.units,
+        rounds=walks.rounds, tiles_q=walks.tiles_q, strips=walks.strips, rows=config.ROWS, c=problem.groups, k=problem.K,
         multiplier=problem.K // problem.groups, h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h, stride_w=stride_w,
         pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w,
     )  # fmt: skip
@@ -271,34 +409,96 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
-    """The kernel; of gradients of filters also the parts and the threads that share a sum."""
+    """Tiles and strips add alike: rows of the filter one after the other. Gradients of filters are sums of strips, and of parts."""
     if isinstance(config, DepthwiseWgrad):
-        return DepthwiseWgrad, config.PARTS, config.CHUNK
+        return DepthwiseWgrad, config.ROWS, config.PARTS
     return Depthwise
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a type, a vector and a tile; and one for each of a few common filters."""
     for code in DTYPE_CODES.values():
-        common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": (1, 2) if code == 64 else (1, 2, 4)}
+        common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
         tile = {"TILE_P": tuple(p for p, _ in TILES), "TILE_Q": (4,), "DGRAD": FLAG, "HAS_RESIDUAL": FLAG}
-        yield TextFamily("depthwise_nhwc", common | {"CHUNK": CHUNKS[:1]} | tile)
+        yield TextFamily("depthwise_nhwc", common | tile, _made)
         square = {"R": UNROLLED, "S": UNROLLED, "STRIDE": (1, 2)}
-        yield TextFamily("depthwise_nhwc", common | {"CHUNK": CHUNKS} | tile | square, lambda d: d["R"] == d["S"] and d["CHUNK"] >= d["V"])
-        chunks, some = common | {"CHUNK": CHUNKS}, {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]}
-        yield TextFamily("depthwise_nhwc_wgrad", chunks | some, lambda d: d["CHUNK"] >= d["V"])
-        yield TextFamily("depthwise_nhwc_wgrad", chunks | {"TAPS_R": UNROLLED, "TAPS_S": UNROLLED, "STRIDE": (1, 2)},
-                         lambda d: d["TAPS_R"] == d["TAPS_S"] and d["CHUNK"] >= d["V"])  # fmt: skip
+        yield TextFamily("depthwise_nhwc", common | tile | square, lambda d: d["R"] == d["S"] and _made(d))
+        for size in UNROLLED:
+            strips, of_filter = ({"V": _vectors(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
+            yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,), "HAS_RESIDUAL": FLAG})
+            yield TextFamily("depthwise_nhwc_wgrad", common | of_filter | {"TAPS_R": (size,), "TAPS_S": (size,)})
+        yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a tile's kernel with these defines is ever chosen."""
+    size, stride, dgrad = d.get("R", 0), d.get("STRIDE", 1), bool(d["DGRAD"])
+    if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
+        return False
+    return (d["TILE_P"], d["TILE_Q"]) in _fitting(size, stride, dgrad)
 
 
 # ---- the choice
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """Roughly the microseconds where channels have several results each, whose threads load one number at a time; None elsewhere."""
-    if problem.K == problem.C or _of_filter(problem):
+    """Roughly the microseconds; None for filters whose loops are not unrolled, but where channels have several results each.
+
+    What is read and written once takes its time, and so do the instructions: measured on an H200, neither hides the other. Both take longer
+    where blocks do not fill the machine. While the last blocks end, it is half empty.
+    """
+    if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
+        return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
+    if not _unrolled(problem):
         return None
-    return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
+    work = _work(problem, config)
+    multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
+    at_once = work.blocks * multiprocessors
+    us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
+    us = 3 + us / min(1.0, blocks / at_once) + work.steps / 4
+    if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
+        us += 2 + config.PARTS / 25
+    return us
+
+
+class _Work(NamedTuple):
+    """What a thread does."""
+
+    blocks: int  # that a multiprocessor holds at once
+    steps: int  # one after the other, each of which waits for memory
+    instructions: float
+
+
+START, LOADED, STORED = 600, 5, 4  # instructions of a thread before its first row, what it waits for included; and of a load and a store
+
+
+def _work(problem: ConvProblem, config: Config) -> _Work:
+    """What a thread of `config` does, for a filter whose loops are unrolled."""
+    size, vector = _unrolled(problem), _vector(problem, type(config))
+    unpacked = vector if problem.itemsize == 2 else 0
+    parts = 0 if problem.itemsize == 2 else 1  # of the sums, by rows of the filter, that are added
+    if isinstance(config, DepthwiseWgrad):
+        stride, (_, p, _) = problem.dilation[1], problem.filter_size
+        walks, rows = _walks(problem, config), min(config.ROWS, p)
+        read = (COLUMNS - 1) * stride + size
+        row = 1.0 * COLUMNS * vector * size * size + (stride * read + COLUMNS) * (LOADED + unpacked) + 15 * stride + COLUMNS * vector * size
+        steps = walks.rounds * ((rows - 1) * stride + size)
+        return _Work(4 if size == 3 else 3, steps, walks.rounds * (START // 2 + rows * row) + 12 * size * size * vector)
+    stride, (_, p, _) = problem.stride[1], problem.result_size
+    if isinstance(config, DepthwiseStrips):
+        rows, columns = config.ROWS, COLUMNS
+    else:
+        assert isinstance(config, Depthwise)
+        rows, columns = config.TILE_P, config.TILE_Q
+    rows, taps = min(rows, p), float(size * size)
+    if problem.direction == "dgrad" and stride == 2:
+        steps, read, taps = rows // stride + size // stride, columns // stride + size // stride, taps / stride**2
+    else:
+        steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
+    row = columns * (vector * (taps + parts * size + 3) + vector + STORED)
+    wide = size == 7 or problem.dtype == "float64" or problem.has_residual
+    blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
+    return _Work(blocks, steps, START + steps * (read * (LOADED + unpacked) + 15) + rows * row)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
@@ -306,28 +506,72 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     found = next(configs(problem, device), None)
     if found is None:
         return None
-    us = time(problem, found, device) if device.backend == "cuda" else None
-    return BY_RULE if us is None else us, found
+    if device.backend == "cuda" and problem.K != problem.groups and not _of_filter(problem):
+        us = time(problem, found, device)
+        assert us is not None
+        return us, found
+    return BY_RULE, found
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """The configurations that are worth measuring for `problem`, the best first."""
     if _refused(problem):
         return
-    chunk = _chunk(problem)
+
+    def best(kind: Iterator[Config], most: int) -> list[Config]:
+        legal = (config for config in kind if refusal(problem, config) is None)
+        return sorted(legal, key=expected)[:most]
+
+    def expected(config: Config) -> float:
+        us = time(problem, config, device)
+        return 0.0 if us is None else us  # without a model they are in order
+
     if _of_filter(problem):
-        yield from (one for one in [DepthwiseWgrad(chunk, _parts(problem, chunk, device))] if refusal(problem, one) is None)
-        return
-    _, p, q = problem.result_size
+        yield from best(_gradients(problem, device), 3)
+    else:
+        yield from sorted([*best(_tiles(problem, device), 3), *best(_strips(problem), 2)], key=expected)
+
+
+def _fitting(size: int, stride: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
+    """The tiles that are worth it for an unrolled filter, or, of size 0, another."""
     # a big tile loads less; but in unrolled loops over many taps it wants more registers than there are
-    fits = _unrolled(problem) == 3 and (problem.stride[1] == 1 or problem.direction == "dgrad")
-    fitting = TILES if fits else TILES[1:]
-    lanes = problem.N * ceil(problem.K, _vector(problem))
+    return TILES if size == 3 and (stride == 1 or dgrad) else TILES[1:]
+
+
+def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
+    """Configurations of tiles, the best first."""
+    chunk, (_, p, q) = _chunk(problem), problem.result_size
+    fitting = _fitting(_unrolled(problem), problem.stride[1], problem.direction == "dgrad")
+    lanes = problem.N * ceil(problem.K, _vector(problem, Depthwise))
     full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])
-    for tile in dict.fromkeys((best, *fitting)):
-        if refusal(problem, one := Depthwise(chunk, *tile)) is None:
-            yield one
+    yield from (Depthwise(chunk, *tile) for tile in dict.fromkeys((best, *fitting)))
+
+
+def _rows(p: int) -> list[int]:
+    """Rows of strips that leave none much shorter than the others."""
+    return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32)}, reverse=True)
+
+
+def _strips(problem: ConvProblem) -> Iterator[Config]:
+    """Configurations of strips, none lower than a tile."""
+    _, p, _ = problem.result_size
+    yield from (DepthwiseStrips(rows) for rows in _rows(p) if rows >= min(p, TILES[0][0]))
+
+
+def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
+    """Configurations of the gradient of a filter. All threads of all parts but the last walk down the same number of strips."""
+    if not _unrolled(problem):
+        one = DepthwiseWgrad(4)
+        rounds = _walks(problem, one).rounds
+        wanted = min(ceil(8 * device.multiprocessors, max(_grid(problem, one), 1)), 4 * device.multiprocessors)
+        yield DepthwiseWgrad(4, ceil(rounds, ceil(rounds, wanted)) if rounds else 1)
+        return
+    for rows in _rows(problem.filter_size[1]):
+        rounds = _walks(problem, DepthwiseWgrad(rows)).rounds
+        for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds):
+            yield DepthwiseWgrad(rows, parts)
+        yield DepthwiseWgrad(rows)
 
 
 def _threads(device: Device) -> int:
@@ -337,12 +581,5 @@ def _threads(device: Device) -> int:
 
 def _chunk(problem: ConvProblem) -> int:
     """Channels of a block: as many as leave few threads without one, rather more."""
-    fitting = [chunk for chunk in CHUNKS if chunk >= _vector(problem)]
+    fitting = [chunk for chunk in CHUNKS if chunk >= _vector(problem, Depthwise)]
     return min(fitting, key=lambda chunk: (ceil(problem.K, chunk) * chunk * (1 + 2 / chunk), -chunk))
-
-
-def _parts(problem: ConvProblem, chunk: int, device: Device) -> int:
-    """Parts of the sum over pixels: enough blocks for the machine, each with a few pieces a thread, and not too many to add up."""
-    told = _wgrad_arguments(problem, DepthwiseWgrad(chunk, 1))
-    blocks, lanes = max(told.blocks_c * told.blocks_s * told.blocks_r, 1), THREADS // (chunk // _vector(problem))
-    return max(1, min(ceil(8 * device.multiprocessors, blocks), 4 * device.multiprocessors, told.pieces // (4 * lanes)))
