@@ -2,7 +2,9 @@
 //
 //   y[i] = bias[channel of i] + sum over split of parts[split][i], always in the same order; and the rest of the epilogue
 //
-// Mapping  thread -> one element of y; GID_0 -> THREADS neighbours. Memory: registers only. All sizes are arguments.
+// Mapping  block -> 2^width neighbours of y; GID_0 numbers them. thread -> one of `lanes` = THREADS / 2^width runs of the parts of an
+//          element: few results of many parts would have few threads otherwise. The runs' sums are added in order, too.
+// Memory   shared: a sum a thread, where there are several lanes. All sizes are arguments.
 //
 // By hand: nvcc -cubin cu/direct_reduce.cu
 #include "portable.cuh"
@@ -13,9 +15,9 @@
 #endif
 
 typedef struct ReduceArguments {
-  long_t size, split;            // elements of y; parts
-  long_t plane, by_plane;        // neighbours of one channel in y; by_: as a prepared divisor, see division.cuh
-  long_t channels, by_channels;  // of y
+  long_t size, split, width, run;  // elements of y; parts; log2 of the elements of a block; parts of a lane, but for the last
+  long_t plane, by_plane;          // neighbours of one channel in y; by_: as a prepared divisor, see division.cuh
+  long_t channels, by_channels;    // of y
   long_t has_scale, has_bias, relu;
 } ReduceArguments;
 
@@ -24,11 +26,19 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* REST
                                                     GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg) {
   AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS
-  const index_t i = (index_t)GID_0 * THREADS + LID_0, size = (index_t)arg.size;
+  LOCAL_MEM acc_t sums[THREADS];
+  const int width = (int)arg.width, lane = LID_0 >> width, lanes = THREADS >> width;
+  const index_t i = ((index_t)GID_0 << width) + (LID_0 - (lane << width)), size = (index_t)arg.size;
+  const int first = lane * (int)arg.run, last = first + (int)arg.run < (int)arg.split ? first + (int)arg.run : (int)arg.split;
+  acc_t sum = 0;
   if (i < size) {
-    acc_t sum = 0;
 #pragma unroll 8
-    for (int split = 0; split < (int)arg.split; ++split) sum += parts[split * size + i];
+    for (int part = first; part < last; ++part) sum += parts[part * size + i];
+  }
+  sums[LID_0] = sum;
+  local_barrier();
+  if (lane == 0 && i < size) {
+    for (int other = 1; other < lanes; ++other) sum += sums[LID_0 + (other << width)];
     const index_t row = DIVIDED(i, arg.plane, arg.by_plane);
     const int channel = (int)(row - DIVIDED(row, arg.channels, arg.by_channels) * (index_t)arg.channels);
     FINISH_AT(sum, channel, i)

@@ -1038,7 +1038,7 @@ def direct_reduce(step, memory: Memory) -> None:
     a = step.arguments
     parts, bias, scale, residual, y = step.buffers
     kind = ELEMENT[step.defines["DTYPE"]]
-    assert step.grid == ceil(a.size, step.block)
+    assert step.grid == ceil(a.size, 1 << a.width) and a.run * (step.block >> a.width) >= a.split
     i = np.arange(a.size)
     total = sum(inside(memory.view(parts, "float32"), split * a.size + i).astype(float) for split in range(a.split))
     total = finished(asked_of(step), memory, kind, total, scale, bias, residual, i // a.plane % a.channels, i)

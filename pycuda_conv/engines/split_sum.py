@@ -13,6 +13,8 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 SPLITS, MORE_SPLITS = (1, 2, 3, 4, 6, 8), (12, 16, 24, 32, 48, 64, 96, 128)
+THREADS = 256  # of a block of direct_reduce.cu
+LONGEST, MOST_LANES = 16, 32  # parts that a thread adds before others share an element's, and threads that do
 
 
 def splits(problem: ConvProblem, most: int) -> tuple[int, ...]:
@@ -25,6 +27,8 @@ class ReduceArguments(NamedTuple):
 
     size: int
     split: int
+    width: int
+    run: int
     plane: int
     by_plane: int
     channels: int
@@ -35,18 +39,34 @@ class ReduceArguments(NamedTuple):
 
 
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
-    """The launch that adds the `parts` of a split sum in order, and finishes it: ``direct_reduce.cu``."""
+    """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct_reduce.cu``."""
     size, finish = math.prod(problem.result_shape), epilogue(problem)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
     defines = {
-        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": 256, "HAS_RESIDUAL": finish["HAS_RESIDUAL"],
-    }
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS,
+        "HAS_RESIDUAL": finish["HAS_RESIDUAL"],
+    }  # fmt: skip
+    lanes = _lanes(split)
+    width = THREADS // lanes
     arguments = ReduceArguments(
-        size, split, plane, divider(plane), channels, divider(channels), finish["HAS_SCALE"], finish["HAS_BIAS"], finish["RELU"]
-    )
-    return KernelLaunch("direct_reduce", defines, ceil(size, 256), 256, (parts, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=arguments)
+        size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
+        finish["HAS_SCALE"], finish["HAS_BIAS"], finish["RELU"],
+    )  # fmt: skip
+    buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
+    return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
+
+
+def _lanes(split: int) -> int:
+    """Threads that share an element's parts: a power of two."""
+    return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of direct_reduce.cu for a type."""
-    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (256,), "HAS_RESIDUAL": FLAG})
+    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "HAS_RESIDUAL": FLAG})
+
+
+def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:
+    """Microseconds that parts of `size` sums of `nbytes` should take: the launch, a thread's waits, and writing and reading them."""
+    run = ceil(split, _lanes(split))
+    return 2 + 0.6 * ceil(run, 8) + 2 * split * size * nbytes / 3e6 * 132 / multiprocessors
