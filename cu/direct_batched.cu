@@ -12,11 +12,12 @@
 //          all numbers but the batch, the sizes of images and what follows from these are constants; AXES is their number then.
 // Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
 // Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
-//          channels of one group; GID_0 = (pixel tile * groups + g) * k_tiles + k tile: the blocks that read the
-//          same pixels run side by side and meet in the L2 cache.
+//          channels of one group, and one of `split` parts of the sum over channels; GID_0 = ((pixel tile * groups + g) * split + part)
+//          * k_tiles + k tile: the blocks that read the same pixels run side by side and meet in the L2 cache.
 //          thread -> one pixel times BLOCK_K channels: each x value it loads is used BLOCK_K times.
 // Memory   shared: ROOM elements, the weights of block_c channels, [block_c*t*r*s][BLOCK_K], so that a thread reads its BLOCK_K
 //          weights of a tap as neighbours and a warp reads them as a broadcast. Registers: BLOCK_K sums.
+// Split    With split > 1 every part goes to a workspace [split][size of y] without the epilogue, and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_batched.cu
 #include "portable.cuh"
@@ -33,6 +34,7 @@ typedef struct BatchedArguments {
   long_t n_pixels, plane, by_plane, by_pq, p, q, by_q;  // pixels of the batch, of an image (o * p * q) and its rows
   long_t groups, by_groups, cg, kg, k_tiles, by_k_tiles;
   long_t block_c, block_taps, by_block_taps;            // channels whose weights are in shared memory at once, and these weights
+  long_t split, by_split, run, part_size;               // parts of the sum over channels, channels of each, elements of each
   long_t d, h, w, t, r, s;
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
   long_t has_scale, has_bias, relu;                     // the epilogue
@@ -75,7 +77,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
   const int t_end = OF_LAYER(T, t), dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);
   const int taps = t_end * R * S, block_c = OF_LAYER(BLOCK_C, block_c), block_taps = OF_LAYER(BLOCK_TAPS, block_taps);
   const int tile = OVER((int)GID_0, k_tiles, by_k_tiles), k0 = ((int)GID_0 - tile * k_tiles) * BLOCK_K;
-  const int n_tile = OVER(tile, groups, by_groups), g = tile - n_tile * groups;
+  const int of_part = divided(tile, arg.by_split), part = tile - of_part * (int)arg.split;
+  const int n_tile = OVER(of_part, groups, by_groups), g = of_part - n_tile * groups;
   const index_t pixel = (index_t)n_tile * THREADS + LID_0;
   const bool inside = pixel < (index_t)arg.n_pixels;
   const index_t n = DIVIDED(pixel, arg.plane, arg.by_plane);
@@ -89,7 +92,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
   acc_t sum[BLOCK_K];
   for (int j = 0; j < BLOCK_K; ++j) sum[j] = 0;
 
-  for (int c0 = 0; c0 < cg; c0 += block_c) {
+  const int c_first = part * (int)arg.run, c_last = c_first + (int)arg.run < cg ? c_first + (int)arg.run : cg;
+  for (int c0 = c_first; c0 < c_last; c0 += block_c) {
     // stage the weights of this channel block; channels and filters past the end count as zero
     for (int i = LID_0; i < block_taps * BLOCK_K; i += THREADS) {
       const int j = OVER(i, block_taps, by_block_taps), ct = i - j * block_taps;
@@ -99,7 +103,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
     }
     local_barrier();
     if (inside) {
-      const int c_end = WHOLE_BLOCKS || c0 + block_c < cg ? block_c : cg - c0;
+      const int c_end = WHOLE_BLOCKS || c0 + block_c < c_last ? block_c : c_last - c0;
       UNROLL_CHANNELS
       for (int c = 0; c < c_end; ++c)
         for (int t = 0; t < t_end; ++t) {
@@ -132,8 +136,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
       if (k0 + j < kg) {
         const int k = g * kg + k0 + j;
         const index_t at = (n * (index_t)groups * kg + k) * (index_t)arg.plane + number;
-        FINISH_AT(sum[j], k, at)
-        STORE(y, at, sum[j]);
+        if (arg.split > 1) {
+          ((GLOBAL_MEM acc_t*)y)[part * (index_t)arg.part_size + at] = sum[j];
+        } else {
+          FINISH_AT(sum[j], k, at)
+          STORE(y, at, sum[j]);
+        }
       }
   }
 }

@@ -8,12 +8,13 @@
 // the channels. direct_gemm.cu computes the same, but wants tiles of 64 k by 64 (c,o,p,q), which a group of one channel leaves empty.
 //
 // Sizes    They are arguments. Q may be defined, for o = 1, TAPS = p * Q and strides of 1: then no table of taps is needed. With LAYER,
-//          all numbers but the images, the sizes of x and y, and `slices` are constants, and one chunk of taps needs no table.
-// Mapping  block -> one k and c, TAPS of the (o,p,q), and one of `slices` runs of images n;
-//          GID_0 = ((k * images + c) * chunks of taps + chunk) * slices + slice.
-//          thread -> every THREADS-th pixel of y: one value of y meets TAPS of x, neighbours of what the threads beside it read.
-// Memory   registers: TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps, always in
-//          the same order.
+//          all numbers but the sizes of x and y and what follows from these are constants, and one chunk of taps needs no table.
+// Mapping  block -> FILTERS k of a group, one c, TAPS of the (o,p,q), and one of `slices` runs of the pixels of y, numbered
+//          n*t*r*s + t*r*s + r*s + s; GID_0 = ((k block * images + c) * chunks of taps + chunk) * slices + slice.
+//          thread -> every THREADS-th pixel of its run: FILTERS values of y meet TAPS of x, neighbours of what the threads beside it read.
+//          A run does not end with an image, so that a single large image fills the machine, and planes of few pixels fill their blocks.
+// Memory   registers: FILTERS * TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps,
+//          always in the same order.
 //          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_wgrad.cu
@@ -22,14 +23,16 @@
 #ifndef THREADS
 #define THREADS 128
 #define TAPS 9
+#define FILTERS 1
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
 typedef struct WgradArguments {
   long_t slices, by_slices, chunks, by_chunks, images, by_images;
-  long_t groups, cg, kg, by_kg;
+  long_t groups, kg, k_blocks, by_k_blocks;           // k_blocks of FILTERS make up a group
+  long_t total, run;                                  // pixels of all images of y; of a slice, but for the last
   long_t d, h, w;                                     // an image of x
-  long_t pixels, by_rs, r, s, by_s;                   // of y: t * r * s
+  long_t pixels, by_pixels, by_rs, r, s, by_s;        // of an image of y: t * r * s
   long_t taps, by_pq, p, q, by_q;                     // of the filter: o * p * q
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
 } WgradArguments;
@@ -71,10 +74,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   LOCAL_MEM acc_t sums[TAPS * THREADS];
   const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, pixels = (int)arg.pixels;
   const int groups = OF_LAYER(GROUPS, groups), kg = OF_LAYER(KG, kg), images = OF_LAYER(IMAGES, images), chunks = OF_LAYER(CHUNKS, chunks);
-  const int dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w), taps = OF_LAYER(ALL_TAPS, taps);
+  const int k_blocks = OF_LAYER(K_BLOCKS, k_blocks), taps = OF_LAYER(ALL_TAPS, taps);
+  const int dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);
   const int of_slice = divided((int)GID_0, arg.by_slices), slice = (int)GID_0 - of_slice * (int)arg.slices;
   const int of_chunk = OVER(of_slice, chunks, by_chunks), first_tap = (of_slice - of_chunk * chunks) * TAPS;
-  const int k = OVER(of_chunk, images, by_images), c = of_chunk - k * images;
+  const int k_block = OVER(of_chunk, images, by_images), c = of_chunk - k_block * images;
+  const int g = OVER(k_block, k_blocks, by_k_blocks), k0 = (k_block - g * k_blocks) * FILTERS;  // k0 is of the group
 #ifndef TAP_W
   LOCAL_MEM Tap places[TAPS];
   for (int i = LID_0; i < TAPS; i += THREADS) {
@@ -89,49 +94,65 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
   }
   local_barrier();
 #endif
-  acc_t sum[TAPS];
+  acc_t sum[FILTERS][TAPS];
 #pragma unroll
-  for (int i = 0; i < TAPS; ++i) sum[i] = 0;
-  const int first = (int)(arg.cg * slice / arg.slices), last = (int)(arg.cg * (slice + 1) / arg.slices);
-  for (int n = first; n < last; ++n) {
-    const index_t x_plane = (n * (index_t)(groups * images) + OVER(k, kg, by_kg) * images + c) * ((index_t)d_end * h_end * w_end);
-    const index_t y_plane = (n * (index_t)(groups * kg) + k) * (index_t)pixels;
-    for (int pixel = LID_0; pixel < pixels; pixel += THREADS) {
-      const acc_t v = LOAD(y, y_plane + pixel);
-      const int t = AXES < 3 ? 0 : divided(pixel, arg.by_rs), row = AXES < 2 ? 0 : divided(pixel, arg.by_s);
-      const int d0 = t * dil_d - OF_LAYER(PAD_D, pad_d), h0 = (row - t * (int)arg.r) * dil_h - OF_LAYER(PAD_H, pad_h);
-      const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
-      const index_t corner = x_plane + (d0 * (index_t)h_end + h0) * w_end + w0;
+  for (int f = 0; f < FILTERS; ++f)
 #pragma unroll
-      for (int i = 0; i < TAPS; ++i) {
-        acc_t u = 0;
-#ifdef TAP_W
-        const index_t x_row = corner + (TAP_D(i) * (index_t)h_end + TAP_H(i)) * w_end;
-        if ((unsigned)(d0 + TAP_D(i)) < (unsigned)d_end && (unsigned)(h0 + TAP_H(i)) < (unsigned)h_end && (unsigned)(w0 + TAP_W(i)) < (unsigned)w_end)
-          u = LOAD(x + TAP_W(i), x_row);
-#else
-        const Tap place = places[i];
-        if ((unsigned)(d0 + place.d) < (unsigned)d_end && (unsigned)(h0 + place.h) < (unsigned)h_end && (unsigned)(w0 + place.w) < (unsigned)w_end)
-          u = LOAD(x, corner + place.x);
+    for (int i = 0; i < TAPS; ++i) sum[f][i] = 0;
+  index_t k_plane[FILTERS];  // from an image's first channel; a filter past the end repeats the last one, and is not stored
+#pragma unroll
+  for (int f = 0; f < FILTERS; ++f) k_plane[f] = (g * kg + (k0 + f < kg ? k0 + f : kg - 1)) * (index_t)pixels;
+  const index_t x_image = (index_t)d_end * h_end * w_end, first = slice * (index_t)arg.run;
+  const index_t last = (index_t)arg.total - first < (index_t)arg.run ? (index_t)arg.total : first + (index_t)arg.run;
+  for (index_t number = first + LID_0; number < last; number += THREADS) {
+    const index_t n = DIVIDED(number, pixels, arg.by_pixels);
+    const int pixel = (int)(number - n * pixels);
+    const index_t y_pixel = n * (index_t)(groups * kg) * pixels + pixel;
+    acc_t v[FILTERS];
+#pragma unroll
+    for (int f = 0; f < FILTERS; ++f) v[f] = LOAD(y, y_pixel + k_plane[f]);
+    const int t = AXES < 3 ? 0 : divided(pixel, arg.by_rs), row = AXES < 2 ? 0 : divided(pixel, arg.by_s);
+    const int d0 = t * dil_d - OF_LAYER(PAD_D, pad_d), h0 = (row - t * (int)arg.r) * dil_h - OF_LAYER(PAD_H, pad_h);
+    const int w0 = (pixel - row * (int)arg.s) * dil_w - OF_LAYER(PAD_W, pad_w);
+    const index_t corner = (n * (index_t)(groups * images) + g * images + c) * x_image + (d0 * (index_t)h_end + h0) * w_end + w0;
+#ifndef TAP_W
+    int table = 0;  // the compiler would keep the table in registers
+    HIDE(table)
 #endif
-        sum[i] += v * u;
-      }
+#pragma unroll
+    for (int i = 0; i < TAPS; ++i) {
+      acc_t u = 0;
+#ifdef TAP_W
+      const index_t x_row = corner + (TAP_D(i) * (index_t)h_end + TAP_H(i)) * w_end;
+      if ((unsigned)(d0 + TAP_D(i)) < (unsigned)d_end && (unsigned)(h0 + TAP_H(i)) < (unsigned)h_end && (unsigned)(w0 + TAP_W(i)) < (unsigned)w_end)
+        u = LOAD(x + TAP_W(i), x_row);
+#else
+      const Tap place = places[table + i];
+      if ((unsigned)(d0 + place.d) < (unsigned)d_end && (unsigned)(h0 + place.h) < (unsigned)h_end && (unsigned)(w0 + place.w) < (unsigned)w_end)
+        u = LOAD(x, corner + place.x);
+#endif
+#pragma unroll
+      for (int f = 0; f < FILTERS; ++f) sum[f][i] += v[f] * u;
     }
   }
 #pragma unroll
-  for (int i = 0; i < TAPS; ++i) sums[i * THREADS + LID_0] = sum[i];
-  local_barrier();
-  for (int i = LID_0; i < TAPS * PARTS; i += THREADS) {
-    acc_t part = 0;
-    for (int j = 0; j < THREADS / PARTS; ++j) part += sums[i * (THREADS / PARTS) + j];
-    sums[i * (THREADS / PARTS)] = part;  // nobody else reads these
-  }
-  local_barrier();
-  for (int i = LID_0; i < TAPS; i += THREADS)
-    if (first_tap + i < taps) {
-      acc_t all = 0;
-      for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
-      const index_t filter = (slice * (index_t)(groups * kg) + k) * (index_t)images + c;
-      STORE_SUM(filter * (index_t)taps + first_tap + i, all)
+  for (int f = 0; f < FILTERS; ++f) {
+#pragma unroll
+    for (int i = 0; i < TAPS; ++i) sums[i * THREADS + LID_0] = sum[f][i];
+    local_barrier();
+    for (int i = LID_0; i < TAPS * PARTS; i += THREADS) {
+      acc_t part = 0;
+      for (int j = 0; j < THREADS / PARTS; ++j) part += sums[i * (THREADS / PARTS) + j];
+      sums[i * (THREADS / PARTS)] = part;  // nobody else reads these
     }
+    local_barrier();
+    for (int i = LID_0; i < TAPS; i += THREADS)
+      if (first_tap + i < taps && k0 + f < kg) {
+        acc_t all = 0;
+        for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
+        const index_t filter = (slice * (index_t)(groups * kg) + g * kg + k0 + f) * (index_t)images + c;
+        STORE_SUM(filter * (index_t)taps + first_tap + i, all)
+      }
+    local_barrier();
+  }
 }

@@ -8,7 +8,7 @@
 //   LAUNCH_BOUNDS(threads, blocks)  threads a block has, and blocks that should fit on a multiprocessor at once
 //   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
-//   LOCAL_LOAD_VEC      four acc_t out of shared memory
+//   LOCAL_LOAD_VEC, LOCAL_STORE_VEC  four acc_t out of shared memory and into it
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
 //   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; where LAYER is defined, NAME, which then has the same value: a
@@ -125,6 +125,7 @@ WITHIN_KERNEL ushort float_to_bfloat16(float v) {
 #define LOAD_VEC(d, p, i) { (d)[0] = LOAD(p, i); (d)[1] = LOAD(p, (i) + 1); (d)[2] = LOAD(p, (i) + 2); (d)[3] = LOAD(p, (i) + 3); }
 #define STORE_VEC(p, i, s) { STORE(p, i, (s)[0]); STORE(p, (i) + 1, (s)[1]); STORE(p, (i) + 2, (s)[2]); STORE(p, (i) + 3, (s)[3]); }
 #define LOCAL_LOAD_VEC(d, p) { (d)[0] = (p)[0]; (d)[1] = (p)[1]; (d)[2] = (p)[2]; (d)[3] = (p)[3]; }
+#define LOCAL_STORE_VEC(p, s) LOCAL_LOAD_VEC(p, s)
 #else
 #if DTYPE == 16
 #define LOAD(p, i) __half2float((p)[i])
@@ -159,4 +160,9 @@ WITHIN_KERNEL ushort float_to_bfloat16(float v) {
 #endif
 #endif
 #define LOCAL_LOAD_VEC(d, p) VEC_COPY(d, p)
+#if DTYPE == 64
+#define LOCAL_STORE_VEC(p, s) { ((double2*)(p))[0] = make_double2((s)[0], (s)[1]); ((double2*)(p))[1] = make_double2((s)[2], (s)[3]); }
+#else
+#define LOCAL_STORE_VEC(p, s) { *(float4*)(p) = make_float4((s)[0], (s)[1], (s)[2], (s)[3]); }
+#endif
 #endif

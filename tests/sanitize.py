@@ -15,6 +15,7 @@ import numpy as np
 import test_dense_nhwc as dense
 import test_epilogue as epilogue
 import test_lines as lines
+import test_patch_wgrad as patches
 import test_pointwise as pointwise
 from test_implicit_gemm import SANITIZED, asked, dtype_of
 from test_kernels import AWKWARD, RUNS
@@ -112,6 +113,13 @@ def main(wanted: str = "") -> int:
         if wanted in line:
             given = pointwise.filters_arrays(x_shape, k, np.ones)
             good = run(Plan(pointwise.filters_problem(x_shape, k, precision), device, config=config), (*given, None))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
+    for case, config, layout in product(patches.CASES, (*patches.CONFIGS, *patches.SLICED), ("NCHW", "NHWC")):
+        line = f"{config} gradient by the filter {case} {layout}"
+        if wanted in line and not (layout == "NHWC" and config in patches.SLICED):
+            problem = patches.problem(case, layout)
+            good = run(Plan(problem, device, config=config), (*patches.operands(problem, np.ones, "float32"), None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     if wanted in "copy_strided":

@@ -11,7 +11,7 @@ from reference import DTYPES, dgrad, fprop, reference, run
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, behind, engines
 from pycuda_conv import plan as plan_module
-from pycuda_conv.engines import batch_norm, direct, direct_gemm
+from pycuda_conv.engines import batch_norm, direct, direct_gemm, patch_wgrad
 from pycuda_conv.engines.batch_norm import Pixels
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.runtime import get_device
@@ -178,12 +178,12 @@ def test_random_problems_share_a_bounded_list_of_texts():
     found, after = set(), []
     for problem in problems(800, 1):
         launched = problem.launched
-        for engine in (direct, direct_gemm):
+        for engine in (direct, direct_gemm, patch_wgrad):
             chosen = engine.choose(launched, GPU) if launched.layout in engine.LAYOUTS else None
             if chosen is not None:
                 found |= texts(problem, chosen[1])
         after.append(len(found))
-    assert after[-1] <= 260 and after[-1] - after[399] <= 0.3 * after[399]
+    assert after[-1] <= 180 and after[-1] - after[399] <= 0.4 * after[399]
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
@@ -201,6 +201,7 @@ LAYERED = [
     (fprop((2, 3, 20, 21), (6, 3, 11, 7), padding=3), direct.Batched(BLOCK_C=1)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=(3, 2)), direct.Dgrad()),
     (fprop((2, 3, 300), (6, 1, 15), groups=3, padding=7), direct.Tile(1, 256, 1)), (fprop((2, 4, 9, 8), (4, 1, 3, 2), groups=4), direct.Single()),
     (fprop((2, 6, 90), (8, 3, 5), groups=2, dilation=2), direct.Batched(BLOCK_K=4)), (fprop((1, 5, 5, 6, 7), (4, 5, 2, 3, 3), padding=1), direct.Batched()),
+    (fprop((2, 6, 20, 21), (6, 6, 3, 2)), direct.Batched(BLOCK_C=2, SPLIT=2)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=3), direct.Dgrad(BLOCK_K=2, SPLIT=3)),
     (dgrad((2, 4, 30), (4, 3, 3), stride=2), direct.Dgrad(BLOCK_C=2)), (dgrad((1, 4, 3, 4, 5), (4, 3, 2, 3, 3), stride=2, padding=1), direct.Dgrad()),
 ]  # fmt: skip
 

@@ -109,6 +109,7 @@ RUNS = [
     *((case, config, dtype, "all") for i, (case, config) in enumerate(MIXED) for dtype in (DTYPES if i % 3 == 0 else ("float32", "float16"))),
     *((case, config, "float32", parts) for parts in PARTS if parts != "all" for case, config in (
         (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
+        (GENERAL, Batched(64, 4, 4, SPLIT=2)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=2)),
         (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)))),
     *((case, config, "float32", "all") for case, config in AWKWARD[::4]),
     (replace(GENERAL, bias=False), Batched(), "float32", "all"), (replace(POINTWISE, bias=False), GEMM, "float16", "all"),

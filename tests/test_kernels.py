@@ -32,6 +32,7 @@ MIXED = [  # small ones, in every dtype
     (DEPTHWISE, Tile()), (DEPTHWISE, Tile(8, 32, 8)), (DEPTHWISE, Tile(4, 8, 1)), (DEPTHWISE, Tile(32, 32, 1)),
     (GENERAL, Batched(BLOCK_K=8, BLOCK_C=8)), (GENERAL, Batched(64, 2, 1)), (GENERAL, Batched(32, 3, 5)),
     (TRANSPOSED, Dgrad(BLOCK_C=8, BLOCK_K=8)), (TRANSPOSED, Dgrad(64, 1, 2)), (TRANSPOSED, Dgrad(32, 3, 5)),
+    (GENERAL, Batched(64, 4, 4, SPLIT=3)), (GENERAL, Batched(32, 8, 5, SPLIT=8)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=3)), (TRANSPOSED, Dgrad(32, 1, 4, SPLIT=20)),
     (GENERAL, GEMM), (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)), (POINTWISE, GEMM), (POINTWISE, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=4)),
     (dgrad((1, 10, 5, 6), (10, 9, 1, 2), stride=(1, 2)), Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2)), (TRANSPOSED, GEMM),
 ]  # fmt: skip
@@ -93,7 +94,7 @@ SINGLE_CHANNEL = [
 
 AWKWARD = (
     [(case, config) for case in FORWARD for config in (Batched(64, 4, 2), GEMM)]
-    + [(case, config) for case in TRANSPOSED_CASES for config in (Dgrad(64, 2, 4), GEMM)]
+    + [(case, config) for case in TRANSPOSED_CASES for config in (Dgrad(64, 2, 4), Dgrad(32, 1, 2, SPLIT=2), GEMM)]
     + [(case, config) for case in SINGLE_CHANNEL for config in (Single(), Tile(8, 32, 2), Tile(4, 16, 2))]
 )
 

@@ -37,6 +37,10 @@ LISTS = {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
         "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 2, 4}, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },
+    "patch_wgrad": {
+        "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
+        "CHANNELS_LAST": FLAG,
+    },
     "transpose_filter": {"BYTES": {2, 4}},
     "pointwise_sm90": {
         "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -30,8 +30,9 @@ from pycuda_conv.engines.schedule import (
     epilogue,
 )
 from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.split_sum import time as reduce_time
 from pycuda_conv.engines.texts import FLAG, TextFamily
-from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 
@@ -53,36 +54,44 @@ class Tile(Config):
 
 @dataclass(frozen=True)
 class Batched(Config):
-    """One thread a pixel times BLOCK_K channels, everything in one launch: ``direct_batched.cu``."""
+    """One thread a pixel times BLOCK_K channels, the sum over channels in SPLIT parts: ``direct_batched.cu``."""
 
     THREADS: int = 128
     BLOCK_K: int = 8
     BLOCK_C: int = 4
+    SPLIT: int = 1
 
 
 @dataclass(frozen=True)
 class Dgrad(Config):
-    """The transposed convolution as a gather, one thread a pixel times BLOCK_C channels: ``direct_dgrad.cu``."""
+    """The transposed convolution as a gather, one thread a pixel times BLOCK_C channels, the sum in SPLIT parts: ``direct_dgrad.cu``."""
 
     THREADS: int = 128
     BLOCK_K: int = 4
     BLOCK_C: int = 8
+    SPLIT: int = 1
 
 
 @dataclass(frozen=True)
 class Wgrad(Config):
-    """The gradient of the filter, one block a pair of channels, TAPS of its taps and one of SLICES of the batch: ``direct_wgrad.cu``."""
+    """The gradient of FILTERS filters, TAPS of one channel's taps and one of SLICES of the pixels a block: ``direct_wgrad.cu``."""
 
     THREADS: int = 128
     TAPS: int = 9
     SLICES: int = 1
+    FILTERS: int = 1
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
 #: Bytes of shared memory that kernels are compiled with.
 ROOMS = (3 << 10, 6 << 10, 12 << 10, 24 << 10, STATIC_SHARED_BYTES)
 #: Taps at once of filters that :func:`_square` does not know.
-WGRAD_TAPS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)
+WGRAD_TAPS = (1, 3, 4, 6, 9, 16)
+WGRAD_FILTERS = (1, 2, 4)
+MOST_SUMS = 64  # of a thread, where it has several filters
+DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu and direct_dgrad.cu
+#: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
+WGRAD_RUN = 128
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
 
@@ -150,12 +159,23 @@ def _grid(problem: ConvProblem, config: Config) -> int:
     if isinstance(config, Tile):
         return planes * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
     if isinstance(config, Batched):
-        return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.K // problem.groups, config.BLOCK_K)
+        return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.K // problem.groups, config.BLOCK_K) * config.SPLIT
     if isinstance(config, Dgrad):
         # without channels to write, as for an empty operand, the grid is empty too
-        return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C)
+        return ceil(_pixels(problem), config.THREADS) * problem.groups * ceil(problem.C // problem.groups, config.BLOCK_C) * config.SPLIT
     assert isinstance(config, Wgrad)
-    return problem.K * problem.N * ceil(math.prod(problem.output_size), config.TAPS) * config.SLICES
+    return _wgrad_blocks(problem, config.TAPS, config.FILTERS) * config.SLICES
+
+
+def _wgrad_blocks(problem: ConvProblem, taps: int, filters: int) -> int:
+    """Blocks of a slice of the pixels."""
+    groups = problem.groups
+    return groups * ceil(problem.K // max(groups, 1), filters) * problem.N * ceil(math.prod(problem.output_size), taps)
+
+
+def _summed_pixels(problem: ConvProblem) -> int:
+    """Pixels of all images over which the gradient of a filter is summed."""
+    return problem.operand_channels // max(problem.groups, 1) * math.prod(problem.filter_size)
 
 
 # ---- launches
@@ -175,23 +195,27 @@ TileArguments = namedtuple(
 BatchedArguments = namedtuple(
     "BatchedArguments",
     "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
+    "split by_split run part_size "
     "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
 )
 DgradArguments = namedtuple(
     "DgradArguments",
-    "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k o p q t r s by_taps by_filters "
-    "stride_d by_stride_d stride_h by_stride_h stride_w by_stride_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
+    "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
+    "split by_split run part_size o p q t r s by_taps by_filters "
+    "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
 )
 WgradArguments = namedtuple(
     "WgradArguments",
-    "slices by_slices chunks by_chunks images by_images groups cg kg by_kg d h w pixels by_rs r s by_s taps by_pq p q by_q "
+    "slices by_slices chunks by_chunks images by_images groups kg k_blocks by_k_blocks total run "
+    "d h w pixels by_pixels by_rs r s by_s taps by_pq p q by_q "
     "stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w",
 )
 
 #: Members that follow from the batch and from sizes of images; all others are constants of a layer.
 _SIZES = {
-    SingleArguments: "tiles h w p q", TileArguments: "tiles_p tiles_q h w p q", BatchedArguments: "n_pixels plane p q d h w",
-    DgradArguments: "n_pixels plane h w o p q", WgradArguments: "slices cg d h w pixels r s",
+    SingleArguments: "tiles h w p q", TileArguments: "tiles_p tiles_q h w p q",
+    BatchedArguments: "n_pixels plane p q split run part_size d h w", DgradArguments: "n_pixels plane h w split run part_size o p q",
+    WgradArguments: "slices total run d h w pixels r s",
 }  # fmt: skip
 
 Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, arguments, and constants that the layer may add
@@ -209,18 +233,27 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     kernel, make = _KERNELS[type(config)]
     defines, arguments, layer = make(problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
-    slices = config.SLICES if isinstance(config, Wgrad) else 1
+    split = _split(config)
     size = math.prod(problem.result_shape)
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or slices * size >= 2**31)} | defines
-    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT)
+    parts = split * max(size, arguments.run if isinstance(arguments, WgradArguments) else 0)
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
+    result = RESULT if split == 1 else WORKSPACE
+    buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
-        buffers = (INPUT, WEIGHT, RESULT if slices == 1 else WORKSPACE)
+        buffers = (INPUT, WEIGHT, result)
     else:
-        defines["HAS_RESIDUAL"] = int(problem.has_residual)
+        defines["HAS_RESIDUAL"] = int(problem.has_residual and split == 1)
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), arguments=arguments, layer=layer)
-    if slices == 1:
+    if split == 1:
         return Schedule.plain([[launch]])
-    return Schedule.plain([[launch], [reduce_launch(problem, slices, WORKSPACE)]], slices * size * accumulator_bytes(problem))
+    return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
+
+
+def _split(config: Config) -> int:
+    """Parts of the sum."""
+    if isinstance(config, Wgrad):
+        return config.SLICES
+    return config.SPLIT if isinstance(config, Batched | Dgrad) else 1
 
 
 def _single(problem: ConvProblem, config: Single) -> Made:
@@ -257,8 +290,8 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     k_tiles, block_taps = ceil(kg, config.BLOCK_K), config.BLOCK_C * t * r * s
     arguments = BatchedArguments(
         _pixels(problem), plane, divider(plane), divider(p * q), p, q, divider(q), groups, divider(groups), cg, kg,
-        k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *problem.input_size, t, r, s,
-        *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem),
+        k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *_parts(problem, config.SPLIT, cg, config.BLOCK_C),
+        *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem, config.SPLIT > 1),
     )
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, block_taps * config.BLOCK_K)}
     common = {"R": r, "S": s} if r == s and r in (1, 3) else {}
@@ -270,29 +303,41 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
     plane, groups = math.prod(problem.input_size), problem.groups
     cg, kg = problem.C // groups, problem.K // groups
     c_tiles, taps = ceil(cg, config.BLOCK_C), t * r * s
-    stride_d, stride_h, stride_w = problem.stride
+    every, back = _every(problem.stride, problem.dilation), _every(problem.dilation, problem.stride)
     arguments = DgradArguments(
         _pixels(problem), plane, divider(plane), divider(h * w), h, w, divider(w), groups, divider(groups), cg, kg,
-        c_tiles, divider(c_tiles), config.BLOCK_K, *problem.output_size, t, r, s, divider(taps), divider(taps * config.BLOCK_C),
-        stride_d, divider(stride_d), stride_h, divider(stride_h), stride_w, divider(stride_w),
-        *problem.padding_before, *problem.dilation, *_finish(problem),
+        c_tiles, divider(c_tiles), config.BLOCK_K, *_parts(problem, config.SPLIT, kg, config.BLOCK_K), *problem.output_size,
+        t, r, s, divider(taps), divider(taps * config.BLOCK_C),
+        *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, *_finish(problem, config.SPLIT > 1),
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
-    common = {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w} if r == s == 3 and stride_h == stride_w <= 2 else {}
+    common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if _unrolled_dgrad(problem) else {}
     return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
+
+
+def _unrolled_dgrad(problem: ConvProblem) -> bool:
+    """Whether the loops of ``direct_dgrad.cu`` over a plane of the filter are unrolled."""
+    return problem.filter_size[1:] == (3, 3) and _every(problem.stride, problem.dilation)[1:] in ((1, 1), (2, 2))
+
+
+def _every(stride: Size3, dilation: Size3) -> Size3:
+    """From one tap that a pixel of the input meets to the next, along every axis."""
+    d, h, w = (n // math.gcd(n, by) for n, by in zip(stride, dilation, strict=True))
+    return d, h, w
 
 
 def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
     (_, r, s), (_, p, q), groups = problem.filter_size, problem.output_size, problem.groups
-    taps = math.prod(problem.output_size)
+    taps, pixels, total = math.prod(problem.output_size), math.prod(problem.filter_size), _summed_pixels(problem)
     chunks, kg = ceil(taps, config.TAPS), problem.K // groups
+    k_blocks, run = ceil(kg, config.FILTERS), ceil(ceil(total, config.SLICES), config.THREADS) * config.THREADS
     arguments = WgradArguments(
-        config.SLICES, divider(config.SLICES), chunks, divider(chunks), problem.N, divider(problem.N), groups, problem.C // groups,
-        kg, divider(kg), *problem.input_size, math.prod(problem.filter_size), divider(r * s), r, s, divider(s),
+        config.SLICES, divider(config.SLICES), chunks, divider(chunks), problem.N, divider(problem.N), groups, kg,
+        k_blocks, divider(k_blocks), total, run, *problem.input_size, pixels, divider(pixels), divider(r * s), r, s, divider(s),
         taps, divider(p * q), p, q, divider(q), *problem.stride, *problem.padding_before, *problem.dilation,
     )
-    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS}
+    defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
     return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps)
 
@@ -308,8 +353,13 @@ _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
 }  # fmt: skip
 
 
-def _finish(problem: ConvProblem) -> tuple[int, int, int]:
-    asked = epilogue(problem)
+def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> tuple[int, int, int, int]:
+    """The members split, by_split, run and part_size of a kernel that sums `summed` channels, `block` at once."""
+    return split, divider(split), ceil(ceil(summed, block), split) * block, math.prod(problem.result_shape)
+
+
+def _finish(problem: ConvProblem, split: bool = False) -> tuple[int, int, int]:
+    asked = epilogue(problem, split)
     return asked["HAS_SCALE"], asked["HAS_BIAS"], asked["RELU"]
 
 
@@ -324,8 +374,14 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
-    """The kernel; tiles don't matter, but how many threads and slices share the sums of the gradient of a filter."""
-    return (Wgrad, config.THREADS, config.SLICES) if isinstance(config, Wgrad) else (type(config),)
+    """The kernel, where it cuts a sum, and how many threads share those of the gradient of a filter; the rest of a tile doesn't matter."""
+    if isinstance(config, Wgrad):
+        return Wgrad, config.THREADS, config.SLICES
+    if isinstance(config, Dgrad):  # which goes through a tap's channels first
+        return Dgrad, config.SPLIT, config.BLOCK_K
+    if isinstance(config, Batched) and config.SPLIT > 1:
+        return Batched, config.SPLIT, config.BLOCK_C
+    return (type(config),)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -348,11 +404,15 @@ def texts(device: Device) -> Iterator[TextFamily]:
         yield TextFamily("direct_batched", batched | {"R": (1, 3), "S": (1, 3)}, lambda d: d["R"] == d["S"])
         dgrad = common | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)} | rooms
         yield TextFamily("direct_dgrad", dgrad)
-        yield TextFamily("direct_dgrad", dgrad | {"R": (3,), "S": (3,), "STRIDE_H": (1, 2), "STRIDE_W": (1, 2)},
-                         lambda d: d["STRIDE_H"] == d["STRIDE_W"])  # fmt: skip
-        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,)}
-        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS})
-        yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2)
+        yield TextFamily("direct_dgrad", dgrad | {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)},
+                         lambda d: d["EVERY_H"] == d["EVERY_W"])  # fmt: skip
+        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS}
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS}, _few_sums)
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2 and _few_sums(d))
+
+
+def _few_sums(defines: Mapping[str, int]) -> bool:
+    return defines["FILTERS"] == 1 or defines["FILTERS"] * defines["TAPS"] <= MOST_SUMS
 
 
 # ---- the choice
@@ -372,20 +432,20 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
         return 3 + planes * (pixels * taps / 12e6 + _tile_loads(problem, config) / 0.5e6) * 132 / device.multiprocessors
     if isinstance(config, Wgrad):
-        taps, images = math.prod(problem.output_size), problem.operand_channels // problem.groups
-        blocks = problem.K * problem.N * ceil(taps, config.TAPS) * config.SLICES
-        steps = ceil(images, config.SLICES) * ceil(math.prod(problem.filter_size), config.THREADS)
-        return 2 + max(1.0, blocks / (16 * device.multiprocessors)) * (3 + steps * (0.3 + 0.03 * config.TAPS))
+        return _wgrad_time(problem, config, device.multiprocessors)
     if not isinstance(config, Batched | Dgrad):
         return None
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
     if isinstance(config, Batched):
         block, start, channel = config.BLOCK_K, 2.0, max(0.45, 0.075 * taps)
-    else:  # of a strided convolution's taps a pixel meets only some
-        block, start, channel = config.BLOCK_C, 0.4, max(0.6, 0.09 * taps / math.prod(problem.stride))
-    threads = _pixels(problem) * problem.groups * ceil(written, block)
-    return 1 + max(1.0, threads / (1024 * device.multiprocessors)) * (start + read * channel)
+    else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
+        met = taps / math.prod(_every(problem.stride, problem.dilation))
+        block, start, channel = config.BLOCK_C, 0.4, max(0.6, 0.09 * met) if _unrolled_dgrad(problem) else max(0.1, 0.09 * met)
+    split, _, run, size = _parts(problem, config.SPLIT, read, config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K)
+    threads = _pixels(problem) * problem.groups * ceil(written, block) * split
+    us = 1 + max(1.0, threads / (1024 * device.multiprocessors)) * (start + min(run, read) * channel)
+    return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
@@ -400,9 +460,23 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
             return BY_RULE if us is None else us, config
     for config in _for_little_work(problem, device.multiprocessors):
         if refusal(problem, config) is None:
-            us = time(problem, config, device) if device.backend == "cuda" else None
-            return LAST_RESORT if us is None else us, config
+            if device.backend != "cuda":
+                return LAST_RESORT, config
+            return min(((time(problem, one, device) or 0.0, one) for one in _in_parts(problem, config)), key=lambda pair: pair[0])
     return None
+
+
+def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:
+    """`config` with its sum over channels in so many parts, each of whole blocks of channels."""
+    assert isinstance(config, Batched | Dgrad)
+    read = problem.operand_channels // problem.groups
+    for split in DIRECT_SPLITS:
+        if isinstance(config, Batched):
+            yield replace(config, SPLIT=split, BLOCK_C=max(1, min(config.BLOCK_C, read // split)))
+        else:
+            yield replace(config, SPLIT=split, BLOCK_K=max(1, min(config.BLOCK_K, read // split)))
+        if 2 * split > read:
+            break
 
 
 def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -433,21 +507,42 @@ def _for_little_work(problem: ConvProblem, multiprocessors: int) -> Iterator[Con
                         yield Dgrad(BLOCK_C=block, BLOCK_K=reduction)
 
 
+def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:
+    """A thread waits for memory at each of its pixels; a full multiprocessor is kept busy by the loads, and by the multiplications."""
+    filters, taps = config.FILTERS, config.TAPS
+    fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
+    step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
+    rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
+    us = 2 + rounds * (3 + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    if config.SLICES > 1:
+        us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
+    return us
+
+
 def wgrad_config(problem: ConvProblem, multiprocessors: int) -> Wgrad:
-    """The best configuration of ``direct_wgrad.cu``: few idle sums, and slices that fill the machine."""
-    taps, images = math.prod(problem.output_size), problem.operand_channels // problem.groups
-    # a chunk of taps costs about two taps more, for reading y
-    at_once = min(WGRAD_TAPS, key=lambda n: ceil(taps, n) * (n + 2))
-    if _square(problem) and refusal(problem, Wgrad(128, taps)) is None:
-        at_once = taps
-    blocks = max(problem.K * problem.N * ceil(taps, at_once), 1)
-    return Wgrad(128, at_once, max(1, min(images, ceil(8 * multiprocessors, blocks))))
+    """The best configuration of ``direct_wgrad.cu``."""
+    return min(_wgrad_configs(problem, multiprocessors), key=lambda config: _wgrad_time(problem, config, multiprocessors))
+
+
+def _wgrad_configs(problem: ConvProblem, multiprocessors: int) -> Iterator[Wgrad]:
+    """For every number of filters: few idle sums, and slices that fill the machine and keep a thread's sums short."""
+    taps, total, kg = math.prod(problem.output_size), _summed_pixels(problem), problem.K // max(problem.groups, 1)
+    for filters in WGRAD_FILTERS:
+        # a chunk of taps costs about two taps more, for reading y
+        known = [n for n in WGRAD_TAPS if filters == 1 or n * filters <= MOST_SUMS]
+        at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
+        if _square(problem) and (filters == 1 or taps * filters <= MOST_SUMS) and refusal(problem, Wgrad(128, taps)) is None:
+            at_once = taps
+        if filters == 1 or filters < 2 * kg:
+            blocks = max(_wgrad_blocks(problem, at_once, filters), 1)
+            full, short = ceil(8 * multiprocessors, blocks), ceil(total, 128 * WGRAD_RUN)
+            yield Wgrad(128, at_once, max(1, min(ceil(total, 4 * 128), max(full, short))), filters)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """The configurations that are worth measuring for `problem`."""
     if problem.layout == "CNHW":
-        yield wgrad_config(problem, device.multiprocessors)
+        yield from _wgrad_configs(problem, device.multiprocessors)
         return
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     if problem.direction == "fprop" and problem.C == problem.groups:
@@ -458,6 +553,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
                 if block <= written and reduction // 4 < max(read, 1):
                     forward = problem.direction == "fprop"
                     yield Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
+    chosen = choose(problem, device)
+    if chosen is not None and _split(chosen[1]) > 1:
+        yield chosen[1]
 
 
 #: The tiles that were best for some depthwise layer or image among the 40 tried on an H200.

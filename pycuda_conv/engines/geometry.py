@@ -62,11 +62,11 @@ def accumulator_bytes(problem: ConvProblem) -> int:
     return 8 if problem.dtype == "float64" else 4
 
 
-def needs_64_bits(problem: ConvProblem) -> bool:
-    """Whether offsets into the arrays need 64 bits."""
+def needs_64_bits(problem: ConvProblem, parts: int = 0) -> bool:
+    """Whether offsets into the arrays need 64 bits, or into `parts` elements of a workspace or pixels of slices."""
     # offsets are formed a little past the end of an array (a tile's tail, a tap outside the image) before they are checked
     slack = math.prod(problem.input_size) + math.prod(problem.output_size) + 2**20
-    return problem.largest_array + slack >= 2**31
+    return max(problem.largest_array, parts) + slack >= 2**31
 
 
 # ---- how arrays lie in memory

@@ -14,6 +14,7 @@ from pycuda_conv.engines import (
     implicit_gemm_sm90,
     lines_sm90,
     packing,
+    patch_wgrad,
     pointwise_sm90,
     split_sum,
 )
@@ -26,7 +27,8 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, direct, direct_gemm, dmma, dense_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
+    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, dense_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90,
+    implicit_gemm_sm80,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
@@ -59,7 +61,7 @@ def uses_tensor_cores(config: Config) -> bool:
 
 def reads_c_order(config: Config) -> bool:
     """Whether its engine takes arrays in C order as well, or only channels last."""
-    return "NCHW" in engine_of(config).LAYOUTS
+    return not {"NCHW", "CNHW"}.isdisjoint(engine_of(config).LAYOUTS)
 
 
 def refusal(problem: ConvProblem, config: Config, device: Device) -> str | None:
