@@ -48,6 +48,7 @@
 #else
 #define WGMMA_TURNED_B "0"
 #endif
+#include "cluster.cuh"
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
@@ -92,7 +93,6 @@ struct Maps {
   CUtensorMap of[PHASES];
 };
 
-DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
 DEVICE int next_tile(int tile) { return tile + gridDim.x / CLUSTER; }
 DEVICE int all_tiles(const Shapes& shapes) {
@@ -138,10 +138,7 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
     const DensePhase& shape = shapes.of[of.phase];
     const CUtensorMap* const map_x = maps.of + of.phase;
     const Range range(shape);
-    const Divided plane(of.pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
-    const Divided row(slice.rest, shape.load_q, shape.by_load_q);
-    const int image = plane.quotient, x_w = row.rest * (int)shape.stride_w + (int)shape.low_w;
-    const int x_h = row.quotient * (int)shape.stride_h + (int)shape.low_h, x_d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
+    const LoadBase base(shape, of.pixel);
     const int channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
     const Divided of_tap(range.first, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
     const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
@@ -158,9 +155,7 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
       const uint32_t a = ring.stages + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = ring.full + 8 * at.stage;
       barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, STAGE_BYTES);
-      if (rank == 1) load_im2col<1>(a, map_x, arrived, c * BLOCK_K, x_w, x_h, x_d, image, x_s, x_r, x_t);
-      if (rank == 2) load_im2col<2>(a, map_x, arrived, c * BLOCK_K, x_w, x_h, x_d, image, x_s, x_r, x_t);
-      if (rank == 3) load_im2col<3>(a, map_x, arrived, c * BLOCK_K, x_w, x_h, x_d, image, x_s, x_r, x_t);
+      load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block) load_box(b + block * MN_BLOCK, map_w, arrived, of.channel + 64 * block, tap, c * BLOCK_K);
@@ -284,26 +279,6 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
 }
 
 #if CLUSTER > 1
-DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
-// four floats of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
-DEVICE float4 load_of_rank(uint32_t address, int rank) {
-  float4 v;
-  uint32_t there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
-  return v;
-}
-
-// A consumer's sums into the ring's place, as rows of channels.
-DEVICE void leave_sums(const float (&sum)[BLOCK_N / 2], float* sums) {
-  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < BLOCK_N / 8; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *(float2*)(sums + (row + 8 * half) * SUMS_PITCH + 8 * i + column) = make_float2(sum[4 * i + 2 * half], sum[4 * i + 2 * half + 1]);
-}
-
 // This block's rows of the tile, of which all blocks have left their sums.
 DEVICE void add_parts(const DensePhase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
                       data_t* y) {
@@ -311,17 +286,8 @@ DEVICE void add_parts(const DensePhase& shape, const Tile& of, uint32_t sums, co
   for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
     const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
     const Four four(shape, of.channel + column, scale, bias);
-    float4 part[CLUSTER];
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_of_rank(sums + (row * SUMS_PITCH + column) * 4, rank);
-#pragma unroll
-    for (int rank = 1; rank < CLUSTER; ++rank) {
-      part[0].x += part[rank].x;
-      part[0].y += part[rank].y;
-      part[0].z += part[rank].z;
-      part[0].w += part[rank].w;
-    }
-    four.store(shape, place_of(shape, of.pixel + row), {part[0].x, part[0].y, part[0].z, part[0].w}, residual, y);
+    const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
+    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
   }
 }
 #endif
@@ -369,7 +335,7 @@ DEVICE void consume(const Shapes& shapes, const Ring& ring, [[maybe_unused]] flo
     }
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
-    leave_sums(sum, sums);
+    leave_sums<SUMS_PITCH>(sum, sums);
     cluster_barrier();
     add_parts(shape, of, shared_address(sums), scale, bias, residual, y);
 #else

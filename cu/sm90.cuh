@@ -88,6 +88,25 @@ DEVICE void load_im2col(uint32_t to, const CUtensorMap* map, uint32_t barrier, i
   }
 }
 
+// Where the loads of an output pixel begin. `shape` says how they count pixels, of an image, a slice and a row: load_plane, load_pq and
+// load_q; pixel (o, p, q) begins at o * stride_d + low_d and so on.
+struct LoadBase {
+  int image, w, h, d;
+  template <class Shape> DEVICE LoadBase(const Shape& shape, int pixel) {
+    const Divided plane(pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
+    const Divided row(slice.rest, shape.load_q, shape.by_load_q);
+    image = plane.quotient;
+    w = row.rest * (int)shape.stride_w + (int)shape.low_w;
+    h = row.quotient * (int)shape.stride_h + (int)shape.low_h;
+    d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
+  }
+};
+DEVICE void load_im2col(int axes, uint32_t to, const CUtensorMap* map, uint32_t barrier, int c, const LoadBase& base, int s, int r, int t) {
+  if (axes == 1) load_im2col<1>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
+  if (axes == 2) load_im2col<2>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
+  if (axes == 3) load_im2col<3>(to, map, barrier, c, base.w, base.h, base.d, base.image, s, r, t);
+}
+
 // ---- tensor stores: a box of shared memory to a tensor map; what lies outside the tensor is not written
 
 // order ordinary stores to shared memory before the bulk copies that a barrier lets begin

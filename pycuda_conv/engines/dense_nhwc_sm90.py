@@ -16,14 +16,31 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
-from pycuda_conv.engines.hopper import SHARED_BYTES, unsupported
+from pycuda_conv.engines.hopper import (
+    ADDED,
+    AGAIN,
+    BEGIN,
+    BESIDE,
+    CLOCK,
+    MEMORY,
+    ROW,
+    ROW_CYCLES,
+    SHARED_BYTES,
+    STORED,
+    at_once,
+    image_map,
+    load_base,
+    map_type,
+    stage_channels,
+    unsupported,
+)
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
     "CONFIGS", "LAYOUTS", "TENSOR_CORES", "DenseNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
@@ -36,7 +53,6 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 PHASES = (4, 2, 1)  # in a launch
 FILTER_TILE = 64  # rows, and channels, of a block that transposes a filter
 STAGES = 12  # of a ring, at the most
-ROW = 128  # bytes of a row of an operand in a stage
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
@@ -63,7 +79,7 @@ TENSOR_CORES = True
 @lru_cache(maxsize=1024)
 def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
     """The arrays as the loads see them, and the walks of the phases, the longest first; None if tensor loads can't make them."""
-    load = _stage_channels(problem)
+    load = stage_channels(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
     walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
     found = [walk for walk in walks if walk is not None]
@@ -75,11 +91,6 @@ def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, .
     found = _form(problem)
     assert found is not None
     return found
-
-
-def _stage_channels(problem: ConvProblem) -> int:
-    """Channels of a stage of the ring."""
-    return ROW // problem.itemsize
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -256,11 +267,12 @@ def _product(
     parts: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases, with the moments' `parts` if they are noted."""
-    maps = [_image_map(problem, config, walk) for walk in walks] + [_filter_map(problem, config, place, mn_major)]
+    lying, _ = _walks(problem)
+    maps = [image_map(problem, INPUT, lying, walk, config.BLOCK_M) for walk in walks] + [_filter_map(problem, config, place, mn_major)]
     told = tuple(_arguments(problem, config, walk) for walk in walks)
     tiles = sum(phase.tiles for phase in told)
-    at_once = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
-    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, at_once)
+    fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
+    grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": len(walks), "HAS_RESIDUAL": int(problem.has_residual),
@@ -284,41 +296,18 @@ def _transpose(problem: ConvProblem, place: Place, steps: tuple[int, int, int]) 
     return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=told)
 
 
-def _map_type(problem: ConvProblem) -> str:
-    return "tfloat32" if problem.dtype == "float32" else problem.dtype
-
-
-def _image_map(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> TensorMap:
-    """The images, of which a load fetches the pixels of a tile."""
-    lying, _ = _walks(problem)
-    channels = problem.operand_channels
-    pixel = problem.itemsize * channels  # bytes
-    if walk.flat:
-        axes, strides, images = [problem.N * math.prod(lying.size)], [pixel, pixel * problem.N * math.prod(lying.size)], 1
-        stride, low, upper = [1], [0], [0]
-    else:
-        inner = range(2, 2 - walk.rank, -1)  # W first
-        axes, images, strides = [lying.size[i] for i in inner], problem.N, [pixel]
-        for size in axes:
-            strides.append(strides[-1] * size)
-        stride, low = [walk.stride[i] for i in inner], [walk.low[i] for i in inner]
-        upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
-    walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load, config.BLOCK_M)
-    return TensorMap(INPUT, 0, (channels, *axes, images), tuple(strides), walked, ROW, _map_type(problem))
-
-
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool) -> TensorMap:
     """The filter: of a tap a stage's channels of the rows of a tile, or, MN-major, 64 rows of 64 channels."""
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
-    box = (64, 1, 64) if mn_major else (_stage_channels(problem), 1, config.BLOCK_N)
-    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, _map_type(problem))
+    box = (64, 1, 64) if mn_major else (stage_channels(problem), 1, config.BLOCK_N)
+    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
 
 
 def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
     """Stages of a sum of a phase."""
-    return math.prod(walk.taps) * ceil(problem.operand_channels, _stage_channels(problem))
+    return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
@@ -332,17 +321,13 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -
     size, plane = walk.phase.size, math.prod(walk.phase.size)
     pixels, blocks = problem.N * plane, _blocks(problem, walk)
     across, down = _tiles(problem, config, walk)
-    # as the loads count pixels: all images are one row of them where no tap looks elsewhere
-    stride, low = (((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low))
     places = written_places(problem, walk.phase)
     del places["out_image"], places["out_row"]
     return arguments(
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
-        channel_blocks=ceil(problem.operand_channels, _stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
-        **by_axis("dilation_", walk.dilation), pixels=pixels, rank=walk.rank, load_plane=pixels if walk.flat else plane,
-        load_pq=pixels if walk.flat else size[1] * size[2], load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride),
-        **by_axis("low_", low), plane=plane, pq=size[1] * size[2], q=size[2], **places, wide=int(problem.result_channels % 4 == 0),
-        **finish(problem),
+        channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
+        **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
+        **places, wide=int(problem.result_channels % 4 == 0), **finish(problem),
     )  # fmt: skip
 
 
@@ -382,14 +367,6 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Measured on an H200, fitted to 329 times of 47 problems: root mean square of the error 12%.
-CLOCK = 1850.0  # cycles a microsecond
-ROW_CYCLES = 3.1  # of a tensor load, for each row
-MEMORY = 3.5e6  # bytes a microsecond
-STORED = 18.6e3  # bytes of the result a microsecond and multiprocessor
-BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of clusters, which do not persist
-ADDED = 17.7e3  # bytes of sums a microsecond and multiprocessor that a cluster adds up
-BESIDE = 0.8  # of the time of two small tiles one after the other, if they share a multiprocessor
 TRANSPOSE = 2.2  # microseconds of a launch that transposes the filter
 
 
@@ -414,16 +391,15 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     step = max(2 * config.BLOCK_N * config.BLOCK_M / 64, ROW_CYCLES * _stage_rows(config, mn_major)) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
-    # a cluster needs neighbouring multiprocessors, which leaves a few without one
-    at_once = device.multiprocessors * 10 // 11 if config.CLUSTER >= 4 else device.multiprocessors
+    slots = at_once(device, config.CLUSTER)
     us = 0.0
     for group in _launches(walks):
         jobs = [math.prod(_tiles(problem, config, walk)) * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
-        if config.BLOCK_M == 64 and sum(jobs) > at_once:
+        if config.BLOCK_M == 64 and sum(jobs) > slots:
             mean *= BESIDE
-        rounds = ceil(sum(jobs), at_once)
+        rounds = ceil(sum(jobs), slots)
         us += BEGIN + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     lies = problem.direction == "fprop" or mn_major

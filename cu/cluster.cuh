@@ -1,0 +1,43 @@
+// cluster.cuh: CLUSTER blocks, a constant that is set before this is included, sum a tile's parts of gemm k and add them up together.
+//
+// Each block leaves its sums in its shared memory, as rows of `pitch` floats, and reads some of the rows of all blocks in their order.
+#pragma once
+#include "sm90.cuh"
+
+DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
+
+// What wgmma left in the registers of a consumer, of which the 64 rows behind those of the consumers before it are.
+template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count], float* sums) {
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < count / 4; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *(float2*)(sums + (row + 8 * half) * pitch + 8 * i + column) = make_float2(sum[4 * i + 2 * half], sum[4 * i + 2 * half + 1]);
+}
+
+#if CLUSTER > 1
+DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+// four floats of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
+DEVICE float4 load_of_rank(uint32_t address, int rank) {
+  float4 v;
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+  return v;
+}
+// the sums of four floats of all blocks
+DEVICE float4 add_of_ranks(uint32_t address) {
+  float4 part[CLUSTER];
+#pragma unroll
+  for (int rank = 0; rank < CLUSTER; ++rank) part[rank] = load_of_rank(address, rank);
+#pragma unroll
+  for (int rank = 1; rank < CLUSTER; ++rank) {
+    part[0].x += part[rank].x;
+    part[0].y += part[rank].y;
+    part[0].z += part[rank].z;
+    part[0].w += part[rank].w;
+  }
+  return part[0];
+}
+#endif
