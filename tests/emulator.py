@@ -42,6 +42,7 @@ class Memory:
     def __init__(self, problem, program, x, w, b, scale, residual):
         if problem.layout == "NHWC":
             x, residual = (None if a is None else np.moveaxis(a, -problem.ndim - 1, -1) for a in (x, residual))
+            w = np.moveaxis(w, -problem.ndim - 1, -1) if problem.direction == "wgrad" else w
         given = [self._bytes(np.zeros(0, x.dtype) if a is None else a) for a in (x, w, b, scale, residual)]
         sizes = (x.dtype.itemsize * math.prod(problem.result_shape), program.workspace_bytes, program.filter_bytes)
         self.buffers = [*given[:3], *(np.full(n, 0xFF, np.uint8) for n in sizes), *given[3:]]
@@ -73,7 +74,7 @@ class Memory:
         shape = list(problem.result_shape)
         if problem.layout == "CNHW":
             return found.reshape(shape[1], shape[0], *shape[2:])
-        if problem.layout == "NCHW":
+        if problem.layout == "NCHW" or problem.direction == "wgrad":
             return found.reshape(shape)
         channels = shape.pop(-problem.ndim - 1)
         return np.moveaxis(found.reshape(*shape, channels), -1, -problem.ndim - 1)
@@ -800,6 +801,87 @@ def dense_tile(step, s, memory: Memory, finite: bool, pixel0: int, channel0: int
         note_moments(memory.view(noted[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
 
 
+# ---- wgrad_nhwc_sm90.cu, wgrad_nhwc_reduce.cu
+
+
+def wgrad_product(step, memory: Memory, finite: bool) -> None:
+    """Block after block; what a cluster's blocks have summed is added."""
+    s, define, (dy_map, x_map) = named(step), step.defines, step.maps
+    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
+    kind = ELEMENT[define["TYPE"]]
+    for described in step.maps:
+        check_map(described, memory)
+        assert described.span == 128 and described.dtype == kind
+    assert dy_map.box == (64, 64, 1) and (x_map.box.channels, x_map.box.pixels) == (64, 64) and len(x_map.sizes) == s.rank + 2
+    threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
+    assert step.block == threads.get(rows, {}).get(columns, 2 * rows + 32) and step.arch == "sm_90a"
+    ring = define["STAGES"] * (rows + columns) * 128
+    assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if rows == 64 and columns <= 192 else MOST_SHARED)
+    assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits * cluster and s.part == ceil(s.stages, s.splits * cluster)
+    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // 64 >= s.column_blocks == ceil(s.columns, 64) * s.taps
+    place, parted = step.buffers[0], s.splits > 1
+    assert place == (WORKSPACE if parted else RESULT)
+    out = memory.view(place, "float32" if parted else kind)
+    for number in range(step.grid // cluster):
+        rest, across = divmod(number, s.tiles_n)
+        rest, down = divmod(rest, s.tiles_m)
+        split, group = divmod(rest, s.groups)
+        total = np.zeros((rows, columns))
+        for rank in range(cluster):
+            first = min((split * cluster + rank) * s.part, s.stages)
+            for stage in range(first, min(first + s.part, s.stages)):
+                wgrad_stage(s, memory, finite, dy_map, x_map, stage, group, down * rows, across * columns // 64, total)
+        k = down * rows + np.arange(rows)
+        for i in range(columns // 64):
+            block = across * columns // 64 + i
+            c, tap = block // s.taps * 64 + np.arange(64), block % s.taps
+            mine = np.ix_(k < s.rows, (c < s.columns) & (block < s.column_blocks))
+            at_k, at_c = (group * s.rows + k)[k < s.rows][:, None], c[(c < s.columns) & (block < s.column_blocks)]
+            at = (at_k * s.taps + tap) * s.columns + at_c + split * s.size if parted else (at_k * s.columns + at_c) * s.taps + tap
+            store(out, at, total[:, 64 * i : 64 * i + 64][mine].astype(out.dtype))
+            memory.count(place, at)
+
+
+def wgrad_stage(s, memory: Memory, finite: bool, dy_map, x_map, stage: int, group: int, row: int, block: int, total: np.ndarray) -> None:
+    """The products of 64 positions; sums of channels and taps that there are not are NaN."""
+    image, inner = divmod(64 * stage, s.load_plane)
+    start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
+    walk = walked(x_map, (*start[: s.rank], image))
+    a, b = np.full((64, len(total)), np.nan), np.full((64, total.shape[1]), np.nan)
+    loads = {}
+    for i in range(0, len(total), 64):
+        if row + i < s.rows:
+            loads["dy", i] = a[:, i : i + 64] = boxed(dy_map, memory, (group * s.rows + row + i, 64 * stage, 0))[0]
+    for i in range(0, total.shape[1], 64):
+        number = block + i // 64
+        if number < s.column_blocks:
+            tap = number % s.taps
+            offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
+            assert not any(offsets[s.rank :]), "a tap is lost"
+            loads["x", i] = b[:, i : i + 64] = load_im2col(x_map, memory, group * s.columns + number // s.taps * 64, walk, offsets[: s.rank])
+    assert not finite or all(np.isfinite(load).all() for load in loads.values()), "a load met what nobody has written"
+    with np.errstate(invalid="ignore", over="ignore"):
+        total += a.T @ b
+
+
+def wgrad_reduce(step, memory: Memory) -> None:
+    s, kind = named(step), ELEMENT[step.defines["TYPE"]]
+    assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.channels % 2 == 0
+    assert step.grid * s.taps * s.channels == s.size * s.tiles_c * s.tiles_t
+    source, to = step.buffers
+    parts, dw, met = memory.view(source, "float32"), memory.view(to, kind), np.zeros(s.size, int)
+    for block in range(step.grid):
+        rest, across = divmod(block, s.tiles_c)
+        k, down = divmod(rest, s.tiles_t)
+        tap = np.arange(down * s.tile_taps, min((down + 1) * s.tile_taps, s.taps))[:, None]
+        c = np.arange(64 * across, min(64 * (across + 1), s.channels))
+        total = sum(inside(parts, split * s.size + (k * s.taps + tap) * s.channels + c).astype(float) for split in range(s.splits))
+        at = (k * s.channels + c) * s.taps + tap
+        store(dw, at, total.astype(kind))
+        np.add.at(met, at.ravel(), 1)
+    assert (met == 1).all(), "elements were written twice or not at all"
+
+
 # ---- pointwise_sm90.cu
 
 LARGER = 512.0
@@ -1098,7 +1180,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
@@ -1106,6 +1188,8 @@ def launch(stages, memory: Memory, finite: bool) -> None:
                 product(step, memory, finite)
             elif step.kernel == "dense_nhwc_sm90":
                 dense_product(step, memory, finite)
+            elif step.kernel == "wgrad_nhwc_sm90":
+                wgrad_product(step, memory, finite)
             elif step.kernel == "pointwise_sm90":
                 pointwise_product(step, memory, finite)
             elif step.kernel == "lines_sm90":
@@ -1125,7 +1209,7 @@ def fastest(engine, problem, device):
 
 
 def program_of(problem, config, multiprocessors: int, noted: bool = False):
-    return registry.engine_of(config).schedule(problem, config, gpu(multiprocessors), noted)
+    return registry.engine_of(config).schedule(problem.launched, config, gpu(multiprocessors), noted)
 
 
 def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, run=None) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:

@@ -17,6 +17,7 @@ import test_epilogue as epilogue
 import test_lines as lines
 import test_patch_wgrad as patches
 import test_pointwise as pointwise
+import test_wgrad_nhwc as wgrad
 from test_implicit_gemm import SANITIZED, asked, dtype_of
 from test_kernels import AWKWARD, RUNS
 
@@ -120,6 +121,13 @@ def main(wanted: str = "") -> int:
         if wanted in line and not (layout == "NHWC" and config in patches.SLICED):
             problem = patches.problem(case, layout)
             good = run(Plan(problem, device, config=config), (*patches.operands(problem, np.ones, "float32"), None))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
+    for case, dtype, config in wgrad.RUNS[::7] if device.capability == (9, 0) else ():
+        line = f"{config} gradient by the filter {case} {dtype}"
+        if wanted in line:
+            given = (np.moveaxis(a, 1, -1) for a in case.integers(dtype))
+            good = run(Plan(case.problem(dtype), device, config=config), (*given, None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     if wanted in "copy_strided":

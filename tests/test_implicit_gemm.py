@@ -823,7 +823,7 @@ def test_the_emulator_notices_a_wrong_scalar(case, mode, config, scalars, monkey
 
 def check_noticed(engine, kernel: str, problem: ConvProblem, config, arrays, scalars: str, by: int, check, monkeypatch) -> None:
     """`check` fails if any of the `scalars` that `engine` gives to `kernel` is off `by` so much, and passes otherwise."""
-    program, missed = engine.schedule(problem, config, emulator.gpu(5)), scalars.split()
+    program, missed = engine.schedule(problem.launched, config, emulator.gpu(5)), scalars.split()
     for name in scalars.split():
 
         def changed(step, name=name):

@@ -92,6 +92,7 @@ CALLS = {
     "transposed": lambda **o: pc.conv_transpose2d(y, w, b[:16], stride=2, output_padding=1, **o),
     "input": lambda **o: pc.conv2d_input(x.shape, w, y, padding=1, **o),
     "weight": lambda **o: pc.conv2d_weight(x, w.shape, y, padding=1, **o),
+    "weight channels last": lambda **o: pc.conv2d_weight(*(a.half().to(memory_format=channels_last) if a is not w else w.shape for a in (x, w, y)), padding=1, **o),
 }
 
 

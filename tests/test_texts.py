@@ -42,6 +42,10 @@ LISTS = {
         "CHANNELS_LAST": FLAG,
     },
     "transpose_filter": {"BYTES": {2, 4}},
+    "wgrad_nhwc_sm90": {
+        "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17}, "CLUSTER": {1, 2, 4, 8},
+    },
+    "wgrad_nhwc_reduce": {"TYPE": {16, 17}},
     "pointwise_sm90": {
         "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },
@@ -97,7 +101,7 @@ def test_sizes_and_batches_of_a_layer_ask_for_few_texts(name):
                 texts.add((file, tuple(sorted(launch.defines.items()))))
                 met.add(file)
         assert len(texts) <= MOST, f"{len(texts)} texts: {problem}"
-    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90", "dense_nhwc_sm90"})
+    assert met >= ({"pack", "implicit_gemm_sm80"} if name == "sm_80" else {"pack", "implicit_gemm_sm90", "pointwise_sm90", "lines_sm90", "dense_nhwc_sm90", "wgrad_nhwc_sm90"})
 
 
 @pytest.mark.parametrize("name", DEVICES)

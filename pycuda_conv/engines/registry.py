@@ -17,6 +17,7 @@ from pycuda_conv.engines import (
     patch_wgrad,
     pointwise_sm90,
     split_sum,
+    wgrad_nhwc_sm90,
 )
 from pycuda_conv.engines.base import BY_RULE, Config, Engine
 from pycuda_conv.engines.schedule import GRID_LIMIT, Schedule
@@ -27,8 +28,8 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, dense_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90,
-    implicit_gemm_sm80,
+    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, dense_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90,
+    lines_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most

@@ -1,0 +1,57 @@
+// wgrad_nhwc_reduce.cu: adds the parts of wgrad_nhwc_sm90.cu, whose channels are fastest, and writes dw, whose taps are.
+//
+//   dw[k, c, tap] = sum over run of parts[run][k][tap][c], always in the same order
+//
+// Mapping  block -> one k, `tile_taps` taps, 64 channels; a warp for each of the taps. thread -> two channels of a tap.
+// Shared   the block's sums, [tap][channel], from which it writes neighbours of dw.
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_reduce.cu
+#ifndef TYPE
+#define TYPE 17  // of dw: 16 half, 17 bfloat16
+#endif
+#include "packed.cuh"
+
+typedef element<TYPE> data_t;
+
+constexpr int MOST_TAPS = 16, CHANNELS = 64;  // of a block
+constexpr int BATCH = 16;                     // loads of a thread under way
+
+// by_n is the divisor n, prepared (division.cuh).
+struct WgradNhwcReduceArguments {
+  long long size, splits;               // elements of dw; runs
+  long long taps, channels;             // of dw: of a k, of a group
+  long long tile_taps, by_tile_taps;    // of a block
+  long long tiles_c, by_tiles_c, tiles_t, by_tiles_t;
+};
+
+extern "C" __global__ void __launch_bounds__(32 * MOST_TAPS)
+    wgrad_nhwc_reduce(const float* __restrict__ parts, data_t* __restrict__ dw, const __grid_constant__ WgradNhwcReduceArguments arg) {
+  __shared__ float sums[MOST_TAPS][CHANNELS + 2];
+  AFTER_LAST_LAUNCH
+  const Divided across(blockIdx.x, arg.tiles_c, arg.by_tiles_c), down(across.quotient, arg.tiles_t, arg.by_tiles_t);
+  const int k = down.quotient, tap0 = down.rest * (int)arg.tile_taps, c0 = across.rest * CHANNELS;
+  const int taps = min((int)arg.tile_taps, (int)arg.taps - tap0), channels = min(CHANNELS, (int)arg.channels - c0);
+  const int warp = threadIdx.x / 32, c = threadIdx.x % 32 * 2;
+  if (warp < taps && c < channels) {  // an even number of channels
+    const float* from = parts + ((long long)k * arg.taps + tap0 + warp) * arg.channels + c0 + c;
+    float2 sum = make_float2(0, 0);
+    for (int first = 0; first < (int)arg.splits; first += BATCH) {
+      float2 part[BATCH];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i, from += arg.size) part[i] = first + i < (int)arg.splits ? *(const float2*)from : make_float2(0, 0);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        sum.x += part[i].x;
+        sum.y += part[i].y;
+      }
+    }
+    sums[warp][c] = sum.x;
+    sums[warp][c + 1] = sum.y;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < CHANNELS * (int)arg.tile_taps; i += blockDim.x) {
+    const Divided of(i, arg.tile_taps, arg.by_tile_taps);  // channel, and tap
+    if (of.quotient < channels && of.rest < taps)
+      dw[((long long)k * arg.channels + c0 + of.quotient) * arg.taps + tap0 + of.rest] = from_float<data_t>(sums[of.rest][of.quotient]);
+  }
+}

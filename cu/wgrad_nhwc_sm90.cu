@@ -1,0 +1,281 @@
+// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays of 16 bits as they lie, on Hopper's tensor cores.
+//
+//   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
+//   gemm m: channel of dy | gemm n: (block of 64 channels of x, tap), tap fastest, then the channel in it | gemm k: position (n,o,p,q) of dy
+//
+// Nothing is packed: a row of TMA is 64 channels of a position, which is what wgmma wants of operands whose k is not the fastest axis.
+//
+// Mapping  CLUSTER blocks -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions, each block over a part of the run.
+//          In a block DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them a warp one
+//          thread of which, the producer, asks for dy and x. If a consumer has twice 64 rows, it is a warpgroup, which hands most of its
+//          registers over.
+// Shared   a ring of STAGES stages of 64 positions: BLOCK_M / 64 blocks of 64 channels of dy, rows of 128 bytes, swizzled, then
+//          BLOCK_N / 64 such blocks of x. full[stage]: the bytes have arrived; empty[stage]: the consumer warps have read them. When the
+//          ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there; they may be longer.
+// dy       boxes of 64 positions. x: TMA's im2col mode, 64 consecutive positions, shifted by a block's tap, across rows and images.
+//          Padding arrives as zeros; behind the last position so do both operands.
+// Ends     blocks of channels that there are not are not loaded; what their place holds, and channels of the next group, reach sums
+//          that are not written.
+// Result   one run of positions: dw. More: parts[run][k][tap][c], fp32, which wgrad_nhwc_reduce.cu adds.
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_sm90.cu
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 192
+#define WGMMA_N 192  // columns of a consumer
+#define STAGES 5
+#define TYPE 17    // of the arrays: 16 half, 17 bfloat16
+#define CLUSTER 1  // blocks that share a tile
+#endif
+#if TYPE == 17
+#define WGMMA_TYPE "bf16"
+#else
+#define WGMMA_TYPE "f16"
+#endif
+#define WGMMA_TURNED_A "1"
+#define WGMMA_TURNED_B "1"
+#include "cluster.cuh"
+#include "truncation.cuh"
+#include "wgmma.cuh"
+
+typedef element<TYPE> data_t;
+
+constexpr int BLOCK_K = 64, STEPS = BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
+constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
+constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
+constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = BLOCK_BYTES / STEPS;  // of 64 channels
+constexpr int DY_BLOCKS = BLOCK_M / 64, X_BLOCKS = BLOCK_N / 64, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
+constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may go on while the next one is waited for
+constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
+constexpr int WARPS = 4 * CONSUMERS, ROWS = BLOCK_M / CLUSTER;  // that write; rows of the tile that a block writes
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
+static_assert(PRODUCTS <= 2 && CONSUMERS <= 3, "as many registers as there are");
+
+// by_n is the divisor n, prepared (division.cuh).
+struct WgradNhwcArguments {
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // of a group
+  long long groups, by_groups, splits;                        // runs of positions
+  long long stages, part;                                     // of all positions, and of a block's part of a run
+  long long rows, columns;                                    // channels of a group of dy, and of x
+  long long column_blocks;                                    // blocks of 64 channels of a group of x, for all taps
+  long long taps, by_taps, tap_r, by_tap_r, tap_s, by_tap_s;  // all; along r and s
+  long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
+  long long rank;                                             // spatial axes of the loads
+  long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
+  long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
+  long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
+  long long low_d, low_h, low_w;
+  long long size;                                             // elements of dw
+};
+
+// What a block has to do: of group `group`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
+struct Tile {
+  int split, group, row, block, dy_blocks, x_blocks;
+  DEVICE Tile(const WgradNhwcArguments& arg) {
+    const Divided across(blockIdx.x / CLUSTER, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
+    const Divided of_group(down.quotient, arg.groups, arg.by_groups);
+    split = of_group.quotient;
+    group = of_group.rest;
+    row = down.rest * BLOCK_M;
+    block = across.rest * X_BLOCKS;
+    dy_blocks = min(((int)arg.rows - row + 63) / 64, DY_BLOCKS);
+    x_blocks = min((int)arg.column_blocks - block, X_BLOCKS);
+  }
+};
+
+// the stages that this block takes
+struct Range {
+  int first, last;
+  DEVICE Range(const WgradNhwcArguments& arg, const Tile& of) {
+    const int part = (int)arg.part;
+    first = (int)min((long long)(of.split * CLUSTER + cluster_rank()) * part, arg.stages);
+    last = min(first + part, (int)arg.stages);
+  }
+};
+
+// A block of columns: its tap, and its first channel in a group.
+struct Column {
+  int tap, channel;
+  DEVICE Column(const WgradNhwcArguments& arg, int block) {
+    const Divided of(block, arg.taps, arg.by_taps);
+    tap = of.rest;
+    channel = of.quotient * 64;
+  }
+};
+
+typedef RingPosition<STAGES> Position;
+
+struct Ring {
+  uint32_t stages, full, empty;
+};
+
+// ---- the producer
+
+DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
+                    const Ring& ring) {
+  int c[X_BLOCKS];
+  uint32_t offsets[X_BLOCKS];  // of a block's tap: along w in 16 bits, h in 8, d in 8, which is what the loads take
+#pragma unroll
+  for (int i = 0; i < X_BLOCKS; ++i) {
+    const Column column(arg, of.block + i);
+    const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
+    c[i] = of.group * (int)arg.columns + column.channel;
+    offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
+  }
+  const int k = of.group * (int)arg.rows + of.row, rank = (int)arg.rank;
+  Position at;
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t dy = ring.stages + at.stage * STAGE_BYTES, x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.full + 8 * at.stage;
+    const LoadBase base(arg, step * BLOCK_K);
+    barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+    barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
+#pragma unroll
+    for (int i = 0; i < DY_BLOCKS; ++i)
+      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + 64 * i, step * BLOCK_K, 0);
+#pragma unroll
+    for (int i = 0; i < X_BLOCKS; ++i)
+      if (i < of.x_blocks)
+        load_im2col(rank, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
+    at.next();
+  }
+}
+
+// ---- sums to dw, or to a part of it: ROWS rows, the first at `sums`, channel `row` of the group; a warp every WARPS-th of them
+
+// [k][tap][c]: a lane has two channels of each block of columns.
+template <class T>
+DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, int row, T* to) {
+  struct alignas(2 * sizeof(T)) Pair {
+    T v[2];
+  };
+  const int lane = threadIdx.x % 32, rows = min(ROWS, (int)arg.rows - row);
+  const long long pitch = arg.taps * arg.columns;
+  for (int i = 0; i < of.x_blocks; ++i) {
+    const Column column(arg, of.block + i);
+    const int c = column.channel + 2 * lane;
+    if (c >= (int)arg.columns) continue;
+    T* const at = to + (of.group * arg.rows + row) * pitch + column.tap * arg.columns + c;
+#pragma unroll 4
+    for (int down = threadIdx.x / 32; down < rows; down += WARPS) {
+      const float2 sum = *(const float2*)(sums + down * PITCH + 64 * i + 2 * lane);
+      const Pair pair = {from_float<T>(sum.x), from_float<T>(sum.y)};
+      store_word(at + down * pitch, *(const word<Pair>*)&pair);
+    }
+  }
+}
+
+// [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which mostly are neighbouring taps of it.
+DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, int row, data_t* dw) {
+  const int lane = threadIdx.x % 32, rows = min(ROWS, (int)arg.rows - row);
+  const long long pitch = arg.taps * arg.columns;
+  for (int first = lane; first < BLOCK_N; first += 32) {
+    const int block = first % X_BLOCKS, inside = first / X_BLOCKS;
+    const Column column(arg, of.block + block);
+    const int c = column.channel + inside;
+    if (block >= of.x_blocks || c >= (int)arg.columns) continue;
+    data_t* const at = dw + (of.group * arg.rows + row) * pitch + c * arg.taps + column.tap;
+#pragma unroll 4
+    for (int down = threadIdx.x / 32; down < rows; down += WARPS)
+      at[down * pitch] = from_float<data_t>(sums[down * PITCH + 64 * block + inside]);
+  }
+}
+
+// ---- the multiplication
+
+DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums, void* to) {
+  const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
+  Position at;
+  float sum[PRODUCTS][WGMMA_N / 2];
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
+    barrier_wait(ring.full + 8 * at.stage, at.parity);
+    const uint64_t dy = wgmma_turned_descriptor(stage + down * PRODUCTS * BLOCK_BYTES);
+    const uint64_t x = wgmma_turned_descriptor(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
+    const bool fresh = step == range.first;
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < STEPS; ++k)
+#pragma unroll
+      for (int i = 0; i < PRODUCTS; ++i)
+        wgmma(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
+    wgmma_commit();
+    wgmma_wait<BEHIND>();  // this stage, or the one before it, has been read
+    if ((BEHIND == 0 || !fresh) && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - BEHIND) % STAGES));
+    at.next();
+  }
+  wgmma_wait<0>();
+  const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than 16 bits hide
+#pragma unroll
+  for (int i = 0; i < PRODUCTS; ++i) {
+    wgmma_arrived(sum[i]);
+#pragma unroll
+    for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? sum[i][j] + give_back_lost(sum[i][j], lost) : 0;
+  }
+  named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+#pragma unroll
+  for (int i = 0; i < PRODUCTS; ++i) leave_sums<PITCH>(sum[i], sums + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
+  float* const own = sums + cluster_rank() * ROWS * PITCH;
+#if CLUSTER > 1
+  cluster_barrier();
+  for (int down = threadIdx.x / 32; down < ROWS; down += WARPS)
+    for (int column = threadIdx.x % 32 * 4; column < BLOCK_N; column += 128) {
+      float* const four = own + down * PITCH + column;  // which no other block reads
+      *(float4*)four = add_of_ranks(shared_address(four));
+    }
+  __syncwarp();
+#else
+  named_barrier(1, CONSUMER_THREADS);  // all sums are there
+#endif
+  const int row = of.row + cluster_rank() * ROWS;
+  if (arg.splits > 1)
+    store_rows(own, arg, of, row, (float*)to + of.split * arg.size);
+  else if (arg.taps == 1)
+    store_rows(own, arg, of, row, (data_t*)to);
+  else
+    store_taps(own, arg, of, row, (data_t*)to);
+}
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
+    wgrad_nhwc_sm90(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
+                    const __grid_constant__ WgradNhwcArguments arg) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  Ring ring;
+  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
+  ring.full = shared_address(barriers);
+  ring.empty = ring.full + 8 * STAGES;
+  float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+    }
+    barrier_init_done();
+  }
+  if (threadIdx.x == CONSUMER_THREADS) {
+    prefetch_map(&map_dy);
+    prefetch_map(&map_x);
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+  const Tile of(arg);
+  const Range range(arg, of);
+  if (threadIdx.x < CONSUMER_THREADS) {
+    if constexpr (PRODUCTS == 2) registers_up<224>();
+    consume(arg, of, range, ring, sums, to);
+  } else {
+    if constexpr (PRODUCTS == 2) registers_down<56>();
+    if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
+#if CLUSTER > 1
+    __syncwarp();
+    cluster_barrier();
+#endif
+  }
+#if CLUSTER > 1
+  cluster_barrier();  // shared memory must outlive what other blocks read of it
+#endif
+}

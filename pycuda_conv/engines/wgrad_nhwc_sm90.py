@@ -1,0 +1,370 @@
+"""Gradients of filters from channels-last arrays of 16 bits as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
+
+They are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks
+of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, phases
+from pycuda_conv.engines.hopper import (
+    ADDED,
+    AGAIN,
+    BEGIN,
+    BESIDE,
+    CLOCK,
+    MEMORY,
+    ROW,
+    ROW_CYCLES,
+    SHARED_BYTES,
+    STORED,
+    at_once,
+    image_map,
+    load_base,
+    unsupported,
+)
+from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
+from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.split_sum import reduce_launch
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest, why_not_so_many
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
+CHANNELS = 64  # of a block: a row of an operand in shared memory
+POSITIONS = 64  # of a stage
+LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
+#: Rows of a tile, and the columns that it may have: their sums fit the registers of the consumers.
+TILES = {64: (64, 128, 192, 384, 576), 128: (64, 128, 192, 256, 384), 192: (64, 128, 192), 256: (64, 128, 192)}
+PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
+CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
+STAGES = 12  # of a ring, at the most
+REDUCE_TAPS = 16  # of a block of the reduction, at the most
+
+
+@dataclass(frozen=True)
+class WgradNhwc(Config):
+    """One tile of ``wgrad_nhwc_sm90.cu``: its channels of dy, its columns (channels of x of some taps), the stages of its ring, the
+    blocks that share it, and the runs of positions."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 192
+    STAGES: int = 4
+    CLUSTER: int = 1
+    SPLIT: int = 1
+
+
+CONFIGS = (WgradNhwc,)
+LAYOUTS = ("CHWN",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+@lru_cache(maxsize=1024)
+def _forward(problem: ConvProblem) -> ConvProblem:
+    """The convolution whose filter's gradient `problem` is: what :attr:`ConvProblem.launched` did is undone."""
+    return replace(
+        problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
+        output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
+    """x as the loads see it, and how they walk it; None if tensor loads can't make that."""
+    forward = _forward(problem)
+    lying = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, CHANNELS, forward.filter_size)
+    (whole,) = phases(forward)
+    walk = phase_addressing(forward, whole, lying)
+    return None if walk is None else (lying, walk)
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout not in LAYOUTS:
+        return "it takes gradients of filters, from arrays with their channels last"
+    if problem.itemsize != 2:
+        return "it takes float16 and bfloat16 arrays"
+    forward = _forward(problem)
+    if 0 in (forward.N, forward.C, forward.K):
+        return "there is nothing to compute"
+    channels = forward.C // forward.groups, forward.K // forward.groups
+    if any(count % 8 for count in channels):
+        return "tensor loads take the channels of a group, of a multiple of 16 bytes"
+    if forward.groups > 1 and min(channels) < LEAST_OF_GROUP:
+        return f"it takes groups of {LEAST_OF_GROUP} channels or more: a row of its operands has {CHANNELS}"
+    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
+        return "it counts positions in 32 bits"
+    return None if _form(problem) else "tensor loads can't make its stride, padding or dilation"
+
+
+def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_N not in TILES.get(config.BLOCK_M, ()):
+        shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in TILES.items())
+        return f"a tile has {shown}"
+    if config.CLUSTER not in CLUSTERS:
+        return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    tiles = math.prod(_tiles(problem, config)) * problem.groups * config.CLUSTER * config.SPLIT
+    if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, CHANNELS)) > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config), config.SPLIT)
+
+
+def _shares(config: WgradNhwc) -> bool:
+    """Whether two blocks share a multiprocessor."""
+    return config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED
+
+
+def _most_shared(config: WgradNhwc) -> int:
+    """Shared memory that a block may take."""
+    return SHARED_BYTES // 2 - 1024 if _shares(config) else SHARED_BYTES
+
+
+def _consumer_columns(config: WgradNhwc) -> int:
+    """Columns of a consumer: of the widest tiles there are two or three side by side."""
+    return config.BLOCK_N if config.BLOCK_N <= 256 else 192
+
+
+def _threads(config: WgradNhwc) -> int:
+    """Of a block: its consumers, and a producer, which is a warpgroup where consumers take 128 rows and need its registers."""
+    across = config.BLOCK_N // _consumer_columns(config)
+    down = 2 if config.BLOCK_M == 256 else 1 if across > 1 else config.BLOCK_M // 64
+    return 128 * down * across + (128 if config.BLOCK_M == 128 * down else 32)
+
+
+def _stage_bytes(config: WgradNhwc) -> int:
+    return ROW * POSITIONS * (config.BLOCK_M + config.BLOCK_N) // CHANNELS
+
+
+def _shared_bytes(config: WgradNhwc) -> int:
+    """Shared memory of a block: the ring, whose place the sums take, and room to align it."""
+    return max(config.STAGES * _stage_bytes(config), 4 * config.BLOCK_M * (config.BLOCK_N + 8)) + 1024
+
+
+def _most_stages(rows: int, columns: int) -> int:
+    """The stages that a ring has room for."""
+    tiles = (WgradNhwc(rows, columns, stages) for stages in range(STAGES, 1, -1))
+    return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile))
+
+
+# ---- launches
+
+
+class WgradNhwcArguments(NamedTuple):
+    """The struct of ``wgrad_nhwc_sm90.cu``, which says what its members are."""
+
+    tiles_m: int
+    by_tiles_m: int
+    tiles_n: int
+    by_tiles_n: int
+    groups: int
+    by_groups: int
+    splits: int
+    stages: int
+    part: int
+    rows: int
+    columns: int
+    column_blocks: int
+    taps: int
+    by_taps: int
+    tap_r: int
+    by_tap_r: int
+    tap_s: int
+    by_tap_s: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    rank: int
+    load_plane: int
+    by_load_plane: int
+    load_pq: int
+    by_load_pq: int
+    load_q: int
+    by_load_q: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    size: int
+
+
+class WgradNhwcReduceArguments(NamedTuple):
+    """The struct of ``wgrad_nhwc_reduce.cu``, which says what its members are."""
+
+    size: int
+    splits: int
+    taps: int
+    channels: int
+    tile_taps: int
+    by_tile_taps: int
+    tiles_c: int
+    by_tiles_c: int
+    tiles_t: int
+    by_tiles_t: int
+
+
+def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    product = _product(problem, config)
+    if config.SPLIT == 1:
+        return Schedule.plain([[product]])
+    return Schedule.plain([[product], [_reduce(problem, config)]], 4 * config.SPLIT * math.prod(problem.result_shape))
+
+
+def _product(problem: ConvProblem, config: WgradNhwc) -> KernelLaunch:
+    """The launch that multiplies: it writes the result, or parts of it."""
+    forward, form = _forward(problem), _form(problem)
+    assert form is not None
+    lying, walk = form
+    positions = _positions(problem)
+    stages, (down, across) = ceil(positions, POSITIONS), _tiles(problem, config)
+    _, tap_r, tap_s = forward.filter_size
+    told = arguments(
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
+        part=_part(problem, config), rows=forward.K // forward.groups, columns=forward.C // forward.groups,
+        column_blocks=_column_blocks(problem), taps=math.prod(forward.filter_size), tap_r=tap_r, tap_s=tap_s,
+        **by_axis("dilation_", walk.dilation), **load_base(forward, walk), size=math.prod(problem.result_shape),
+    )  # fmt: skip
+    dy = (forward.K, positions, 1), (2 * forward.K, 2 * forward.K * positions)
+    maps = TensorMap(WEIGHT, 0, *dy, (CHANNELS, POSITIONS, 1), ROW, problem.dtype), image_map(forward, INPUT, lying, walk, POSITIONS)
+    defines = {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
+        "TYPE": ELEMENTS[problem.dtype], "CLUSTER": config.CLUSTER,
+    }
+    grid = down * across * problem.groups * config.SPLIT * config.CLUSTER
+    return KernelLaunch(
+        "wgrad_nhwc_sm90", defines, grid, _threads(config), (RESULT if config.SPLIT == 1 else WORKSPACE,), (), maps=maps,
+        shared=_shared_bytes(config), arch="sm_90a", arguments=told,
+    )  # fmt: skip
+
+
+def _reduce(problem: ConvProblem, config: WgradNhwc) -> KernelLaunch:
+    """The launch that adds the parts."""
+    taps, channels = math.prod(problem.result_size), problem.N
+    if taps == 1:
+        return reduce_launch(problem, config.SPLIT, WORKSPACE)
+    tiles_t = ceil(taps, REDUCE_TAPS)
+    told = arguments(
+        WgradNhwcReduceArguments, size=math.prod(problem.result_shape), splits=config.SPLIT, taps=taps, channels=channels,
+        tile_taps=ceil(taps, tiles_t), tiles_c=ceil(channels, CHANNELS), tiles_t=tiles_t,
+    )  # fmt: skip
+    grid = problem.K * told.tiles_c * told.tiles_t
+    defines = {"TYPE": ELEMENTS[problem.dtype]}
+    return KernelLaunch("wgrad_nhwc_reduce", defines, grid, 32 * told.tile_taps, (WORKSPACE, RESULT), (), arguments=told)
+
+
+def _positions(problem: ConvProblem) -> int:
+    """Of the convolution's result."""
+    forward = _forward(problem)
+    return forward.N * math.prod(forward.output_size)
+
+
+def _part(problem: ConvProblem, config: WgradNhwc) -> int:
+    """Stages of a block."""
+    return ceil(ceil(_positions(problem), POSITIONS), config.SPLIT * config.CLUSTER)
+
+
+def _column_blocks(problem: ConvProblem) -> int:
+    """Blocks of channels of a group of x, for all taps."""
+    return ceil(problem.N, CHANNELS) * math.prod(problem.result_size)
+
+
+def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
+    """Tiles of a group, down and across."""
+    return ceil(problem.K // problem.groups, config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // CHANNELS)
+
+
+def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
+    """Where a sum is cut: its stages follow one another in all tiles."""
+    return config.SPLIT, config.CLUSTER
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile and the type."""
+    types = {"TYPE": (HALF, BFLOAT)}
+    for rows, widths in TILES.items():
+        for columns in widths:
+            config = WgradNhwc(rows, columns, _most_stages(rows, columns))
+            tile = {"BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,)}
+            yield TextFamily("wgrad_nhwc_sm90", tile | types | {"CLUSTER": CLUSTERS}, arch="sm_90a")
+    yield TextFamily("wgrad_nhwc_reduce", types)
+
+
+# ---- the choice
+
+REDUCE, WAIT = 2.0, 0.6  # microseconds of the launch that adds the parts, and of a thread that waits for 8 of them, beside their bytes
+LEAST_STAGES = 4  # of a block that shares a sum
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
+    """The configurations worth comparing for `problem`: runs of positions that fill the machine once."""
+    if why_not(problem):
+        return
+    stages = ceil(_positions(problem), POSITIONS)
+    for rows in _useful(tuple(TILES), problem.K // problem.groups):
+        for columns in _useful(TILES[rows], _column_blocks(problem) * CHANNELS):
+            for cluster in CLUSTERS:
+                config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
+                blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
+                filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
+                for split in sorted({1, ceil(filling, 2), filling} if filling else {1, 2, 3, 4}):
+                    if split * cluster > 1 and stages < LEAST_STAGES * split * cluster:
+                        continue
+                    one = replace(config, SPLIT=split)
+                    if refusal(problem, one) is None:
+                        yield one
+
+
+def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
+    """Sizes of tiles, which grow, up to the first that is large enough."""
+    return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
+
+
+def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
+    """Microseconds that `config` should take: loads or arithmetic, sums that leave the block, rounds; or bytes from and to memory."""
+    forward = _forward(problem)
+    down, across = _tiles(problem, config)
+    channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, CHANNELS) * CHANNELS)
+    columns = min(config.BLOCK_N, _column_blocks(problem) * CHANNELS)
+    rows = (channels + columns) * POSITIONS // CHANNELS
+    step = max(2 * config.BLOCK_M * config.BLOCK_N / 64, ROW_CYCLES * rows) / CLOCK
+    end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if config.CLUSTER > 1 else 2 / STORED)
+    work, blocks = _part(problem, config) * step + end, down * across * problem.groups * config.SPLIT * config.CLUSTER
+    slots = at_once(device, config.CLUSTER)
+    rounds = ceil(blocks, slots)
+    us = rounds * work * (BESIDE if _shares(config) and blocks > slots else 1) + AGAIN * (rounds - 1)
+    size = math.prod(problem.result_shape)
+    moved = 2 * (math.prod(forward.input_shape) + math.prod(forward.result_shape) + size)
+    if config.SPLIT == 1:
+        return BEGIN + max(us, moved / MEMORY)
+    parts = 4 * config.SPLIT * size
+    return BEGIN + max(us, (moved + parts) / MEMORY) + REDUCE + WAIT * ceil(config.SPLIT, 8) + parts / MEMORY
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,335 @@
+"""Gradients of filters from channels-last arrays as they lie: their planning in numpy (emulator.py), their kernels compiled, and, on an sm_90 GPU, their numbers."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import emulator
+import numpy as np
+import pytest
+from reference import DTYPES, EPS, SUM_EPS, TINY, assert_close, assert_exact
+from test_implicit_gemm import H200, MARGIN, NVCC, check_compiled, check_noticed, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
+from test_kernels import check_refused
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
+from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
+from pycuda_conv.tools import families
+
+TYPES = [dtype for dtype in ("float16", "bfloat16") if dtype in DTYPES]
+
+
+@dataclass(frozen=True)
+class Filter:
+    """The gradient of a filter by its arguments."""
+
+    x: tuple
+    w: tuple
+    stride: tuple = (1,)
+    padding: tuple = (0,)  # or pairs
+    dilation: tuple = (1,)
+    groups: int = 1
+
+    @property
+    def ndim(self) -> int:
+        return len(self.w) - 2
+
+    def each(self, values: tuple) -> tuple:
+        return values * self.ndim if len(values) == 1 else values
+
+    @property
+    def pairs(self) -> tuple:
+        return tuple(p if isinstance(p, tuple) else (p, p) for p in self.each(self.padding))
+
+    @property
+    def dy(self) -> tuple:
+        rows = zip(self.x[2:], self.w[2:], self.each(self.stride), self.pairs, self.each(self.dilation), strict=True)
+        return (self.x[0], self.w[0], *((n + sum(p) - d * (f - 1) - 1) // s + 1 for n, f, s, p, d in rows))
+
+    def problem(self, dtype: str = "float16", layout: str = "NHWC") -> ConvProblem:
+        options = {"stride": self.each(self.stride), "padding": self.pairs, "dilation": self.each(self.dilation), "groups": self.groups}
+        return ConvProblem.gradient("weight", self.ndim, self.x, self.w, self.dy, dtype=dtype, layout=layout, **options)
+
+    def arrays(self, dtype: str, make) -> tuple[np.ndarray, np.ndarray]:
+        return make(self.x).astype(dtype), make(self.dy).astype(dtype)
+
+    def integers(self, dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """Small integers: sums are exact in float32 in any order, and rounded once."""
+        rng = np.random.default_rng(seed)
+        return self.arrays(dtype, lambda shape: rng.integers(-8, 9, shape))
+
+    def normals(self, dtype: str, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        return self.arrays(dtype, np.random.default_rng(seed).standard_normal)
+
+    def reference(self, x: np.ndarray, dy: np.ndarray) -> np.ndarray:
+        """In float64, tap by tap."""
+        stride, dilation = self.each(self.stride), self.each(self.dilation)
+        padded = np.pad(x.astype(float), ((0, 0), (0, 0), *self.pairs)).reshape(x.shape[0], self.groups, -1, *(n + sum(p) for n, p in zip(x.shape[2:], self.pairs, strict=True)))
+        grad = dy.astype(float).reshape(dy.shape[0], self.groups, -1, *dy.shape[2:])
+        out = np.zeros(self.w)
+        for tap in np.ndindex(*self.w[2:]):
+            seen = padded[(..., *(slice(t * d, t * d + (m - 1) * s + 1, s) for t, d, m, s in zip(tap, dilation, dy.shape[2:], stride, strict=True)))]
+            with np.errstate(invalid="ignore"):
+                found = np.einsum("ngkp,ngcp->gkc", grad.reshape(*grad.shape[:3], -1), seen.reshape(*seen.shape[:3], -1))
+            out[(slice(None), slice(None), *tap)] = found.reshape(self.w[:2])
+        return out
+
+    def bound(self, x: np.ndarray, dy: np.ndarray, ref: np.ndarray) -> np.ndarray:
+        """How far from `ref` the rounding of an honest sum may lead."""
+        dtype = x.dtype.name
+        length = self.dy[0] * math.prod(self.dy[2:])
+        return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(np.abs(x), np.abs(dy)) + EPS[dtype] * np.abs(ref) + TINY[dtype]
+
+    def __str__(self) -> str:
+        def show(values):
+            return "x".join("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
+
+        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}" + f"-g{self.groups}" * (self.groups > 1)
+
+
+#: Tails of channels and positions, several tiles, strides, padding, dilation, groups, one to three axes, filters of one and of many taps.
+CASES = [
+    Filter((2, 24, 9, 8), (40, 24, 3, 3), padding=(1,)), Filter((3, 64, 10, 12), (136, 64, 1, 1)), Filter((2, 136, 7, 5), (8, 136, 3, 2), padding=(1, 0)),
+    Filter((3, 16, 13, 9), (72, 16, 1, 1), stride=(2,)), Filter((2, 72, 11, 17), (32, 72, 3, 5), stride=(2, 1), padding=(2, 1), dilation=(1, 2)),
+    Filter((40, 8, 3, 3), (24, 8, 3, 3), padding=(1,)), Filter((2, 16, 50), (48, 16, 5), padding=(2,)), Filter((2, 16, 4, 6, 5), (40, 16, 3, 3, 1), padding=(1, 0, 0)),
+    Filter((1, 200, 6, 7), (264, 200, 1, 1)), Filter((2, 16, 12, 10), (16, 16, 2, 3), stride=(3, 2), padding=((1, 2), (0, 1))),
+    Filter((2, 48, 7, 6), (80, 24, 3, 3), padding=(1,), groups=2), Filter((1, 64, 5, 6), (64, 16, 1, 1), groups=4), Filter((2, 8, 9, 30), (16, 8, 3, 7), padding=(1, 3)),
+    Filter((1, 8, 6, 7, 9), (8, 8, 2, 3, 2), stride=(1, 2, 3), padding=((0, 2), (2, 1), (1, 0)), dilation=(2, 1, 2)), Filter((2, 16, 64), (8, 16, 2), padding=((16, 0),), dilation=(70,)),
+    Filter((2, 16, 2, 3), (8, 16, 2, 3)), Filter((1, 128, 8, 8), (192, 128, 3, 3), padding=(1,)),
+]  # fmt: skip
+
+#: Rings go round, and round again.
+DEEP = Filter((4, 24, 20, 21), (72, 24, 3, 3), padding=(1,))
+
+#: One of each kind: every number of consumers, the widest and the narrowest, clusters, runs of positions, and both.
+CONFIGS = (
+    WgradNhwc(64, 64, 4), WgradNhwc(128, 192, 3, 2), WgradNhwc(256, 192, 4, 1, 3), WgradNhwc(64, 192, 2, 8, 2), WgradNhwc(192, 128, 4, 4), WgradNhwc(128, 256, 4),
+    WgradNhwc(128, 384, 3, 2, 2), WgradNhwc(64, 384, 3), WgradNhwc(64, 576, 2, 4), WgradNhwc(256, 64, 2, 8),
+)  # fmt: skip
+PLANNED = [(case, dtype) for i, case in enumerate(CASES) for dtype in TYPES[i % len(TYPES) :][:1]]
+IDS = [f"{dtype}-{case}" for case, dtype in PLANNED]
+
+
+@pytest.mark.parametrize(("case", "dtype"), PLANNED, ids=IDS)
+def test_the_plan_computes_the_gradient(case, dtype):
+    """Every argument and tensor map, in numpy."""
+    problem, arrays = case.problem(dtype), case.integers(dtype)
+    ref = case.reference(*arrays)
+    for config in CONFIGS:
+        assert engines.refusal(problem, config, H200) is None
+        assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
+
+
+def test_every_kind_of_case_is_among_them():
+    met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in CONFIGS]
+    launches = [launch for program in met for step in program.whole for launch in step]
+    structs = [launch.arguments for launch in launches if launch.kernel == "wgrad_nhwc_sm90"]
+    assert {s.rank for s in structs} == {1, 2, 3} and {s.taps > 1 for s in structs} == {s.groups > 1 for s in structs} == {True, False}
+    assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
+    assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "direct_reduce"}
+    assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "wgrad_nhwc_reduce") == 2
+
+
+@pytest.mark.parametrize("split", [1, 2, 7, 40])
+@pytest.mark.parametrize("cluster", wn.CLUSTERS)
+def test_every_cut_of_a_sum(split, cluster):
+    case = CASES[0]
+    arrays = case.integers("float16")
+    assert_exact(emulator.emulate(case.problem(), WgradNhwc(64, 128, 3, cluster, split), *arrays), case.reference(*arrays))
+
+
+# ---- what is legal, and the choice
+
+BASE = CASES[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (BASE.problem("float32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "in the layouts CHWN, not in CNHW"),
+        (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "multiple of 16 bytes"), (Filter((2, 16, 9, 8), (12, 16, 3, 3)).problem(), WgradNhwc(), "multiple of 16 bytes"),
+        (Filter((2, 16, 9, 8), (16, 4, 3, 3), groups=4).problem(), WgradNhwc(), "multiple of 16 bytes"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of 16 channels"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
+        (Filter((2, 8, 2**15, 2**15), (8, 8, 1, 1)).problem(), WgradNhwc(), "32 bits"), (Filter((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)).problem(), WgradNhwc(), "stride, padding or dilation"),
+        (Filter((1, 16, 40, 40), (8, 16, 2, 2), stride=(9,)).problem(), WgradNhwc(), "stride, padding or dilation"),
+        (BASE.problem(), WgradNhwc(96), "a tile has 64 rows"), (BASE.problem(), WgradNhwc(256, 256), "256 rows and 64, 128, 192 columns"), (BASE.problem(), WgradNhwc(128, 128, 4, 3), "shared by 1, 2, 4, 8"),
+        (BASE.problem(), WgradNhwc(64, 192, 4), "bytes of shared memory"), (BASE.problem(), WgradNhwc(128, 256, 5), "bytes of shared memory"),
+        (BASE.problem(), WgradNhwc(64, 64, 1), "bytes of shared memory"), (BASE.problem(), WgradNhwc(128, 128, 4, 1, 0), "at least one split"), (BASE.problem(), WgradNhwc(128, 128, 4, 1, 2**31), "its grid"),
+    ],
+    ids=lambda v: str(v)[:50],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(problem, config, reason):
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+
+
+def test_other_gpus_do_not_have_it():
+    for capability, backend in (((8, 0), "cuda"), ((10, 0), "cuda"), ((0, 0), "opencl")):
+        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+        assert engines.refusal(BASE.problem(), WgradNhwc(), device) is not None
+
+
+def test_the_choice_is_legal_and_its_texts_are_listed():
+    """Of random layers of every family: what is chosen, and a candidate's launches."""
+    listed, r, met = [*wn.texts(H200)], random.Random(3), 0
+    for family in ("dense 3x3", "dense 1x1", "small batch", "grouped", "volume", "odd"):
+        for _ in range(8):
+            try:
+                problem = families.problem(families.layer(r, family), "wgrad", "bfloat16", "fp32", "NHWC").launched
+            except ValueError:
+                continue
+            if wn.why_not(problem):
+                assert wn.choose(problem, H200) is None
+                continue
+            found = list(wn.configs(problem, H200))
+            assert len(set(found)) == len(found) and wn.choose(problem, H200)[1] in found and all(wn.refusal(problem, config) is None for config in found)
+            program = wn.schedule(problem, r.choice(found), H200)
+            assert program.workspace_bytes == sum(4 * launch.arguments.splits * launch.arguments.size for step in program.whole for launch in step[:1] if launch.buffers == (4,))
+            for launch in (launch for step in program.whole for launch in step):
+                assert launch.kernel == "direct_reduce" or any(launch in one for one in listed), launch.defines
+                met += 1
+    assert met > 20
+
+
+def test_the_machine_is_filled():
+    """Long sums for few results are cut until the blocks fill it; many results are not."""
+    few = Filter((64, 64, 56, 56), (64, 64, 3, 3), padding=(1,)).problem("bfloat16").launched
+    us, config = wn.choose(few, H200)
+    (product, *_), *_ = wn.schedule(few, config, H200).whole
+    assert product.grid > H200.multiprocessors / 2 and config.SPLIT * config.CLUSTER > 8 and 20 < us < 60
+    many = Filter((64, 2048, 7, 7), (2048, 2048, 3, 3), padding=(1,)).problem("bfloat16").launched
+    assert wn.choose(many, H200)[1].SPLIT == 1
+
+
+def test_the_order_of_sums():
+    problem = BASE.problem().launched
+    assert wn.sum_order(problem, WgradNhwc(64, 64, 4)) == wn.sum_order(problem, WgradNhwc(256, 192, 4))
+    assert len({wn.sum_order(problem, WgradNhwc(64, 64, 4, cluster, split)) for cluster, split in ((1, 1), (8, 1), (1, 8), (2, 4))}) == 4
+    assert wn.filter_key(problem, WgradNhwc()) is None
+
+
+# ---- numbers that are not finite
+
+
+def check_not_finite(run) -> None:
+    """They reach the results that they are part of, and no others."""
+    case = Filter((2, 24, 5, 7), (16, 24, 3, 3), padding=(1,))
+    x, dy = case.integers("float16", seed=1)
+    clean = run(case, x, dy)
+    assert_exact(clean, case.reference(x, dy))
+    for value in (np.inf, -np.inf, np.nan):
+        bad = x.copy()
+        bad[1, 5, 0, 6] = value  # in the last column of the first row: taps (2, 2), (1, 2) and their like never meet it
+        ones = np.ones_like(dy)
+        got = run(case, bad, ones)
+        meets = np.zeros(case.w, bool)
+        meets[:, 5] = [[False, False, False], [True, True, False], [True, True, False]][::-1]
+        met = ~np.isfinite(case.reference(bad, ones))
+        assert (~np.isfinite(got) == met).all() and met.any() and not met[:, :5].any() and not met.all()
+        bad = dy.copy()
+        bad[0, 3, 4, 6] = value
+        got = run(case, x, bad)
+        assert not np.isfinite(got[3]).any() and np.array_equal(np.delete(got, 3, 0), np.delete(clean, 3, 0))
+
+
+def test_what_is_not_finite_reaches_its_own_results_only():
+    check_not_finite(lambda case, x, dy: emulator.emulate(case.problem(), WgradNhwc(64, 128, 3, 1, 2), x, dy, finite=False))
+
+
+@pytest.mark.parametrize(
+    ("case", "scalars"),
+    [
+        (CASES[1], "tiles_m tiles_n stages part rows columns column_blocks load_plane size"), (CASES[4], "taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
+        (CASES[10], "groups"), (CASES[13], "tap_r dilation_d stride_d low_d"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_emulator_notices_a_wrong_scalar(case, scalars, monkeypatch):
+    arrays = case.integers("float16")
+    ref = case.reference(*arrays)
+    check_noticed(wn, "wgrad_nhwc_sm90", case.problem(), WgradNhwc(64, 64, 3, 1, 2), arrays, scalars, 1, lambda got: assert_exact(got, ref), monkeypatch)
+
+
+# ---- the kernels, compiled
+
+
+def test_steps_fit_their_kernels():
+    for config in CONFIGS:
+        check_steps(wn.schedule(BASE.problem().launched, config, H200), "wgrad_nhwc_sm90")
+        check_steps(wn.schedule(CASES[12].problem().launched, config, H200), "wgrad_nhwc_reduce")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+    steps = {}
+    for rows, widths in wn.TILES.items():
+        for columns in widths:
+            for dtype, cluster in zip(TYPES * 2, (1, 8, 2, 4), strict=False):
+                if columns == widths[-1] or cluster == 8:
+                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns), cluster, 2)
+                    for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
+                        steps[launch.source()] = launch, str(config)
+    check_compiled(steps, tmp_path)
+
+
+# ---- on the GPU
+
+
+def ids_of(runs) -> list[str]:
+    return [f"{dtype}-{'_'.join(map(str, vars(config).values()))}-{case}" for case, dtype, config in runs]
+
+
+RUNS = [(case, dtype, config) for case in (*CASES, DEEP) for dtype in TYPES for config in CONFIGS]
+LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
+RUNS += [
+    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1]), cluster, split))
+    for dtype in TYPES for rows, widths in wn.TILES.items() for cluster, split in ((1, 1), (1, 9), (8, 1), (4, 2))
+]  # fmt: skip
+
+
+@cache
+def plans() -> dict:
+    """The plans of all runs."""
+    return side_by_side("filters channels last", lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), RUNS)
+
+
+def launched(torch, plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:  # noqa: F811
+    """What `plan` computes: all arrays between margins of NaN, workspace and result NaN before."""
+
+    def surrounded(content):
+        size = content if isinstance(content, int) else content.size
+        whole = torch.full((2 * MARGIN + size,), 0xFF, dtype=torch.uint8, device="cuda")
+        if not isinstance(content, int):
+            whole[MARGIN : MARGIN + size] = torch.from_numpy(content.copy()).cuda()
+        return whole
+
+    order = (0, *range(2, x.ndim), 1)
+    wholes = [surrounded(np.frombuffer(np.ascontiguousarray(a.transpose(order)).tobytes(), np.uint8)) for a in (x, dy)]
+    wholes += [surrounded(math.prod(plan.result_shape) * x.dtype.itemsize), surrounded(plan.workspace_bytes)]
+    of_x, of_dy, result, scratch = (whole.data_ptr() + MARGIN for whole in wholes)
+    with plan.device:
+        plan.launch((of_x, of_dy, 0, 0, 0, result, scratch))
+    torch.cuda.synchronize()
+    for whole in wholes:
+        assert (whole[:MARGIN] == 0xFF).all() and (whole[-MARGIN:] == 0xFF).all(), f"{plan} wrote outside its arrays"
+    return wholes[2][MARGIN:-MARGIN].cpu().numpy().view(x.dtype).reshape(plan.result_shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    case, dtype, _ = run
+    plan = plans()[str(run)]
+    arrays = case.integers(dtype)
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    arrays = case.normals(dtype)
+    ref, got = case.reference(*arrays), launched(torch, plan, *arrays)
+    assert_close(got, ref, case.bound(*arrays, ref), plan)
+    assert got.tobytes() == launched(torch, plan, *arrays).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [WgradNhwc(64, 64, 4), WgradNhwc(64, 64, 4, 4, 2)], ids=str)
+def test_what_is_not_finite_on_the_gpu(torch, config):  # noqa: F811
+    check_not_finite(lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=config), x, dy))
