@@ -1,0 +1,64 @@
+"""Gradients of filters from channels-last arrays: the kernels' own text, run on the CPU (simt)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import simt
+from reference import assert_close, assert_exact
+from test_implicit_gemm import H200
+from test_wgrad_nhwc import CONFIGS, DEEP, PLANNED, TYPES, Filter, check_not_finite, ids_of
+
+from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
+from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
+
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+RUNS = [(case, dtype, CONFIGS[(i + more) % len(CONFIGS)]) for i, (case, dtype) in enumerate(PLANNED) for more in (0, 5)]
+RUNS += [(DEEP, TYPES[i % len(TYPES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 1, 5)))]
+
+
+@pytest.mark.parametrize(("case", "dtype", "config"), RUNS, ids=ids_of(RUNS))
+def test(case, dtype, config):
+    arrays = case.integers(dtype)
+    assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=(1, 2)), case.reference(*arrays), config)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_the_planner_chooses(seed):
+    r = random.Random(seed)
+    groups, taps, stride, dilation = r.choice((1, 1, 1, 2)), r.choice((1, 2, 3, 5)), r.choice((1, 1, 2, 3)), r.choice((1, 1, 2))
+    c, k, size = r.choice((16, 24, 64, 200)), r.choice((16, 64, 136)), tuple(r.randint(9, 17) for _ in range(2))
+    case = Filter((r.randint(1, 4), c * groups, *size), (k * groups, c, taps, taps), (stride,), (taps // 2,), (dilation,), groups)
+    dtype = TYPES[seed % len(TYPES)]
+    arrays, (_, config) = case.integers(dtype), wn.choose(case.problem(dtype).launched, H200)
+    assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=(seed,)), case.reference(*arrays), config)
+
+
+def test_numbers_at_random():
+    """Within the bound of an honest sum."""
+    for dtype in TYPES:
+        arrays = DEEP.normals(dtype)
+        ref = DEEP.reference(*arrays)
+        assert_close(simt.computed(DEEP.problem(dtype), WgradNhwc(128, 192, 5, 2), *arrays), ref, DEEP.bound(*arrays, ref))
+
+
+def test_what_is_not_finite():
+    check_not_finite(lambda case, x, dy: simt.computed(case.problem(), WgradNhwc(64, 128, 4, 2), x, dy))
+
+
+@pytest.mark.parametrize(
+    ("text", "instead", "config"),
+    [
+        ("named_barrier(1, CONSUMER_THREADS);  // all sums are there", "", WgradNhwc(256, 64, 4)), ("wgmma_wait<BEHIND>();", "wgmma_wait<BEHIND + 1>();", WgradNhwc(64, 64, 2)),
+        ("(of.dy_blocks + of.x_blocks) * BLOCK_BYTES", "STAGE_BYTES", WgradNhwc(64, 128, 2)), ("barrier_wait(ring.full + 8 * at.stage, at.parity);", "", WgradNhwc(64, 64, 2)),
+        ("cluster_barrier();  // shared memory must outlive", "//", WgradNhwc(64, 64, 2, 4)), ("k * STEP_BYTES / 16, !(", "k * 2, !(", WgradNhwc(64, 64, 2)),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_broken_kernel_is_noticed(text, instead, config):
+    case = Filter((3, 24, 9, 11), (72, 24, 3, 3), padding=(1,))
+    arrays = case.integers("float16")
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        assert_exact(simt.computed(case.problem(), config, *arrays, seeds=range(4), broken=(text, instead)), case.reference(*arrays))
