@@ -156,6 +156,7 @@ class Behind:
         self._device, self._kernels, self._left = device, kernels, calls
         self._lock = threading.Lock()
         self._coming: list[Future[Any]] | None = None
+        self._taken = False
         if not calls:
             self._start()
 
@@ -165,7 +166,7 @@ class Behind:
                 self._coming = self._device.compile_behind(self._kernels)
 
     def ready(self, stream: Any) -> bool:
-        """Count a call; whether the kernels may be taken from now on. Not while a stream is being captured.
+        """Count a call; whether the kernels may be taken from now on: once, by one thread. Not while a stream is being captured.
 
         Raises
         ------
@@ -184,7 +185,9 @@ class Behind:
             return False
         for one in self._coming:
             one.result()
-        return True
+        with self._lock:
+            taken, self._taken = self._taken, True
+        return not taken
 
 
 _said: set[str] = set()

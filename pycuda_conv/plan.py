@@ -162,17 +162,18 @@ class Plan:
 
     def _improve(self, coming: behind.Behind, stream: Any) -> None:
         """Take what was compiled behind the calls, if it is ready."""
+        done = True
         try:
-            if not coming.ready(stream):
-                return
-            self._behind = None
-            if self._better_config is None:
-                self._load(behind.with_constants(self.schedule))
-            else:
+            done = coming.ready(stream)
+            if done and self._better_config is not None:
                 self._make_better(self._better_config)
+            elif done:
+                self._load(behind.with_constants(self.schedule))
         except Exception as error:  # what serves goes on serving
-            self._behind = None
             behind.say(error)
+        finally:
+            if done:  # not before: until then no call of this plan may be remembered
+                self._behind = None
 
     def _make_better(self, config: engines.Config) -> None:
         better = type(self).__new__(type(self))
@@ -184,8 +185,8 @@ class Plan:
     def settled(self) -> Plan:
         """The plan that calls will take in the end: the best configuration, with the layer's constants. Waits for the compiler."""
         if self._better_config is not None and self.better is None:
-            self._behind = None
             self._make_better(self._better_config)
+            self._behind = None
         plan = self.better or self
         plan.specialise()
         return plan
@@ -197,8 +198,9 @@ class Plan:
         are compiled behind the calls, after ten of them.
         """
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
-            self._behind = None
             self._load(behind.with_constants(self.schedule))
+            self._behind = None
+            self.ready.clear()
             forget_launches()
 
     @property

@@ -5,6 +5,9 @@ C writes all of that down as a key, finds behind it what :func:`remember` has pu
 checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, autocast, traces, a stream of the
 caller's, arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.dispatch`,
 and so do all where there is no launcher in C.
+
+What is several kernels in a row, such as a pass of a fused layer, is kept likewise: :func:`row` makes one schedule of the launches,
+which :data:`find` finds and :data:`perform` makes.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from pycuda_conv.memo import MOST, launches_are_in
+from pycuda_conv.runtime.base import KernelLaunch, TensorMap
 from pycuda_conv.runtime.cuda import LauncherInC
 
 if TYPE_CHECKING:
@@ -43,8 +48,14 @@ def _nothing(*call: Any) -> Any:
 
 #: (table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
 call: Callable[..., Any] = _nothing if _native is None else _native.call
-#: (ready, input, weight, bias) -> the result of a call whose operands look as they did then
+#: (ready, input, weight, bias) -> the result of a call whose operands look as they did then, or None
 run: Callable[..., Any] = _nothing if _native is None else _native.run
+#: (options, tensor, ...) -> the key of a call, or None for what is unusual
+key: Callable[..., Any] = _nothing if _native is None else _native.key
+#: (table, options, tensor, ...) -> what stands behind that key, or None
+find: Callable[..., Any] = _nothing if _native is None else _native.find
+#: (ready, operand, ...) -> the results of a row of launches whose operands look as they did then, or None
+perform: Callable[..., Any] = _nothing if _native is None else _native.perform
 
 
 def possible() -> bool:
@@ -62,7 +73,8 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
     if _native is None:
         return
     c, tensor = torch._C, torch.Tensor
-    about = tensor.data_ptr, tensor.stride, tensor.get_device, tensor.is_neg, tensor.is_inference
+    marked = getattr(c, "_get_tensor_metadata", tensor.is_neg)  # which keeps the GIL; is_neg() lets go of it
+    about = tensor.data_ptr, tensor.stride, tensor.get_device, marked, tensor.is_inference
     autocast = partial(torch.is_autocast_enabled, "cuda")
     states = c._are_functorch_transforms_active, c._len_torch_dispatch_stack, c._get_tracing_state, autocast
     announce = torch.autograd.graph.increment_version
@@ -97,13 +109,53 @@ def remember(
     """
     if not kind.remembered:
         return
-    key = None if _native is None or not plan.settles else _native.key(options, *operands, out)
-    if key is None or key in table or plan.device.capturing():
+    name = key(options, *operands, out) if plan.settles else None
+    if name is None or name in table or plan.device.capturing():
         return
+    turned = layout not in ("", plan.problem.layout)
+    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, packed, recorded))
+
+
+def put(table: Table, name: bytes, ready: Any) -> None:
+    """Put something behind a key, in a table that may be full."""
     if len(table) >= MOST:
         table.clear()
-    turned = layout not in ("", plan.problem.layout)
-    table[key] = None if turned else _ready(cast("TorchKind", kind), plan, operands, packed, recorded)
+    table[name] = ready
+
+
+def row(
+    kind: TorchKind, device: Any, steps: Sequence[Sequence[KernelLaunch]], like: Any, operands: int, results: Sequence[Any], nbytes: int
+) -> Any:
+    """Launches for :data:`perform`, or None where Python makes them.
+
+    Their buffers are so many operands, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor on the GPU;
+    each of `results` is what ``kind.maker`` gives.
+    """
+    launcher = device.schedule_launcher(steps)
+    if not isinstance(launcher, LauncherInC):
+        return None
+    workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, like.device, None) if nbytes else None
+    return device.ready(
+        launcher, kind._current_stream, like.get_device(), operands, tuple(results), workspace, nbytes, (0, 0), (0,) * 5, 0, None, None,
+    )
+
+
+def moved(steps: Sequence[Sequence[KernelLaunch]], places: Sequence[tuple[int, int]]) -> list[list[KernelLaunch]]:
+    """The same launches with buffer i at ``places[i]``: the number of another buffer, and bytes from its start."""
+
+    def at(buffer: int, offset: int = 0) -> tuple[int, int]:
+        number, start = places[buffer]
+        return number, start + offset
+
+    def one(launch: KernelLaunch) -> KernelLaunch:
+        buffers = tuple(at(*place) if isinstance(place, tuple) else at(place) for place in launch.buffers)
+        return replace(launch, buffers=buffers, maps=tuple(map(moved_map, launch.maps)))
+
+    def moved_map(described: TensorMap) -> TensorMap:
+        number, offset = at(described.buffer, described.offset)
+        return replace(described, buffer=number, offset=offset)
+
+    return [[one(launch) for launch in step] for step in steps]
 
 
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
@@ -124,13 +176,6 @@ def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, re
     workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
     result = kind.maker(plan.result_shape, input.dtype, input.device, plan.result_order)
     return device.ready(
-        launcher, kind._current_stream, result, workspace, (place, plan.schedule.workspace_bytes), plan.operand_bytes, plan.result_bytes,
-        recorded, packed,
+        launcher, kind._current_stream, input.get_device(), 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes),
+        plan.operand_bytes, plan.result_bytes, recorded, packed,
     )
-
-
-@lru_cache(maxsize=64)
-def element(torch: Any, dtype: Any, device: Any) -> Any:
-    """A tensor of one element, for others to be made like it."""
-    with torch.inference_mode(False):
-        return torch.empty((), dtype=dtype, device=device)

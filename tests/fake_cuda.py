@@ -71,13 +71,14 @@ class FakeCuda:
         self._patch.setenv("PYCUDA_CONV_LAUNCHER", launcher)
         return cuda.CudaDevice(0)
 
-    def asked(self, device=None, contexts=False):
+    def asked(self, device=None, contexts=False, keep=False):
         """What the driver was asked since this was called last, a line for each call of it; with `contexts`, pushes and pops too.
 
-        The event and the side streams that this thread has of `device` are called own0 to own3.
+        With `keep`, this call does not count. The event and the side streams that this thread has of `device` are called own0 to own3.
         """
         text = self._log[: self._length.value].decode()
-        self._length.value = 0
+        if not keep:
+            self._length.value = 0
         for i, handle in enumerate(device._streams().own if device else ()):
             text = re.sub(rf"{handle:#x}\b", f"own{i}", text)
         return [line for line in text.splitlines() if contexts or line not in ("push", "pop")]

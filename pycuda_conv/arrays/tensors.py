@@ -182,11 +182,17 @@ class TorchKind(DeviceKind, HostKind):
         return like.new_empty(shape) if order is None else like.new_empty_strided(shape, strides_of(shape, 1, order))
 
     def maker(self, shape: tuple[int, ...], dtype: Any, device: Any, order: tuple[int, ...] | None) -> tuple[Any, tuple[Any, ...], Any]:
-        """A function, its arguments and keywords, which make what :meth:`empty` makes, in less time."""
-        memory_format = torch.contiguous_format if order is None else self._formats.get(order)
-        if memory_format is None:
-            return torch.empty_strided, (shape, strides_of(shape, 1, order or ())), {"dtype": dtype, "device": device}
-        return torch.empty_like, (quick.element(torch, dtype, device).expand(shape),), {"memory_format": memory_format}
+        """A function, its arguments and keywords, which make what :meth:`empty` makes, in less time.
+
+        The function may make it on torch's current GPU whatever the `device`: one that torch compiles its own allocations to does so. It
+        passes by torch's dispatcher, and it keeps the GIL.
+        """
+        strides = strides_of(shape, 1, order or tuple(range(len(shape))))
+        guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        make = getattr(guards, f"_empty_strided_{device.type}", None)
+        if make is None:
+            return torch.empty_strided, (shape, strides), {"dtype": dtype, "device": device}
+        return make, (shape, strides, dtype), None
 
     def current_stream(self, device: Any) -> Any:
         return self._current_stream(device.ordinal)

@@ -295,6 +295,7 @@ class Again:
     def __init__(self, call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> None:
         self.operator = _BY_FUNCTION[call.function]
         self.settings = settings = Settings(call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False)
+        self.size = call.size
         self.shapes = first_shape, second_shape
         self.transposed = self.operator is CONV_TRANSPOSE
         #: the keys' options of the gradients; None where they take more than one convolution
@@ -329,7 +330,8 @@ class _Again(torch.autograd.Function):
         by_first, by_second, *_ = ctx.needs_input_grad
         ctx.save_for_backward(first if by_second else None, second if by_first else None)
         ctx.again = again
-        return quick.run(ready, first, second, bias)
+        made = quick.run(ready, first, second, bias)
+        return again.operator.compute(again.settings, first, second, bias, again.size) if made is None else made
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

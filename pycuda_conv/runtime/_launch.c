@@ -10,6 +10,10 @@
 // is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
 // None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
 //
+// Threads. To let go of the GIL while others wait for it is to hand it over, which takes longer than a launch. So a call lets go of it
+// once, around all its launches: those wait where the driver's queue is full, maybe for a callback that needs the GIL. What is asked of
+// torch, and memory, come from functions that keep it. Of the objects that a call makes, torch lets go of the GIL only to free the result.
+//
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
 #define PY_SSIZE_T_CLEAN
@@ -265,7 +269,6 @@ static int make_all(Schedule* s, const uint64_t* buffers, void* const* streams, 
   if (!room) return PyErr_NoMemory(), -1;
   for (Py_ssize_t i = 0; i < s->count; i++)
     if (s->operations[i].kind == LAUNCH && fill(&s->operations[i], buffers, room + s->operations[i].room)) goto done;
-  // a launch waits where the driver's queue is full, maybe for a callback that needs the GIL
   Py_BEGIN_ALLOW_THREADS
   code = run(s, room, streams, event, failed);
   Py_END_ALLOW_THREADS
@@ -326,7 +329,7 @@ static PyObject* is_current(PyObject* self, PyObject* const* args, Py_ssize_t n)
 
 // ---- calls
 
-enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4 };
+enum { OPERANDS = 5, AXES = 8, KEY_BYTES = 2048, DEPTH = 4, MOST_RESULTS = 4 };
 enum { INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL };       // buffers
 static const int BUFFER_OF[OPERANDS] = {INPUT, WEIGHT, BIAS, SCALE, RESIDUAL};  // operands in the order of call()'s arguments
 
@@ -342,25 +345,37 @@ typedef struct {
   uint64_t byte_offset;
 } DLTensor;
 
+typedef struct Managed {
+  uint32_t major, minor;
+  void* context;
+  void (*free)(struct Managed*);
+  uint64_t flags;
+  DLTensor tensor;
+} Managed;
+
+typedef int (*Allocate)(DLTensor*, Managed**, void*, void (*)(void*, const char*, const char*));
+
 typedef struct {
   uint32_t major, minor;
   void* previous;
-  void *allocate, *managed_from_object, *managed_to_object;
+  Allocate allocate;
+  void *managed_from_object, *managed_to_object;
   int (*tensor_from_object)(void*, DLTensor*);
   void* current_stream;
 } DLPackExchange;
 
-enum { DLPACK_CUDA = 2 };
+enum { DLPACK_CPU = 1, DLPACK_CUDA = 2, DLPACK_UINT = 1 };
 
 // What is asked of torch. Set once, by learn().
 static struct {
   PyObject *tensor, *parameter;                                                  // the classes whose objects are plain tensors
-  PyObject *pointer, *strides, *ordinal, *negated, *made_in_inference;           // functions of a tensor
+  PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
   PyObject *name_shape, *name_type, *name_requires_grad, *name_level;
   long least;  // ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
+  Allocate allocate;              // likewise, memory without an object of Python's
 } torch;
 static int stopped;  // in a forked child
 
@@ -375,12 +390,18 @@ static int put(Key* key, uint64_t word) {
   return 0;
 }
 
-// An option: None, an integer, a word, or a row of those. -1 for anything else, for which an exception may be set.
+// An option: None, an integer, a float, a word, or a row of those. -1 for anything else, for which an exception may be set.
 static int put_option(Key* key, PyObject* value, int depth) {
   if (value == Py_None) return put(key, 'N');
   if (PyLong_CheckExact(value)) {
     const long long number = PyLong_AsLongLong(value);
     return (number == -1 && PyErr_Occurred()) || put(key, 'I') || put(key, (uint64_t)number) ? -1 : 0;
+  }
+  if (PyFloat_CheckExact(value)) {
+    const double number = PyFloat_AsDouble(value);
+    uint64_t word;
+    memcpy(&word, &number, sizeof word);
+    return put(key, 'F') || put(key, word) ? -1 : 0;
   }
   if (PyUnicode_CheckExact(value)) {
     Py_ssize_t n;
@@ -419,14 +440,20 @@ static int is_true(PyObject* function, PyObject* object) {
   return truth;
 }
 
-static int pointer_of(PyObject* tensor, uint64_t* to) {
+static long place_of(const DLTensor* t) { return t->device_type == DLPACK_CUDA ? t->device_id : -1; }
+
+static int pointer_of(PyObject* tensor, uint64_t* to, long* place) {
   DLTensor t;
   if (torch.read) {
     if (torch.read(tensor, &t)) return -1;
     *to = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+    *place = place_of(&t);
     return 0;
   }
-  PyObject* answer = PyObject_CallFunctionObjArgs(torch.pointer, tensor, NULL);
+  PyObject* answer = PyObject_CallFunctionObjArgs(torch.ordinal, tensor, NULL);
+  *place = answer ? PyLong_AsLong(answer) : -1;
+  Py_XDECREF(answer);
+  answer = PyErr_Occurred() ? NULL : PyObject_CallFunctionObjArgs(torch.pointer, tensor, NULL);
   const int code = answer ? number(answer, to) : -1;
   Py_XDECREF(answer);
   return code;
@@ -435,11 +462,12 @@ static int pointer_of(PyObject* tensor, uint64_t* to) {
 // put_tensor() of a plain tensor that torch describes itself.
 static int put_read_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   DLTensor t;
-  if (torch.read(tensor, &t) || t.ndim > AXES || !t.strides || is_true(torch.negated, tensor)) return -1;
-  const long ordinal = t.device_type == DLPACK_CUDA ? t.device_id : -1;
+  if (torch.read(tensor, &t) || t.ndim > AXES || !t.strides || is_true(torch.marked, tensor)) return -1;
+  const long ordinal = place_of(&t);
   const size_t words = 3 + 2 * (size_t)t.ndim;
   if (ordinal < torch.least || key->used + words + 1 > KEY_BYTES / 8) return -1;
   *address = (uint64_t)(uintptr_t)t.data + t.byte_offset;
+  if (!*address) return -1;  // a storage that was freed; arrays without elements are not convolved
   uint64_t* to = key->words + key->used;
   to[0] = 'A' | (uint64_t)(*address % 16) << 8 | (uint64_t)t.ndim << 16;
   to[1] = (uint64_t)ordinal;
@@ -457,29 +485,27 @@ static int put_tensor(Key* key, PyObject* tensor, uint64_t* address) {
   PyObject* type = (PyObject*)Py_TYPE(tensor);
   if (type != torch.tensor && type != torch.parameter) return -1;
   if (torch.read) return put_read_tensor(key, tensor, address);
-  PyObject* answer = PyObject_CallFunctionObjArgs(torch.ordinal, tensor, NULL);
-  const long ordinal = answer ? PyLong_AsLong(answer) : -2;
-  Py_XDECREF(answer);
-  if (ordinal < torch.least || is_true(torch.negated, tensor)) return -1;
+  long ordinal;
+  if (pointer_of(tensor, address, &ordinal) || !*address || ordinal < torch.least || is_true(torch.marked, tensor)) return -1;
   PyObject* dtype = PyObject_GetAttr(tensor, torch.name_type);
   if (!dtype) return -1;
   Py_DECREF(dtype);  // dtypes live for ever
   if (put(key, 'A') || put(key, (uint64_t)ordinal) || put(key, (uint64_t)(uintptr_t)dtype)) return -1;
-  answer = PyObject_GetAttr(tensor, torch.name_shape);
+  PyObject* answer = PyObject_GetAttr(tensor, torch.name_shape);
   int code = put_row(key, answer);
   Py_XDECREF(answer);
   if (code) return -1;
   answer = PyObject_CallFunctionObjArgs(torch.strides, tensor, NULL);
   code = put_row(key, answer);
   Py_XDECREF(answer);
-  return code || pointer_of(tensor, address) || put(key, *address % 16) ? -1 : 0;
+  return code || put(key, *address % 16) ? -1 : 0;
 }
 
-// The key of a call with these operands and this `out`, and their addresses.
-static int put_call(Key* key, PyObject* options, PyObject* const* tensors, uint64_t* addresses) {
+// The key of a call with these tensors, and their addresses.
+static int put_call(Key* key, PyObject* options, PyObject* const* tensors, Py_ssize_t n, uint64_t* addresses) {
   key->used = 0;
-  if (!torch.tensor || put_option(key, options, DEPTH)) return -1;
-  for (int i = 0; i < OPERANDS + 1; i++)
+  if (!torch.tensor || n > BUFFERS || put_option(key, options, DEPTH)) return -1;
+  for (Py_ssize_t i = 0; i < n; i++)
     if (put_tensor(key, tensors[i], &addresses[i])) return -1;
   return 0;
 }
@@ -497,17 +523,25 @@ typedef struct {
   int (*push)(void*);
   GetCurrent pop;
   void* context;
-  Maker result, workspace;
+  Maker results[MOST_RESULTS], workspace;
+  Py_ssize_t operands, result_count;
+  int64_t workspace_bytes;
+  long place;       // the GPU's number
   uint64_t packed, packed_at;  // the packed filter's address, or where it goes in the workspace
   uint64_t operand_bytes[OPERANDS], result_bytes;
 } Ready;
 
 static void free_ready(Ready* r) {
   PyObject* all[] = {
-      r->schedule, r->own, r->stream, r->ordinal, r->failed, r->recorded, r->kept, r->result.function, r->result.args, r->result.keywords,
-      r->workspace.function, r->workspace.args, r->workspace.keywords,
+      r->schedule, r->own, r->stream, r->ordinal, r->failed, r->recorded, r->kept, r->workspace.function, r->workspace.args,
+      r->workspace.keywords,
   };
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) Py_XDECREF(all[i]);
+  for (Py_ssize_t i = 0; i < MOST_RESULTS; i++) {
+    Py_XDECREF(r->results[i].function);
+    Py_XDECREF(r->results[i].args);
+    Py_XDECREF(r->results[i].keywords);
+  }
   PyMem_Free(r);
 }
 
@@ -515,27 +549,35 @@ static void forget_ready(PyObject* capsule) { free_ready(PyCapsule_GetPointer(ca
 
 static int read_maker(PyObject* from, Maker* to) {
   if (from == Py_None) return 0;
-  if (!PyArg_ParseTuple(from, "OO!O", &to->function, &PyTuple_Type, &to->args, &to->keywords)) return -1;
-  if (to->keywords == Py_None) to->keywords = NULL;
-  Py_XINCREF(to->function), Py_XINCREF(to->args), Py_XINCREF(to->keywords);
+  Maker found;
+  if (!PyArg_ParseTuple(from, "OO!O", &found.function, &PyTuple_Type, &found.args, &found.keywords)) return -1;
+  if (found.keywords == Py_None) found.keywords = NULL;
+  Py_INCREF(found.function), Py_INCREF(found.args), Py_XINCREF(found.keywords);
+  *to = found;
   return 0;
 }
 
-// ready(schedule, own, (cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, context), (stream, ordinal), failed, result, workspace,
-//       (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what call() finds behind a key
+// ready(schedule, own, (cuCtxGetCurrent, cuCtxPushCurrent, cuCtxPopCurrent, context), (stream, ordinal, place), failed, operands, results,
+//       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
-// `stream(ordinal)` is the current stream; `failed(error, operation)` raises. `result` and `workspace` are (function, args, keywords),
-// workspace may be None. `recorded(input, weight, bias, scale, residual)` makes a call of which torch is told.
+// `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
+// keywords); workspace is None where there are no bytes of it. `recorded(input, weight, bias, ready)` makes a call of which torch is told.
+// `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
 static PyObject* ready(PyObject* self, PyObject* args) {
-  PyObject *schedule, *own, *stream, *ordinal, *failed, *result, *workspace, *recorded, *kept;
+  PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
   unsigned long long get_current, push, pop, context, packed, packed_at, bytes[OPERANDS], result_bytes;
-  if (!PyArg_ParseTuple(args, "OO(KKKK)(OO)OOO(KK)(KKKKK)KOO", &schedule, &own, &get_current, &push, &pop, &context, &stream, &ordinal, &failed,
-                        &result, &workspace, &packed, &packed_at, &bytes[0], &bytes[1], &bytes[2], &bytes[3], &bytes[4], &result_bytes,
-                        &recorded, &kept))
+  long place;
+  long long workspace_bytes;
+  Py_ssize_t operands;
+  if (!PyArg_ParseTuple(args, "OO(KKKK)(OOl)OnO!OL(KK)(KKKKK)KOO", &schedule, &own, &get_current, &push, &pop, &context, &stream, &ordinal,
+                        &place, &failed, &operands, &PyTuple_Type, &results, &workspace, &workspace_bytes, &packed, &packed_at, &bytes[0],
+                        &bytes[1], &bytes[2], &bytes[3], &bytes[4], &result_bytes, &recorded, &kept))
     return NULL;
   const Schedule* s = PyCapsule_GetPointer(schedule, SCHEDULE);
   if (!s) return NULL;
-  if (s->buffers > RESIDUAL + 1) return PyErr_Format(PyExc_ValueError, "a call has %d buffers, the schedule takes %zd", RESIDUAL + 1, s->buffers);
+  const Py_ssize_t count = PyTuple_Size(results), most = operands ? operands + count + 2 : RESIDUAL + 1;  // the last one is always at 0
+  if (count < 1 || count > MOST_RESULTS || operands < 0 || most > BUFFERS || s->buffers > most)
+    return PyErr_Format(PyExc_ValueError, "the schedule takes %zd buffers, a call with %zd results has %zd", s->buffers, count, most);
   Ready* r = PyMem_Calloc(1, sizeof *r);
   if (!r) return PyErr_NoMemory();
   PyObject* given[] = {schedule, own, stream, ordinal, failed, recorded, kept};
@@ -545,33 +587,52 @@ static PyObject* ready(PyObject* self, PyObject* args) {
   r->push = (int (*)(void*))address_of(push);
   r->pop = (GetCurrent)address_of(pop);
   r->context = address_of(context);
+  r->place = place, r->workspace_bytes = workspace_bytes;
+  r->operands = operands, r->result_count = count;
   r->packed = packed, r->packed_at = packed_at, r->result_bytes = result_bytes;
   for (int i = 0; i < OPERANDS; i++) r->operand_bytes[i] = bytes[i];
-  PyObject* capsule = NULL;
-  if (!read_maker(result, &r->result) && !read_maker(workspace, &r->workspace)) capsule = PyCapsule_New(r, READY, forget_ready);
+  int wrong = read_maker(workspace, &r->workspace);
+  for (Py_ssize_t i = 0; !wrong && i < count; i++) wrong = read_maker(PyTuple_GetItem(results, i), &r->results[i]);
+  PyObject* capsule = wrong ? NULL : PyCapsule_New(r, READY, forget_ready);
   if (!capsule) free_ready(r);
   return capsule;
 }
 
-static PyObject* make(const Maker* maker, uint64_t* address) {
+// A new tensor on the GPU of that number, and its address. NULL with an exception; or without one, if it was made elsewhere.
+static PyObject* make(const Maker* maker, long place, uint64_t* address) {
   PyObject* made = PyObject_Call(maker->function, maker->args, maker->keywords);
-  if (made && pointer_of(made, address)) Py_CLEAR(made);
+  long found;
+  if (made && (pointer_of(made, address, &found) || found != place)) Py_CLEAR(made);
   return made;
 }
 
-// Allocate what is needed and launch, on the current stream, with operands at these addresses. The result.
-static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
-  PyObject *result = NULL, *workspace = NULL, *own = NULL, *answer = NULL;
+static void ignore(void* context, const char* kind, const char* message) {}
+
+// Memory on the GPU of that number; NULL where torch has none or makes none in this way. An object of Python's takes longer, and torch
+// lets go of the GIL when it frees one.
+static Managed* borrow(long place, int64_t bytes) {
+  DLTensor like = {NULL, place < 0 ? DLPACK_CPU : DLPACK_CUDA, place < 0 ? 0 : (int32_t)place, 1, DLPACK_UINT, 8, 1, &bytes, NULL, 0};
+  Managed* made = NULL;
+  return torch.allocate && !torch.allocate(&like, &made, NULL, ignore) ? made : NULL;
+}
+
+// Make the results that are not there yet, and launch, on the current stream, with the operands in `buffers`. 0; or -1 with an exception, or
+// without one where Python has to make the call.
+static int perform(const Ready* r, uint64_t* buffers, PyObject** results) {
+  PyObject *workspace = NULL, *own = NULL, *answer = NULL;
+  Managed* scratch = NULL;
   void *current = NULL, *event = NULL, *streams[STREAMS];
-  uint64_t buffers[RESIDUAL + 1] = {0};
   Py_ssize_t failed = 0;
+  int code = -1;
+  const Py_ssize_t first = r->operands ? r->operands : RESULT, last = first + r->result_count;
   Schedule* s = PyCapsule_GetPointer(r->schedule, SCHEDULE);
-  const int pushed = r->get_current(&current) || current != r->context;
-  if (pushed) {
-    const int code = r->push(r->context);
-    if (code) return PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", code);
+  int pushed = r->get_current(&current) || current != r->context;
+  const int refused = pushed ? r->push(r->context) : 0;
+  if (refused) {
+    PyErr_Format(PyExc_RuntimeError, "cuCtxPushCurrent failed (%d)", refused);
+    pushed = 0;
+    goto done;
   }
-  for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
   answer = PyObject_CallFunctionObjArgs(r->stream, r->ordinal, NULL);
   if (!answer || stream_of(answer, &streams[0])) goto done;
   own = r->own;
@@ -580,31 +641,37 @@ static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* o
   else if (!(own = PyObject_CallFunctionObjArgs(own, NULL)))
     goto done;
   if (streams_of(s, own, streams, &event)) goto done;
-  if (out) {
-    Py_INCREF(out);
-    result = out;
-    buffers[RESULT] = out_address;
-  } else if (!(result = make(&r->result, &buffers[RESULT]))) {
+  for (Py_ssize_t i = first; i < last; i++)
+    if (!results[i - first] && !(results[i - first] = make(&r->results[i - first], r->place, &buffers[i]))) goto done;
+  if (r->workspace_bytes && (scratch = borrow(r->place, r->workspace_bytes)))
+    buffers[last] = (uint64_t)(uintptr_t)scratch->tensor.data + scratch->tensor.byte_offset;
+  else if (r->workspace_bytes && !(workspace = make(&r->workspace, r->place, &buffers[last])))
     goto done;
-  }
-  if (r->workspace.function && !(workspace = make(&r->workspace, &buffers[WORKSPACE]))) {
-    Py_CLEAR(result);
-    goto done;
-  }
-  buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
-  const int code = make_all(s, buffers, streams, event, &failed);
-  if (code) Py_CLEAR(result);
+  if (!r->operands) buffers[PACKED] = r->packed ? r->packed : buffers[WORKSPACE] + r->packed_at;
+  code = make_all(s, buffers, streams, event, &failed);
   if (code > 0) {
     PyObject* nothing = PyObject_CallFunction(r->failed, "in", code, failed);  // raises
     Py_XDECREF(nothing);
     if (!PyErr_Occurred()) PyErr_Format(PyExc_RuntimeError, "a launch failed (%d)", code);
   }
 done:
+  for (Py_ssize_t i = 0; code && i < r->result_count; i++) Py_CLEAR(results[i]);
+  if (scratch) scratch->free(scratch);
   Py_XDECREF(workspace);
   Py_XDECREF(own);
   Py_XDECREF(answer);
   if (pushed) r->pop(&current);
-  return result;
+  return code ? -1 : 0;
+}
+
+// A convolution of operands at these addresses, to `out` where that is not NULL. The result; or NULL, as perform() says.
+static PyObject* make_call(const Ready* r, const uint64_t* operands, PyObject* out, uint64_t out_address) {
+  uint64_t buffers[BUFFERS] = {0};
+  PyObject* results[MOST_RESULTS] = {out};
+  for (int i = 0; i < OPERANDS; i++) buffers[BUFFER_OF[i]] = operands[i];
+  buffers[RESULT] = out_address;
+  Py_XINCREF(out);
+  return perform(r, buffers, results) ? NULL : results[0];
 }
 
 // Whether a mode, a transform or the like wants to know of the call. -1 with an exception.
@@ -649,7 +716,7 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   PyObject *const *tensors = args + 3, *result = NULL, *found = NULL;
   uint64_t addresses[OPERANDS + 1];
   Key key;
-  if (stopped || PyDict_Size(args[0]) <= 0 || put_call(&key, args[1], tensors, addresses)) goto unusual;
+  if (stopped || PyDict_Size(args[0]) <= 0 || put_call(&key, args[1], tensors, OPERANDS + 1, addresses)) goto unusual;
   PyObject* bytes = key_bytes(&key);
   if (!bytes) return NULL;
   found = PyDict_GetItemWithError(args[0], bytes);
@@ -677,6 +744,7 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
     }
   }
   result = make_call(r, addresses, out, addresses[OPERANDS]);
+  if (!result && !PyErr_Occurred()) goto unknown;
   Py_DECREF(found);
   return result;
 unknown:
@@ -686,28 +754,71 @@ unusual:
   return Py_BuildValue("");
 }
 
-// run(ready, input, weight, bias) -> the result of a call whose operands look as they did then
+// run(ready, input, weight, bias) -> the result of a call whose operands look as they did then, or None where Python has to make it
 static PyObject* run_ready(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n != 4) return PyErr_Format(PyExc_TypeError, "run takes 4 arguments, got %zd", n);
   const Ready* r = PyCapsule_GetPointer(args[0], READY);
   uint64_t addresses[OPERANDS] = {0};
+  long place;
   if (!r) return NULL;
+  if (r->operands) return PyErr_Format(PyExc_ValueError, "this is no convolution: it has %zd operands", r->operands);
   for (int i = 0; i < 3; i++)
-    if (args[1 + i] != Py_None && pointer_of(args[1 + i], &addresses[i])) return NULL;
-  return make_call(r, addresses, NULL, 0);
+    if (args[1 + i] != Py_None && pointer_of(args[1 + i], &addresses[i], &place)) return NULL;
+  PyObject* result = make_call(r, addresses, NULL, 0);
+  return result || PyErr_Occurred() ? result : Py_BuildValue("");
 }
 
-// key(options, input, weight, bias, scale, residual, out) -> bytes, or None for what is unusual
+// perform(ready, operand, ...) -> a tuple of the results of operands that look as they did then, or None where Python has to make the call
+static PyObject* perform_ready(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n < 1) return PyErr_Format(PyExc_TypeError, "perform takes what ready() made and the operands");
+  const Ready* r = PyCapsule_GetPointer(args[0], READY);
+  uint64_t buffers[BUFFERS] = {0};
+  PyObject* results[MOST_RESULTS] = {NULL};
+  long place;
+  if (!r) return NULL;
+  if (n != 1 + r->operands) return PyErr_Format(PyExc_TypeError, "the call has %zd operands, got %zd", r->operands, n - 1);
+  for (Py_ssize_t i = 1; i < n; i++)
+    if (args[i] != Py_None && pointer_of(args[i], &buffers[i - 1], &place)) return NULL;
+  if (perform(r, buffers, results)) return PyErr_Occurred() ? NULL : Py_BuildValue("");
+  PyObject* all = PyTuple_New(r->result_count);
+  for (Py_ssize_t i = 0; i < r->result_count; i++) {
+    if (all)
+      PyTuple_SetItem(all, i, results[i]);  // which takes it
+    else
+      Py_DECREF(results[i]);
+  }
+  return all;
+}
+
+// key(options, tensor, ...) -> bytes, or None for what is unusual; for call() these are its operands and `out`
 static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n != 7) return PyErr_Format(PyExc_TypeError, "key takes 7 arguments, got %zd", n);
-  uint64_t addresses[OPERANDS + 1];
+  if (n < 1) return PyErr_Format(PyExc_TypeError, "key takes options and tensors");
+  uint64_t addresses[BUFFERS];
   Key key;
-  if (!put_call(&key, args[0], args + 1, addresses)) return key_bytes(&key);
+  if (!put_call(&key, args[0], args + 1, n - 1, addresses)) return key_bytes(&key);
   PyErr_Clear();
   return Py_BuildValue("");
 }
 
-// learn((Tensor, Parameter), (data_ptr, stride, get_device, is_neg, is_inference), is_grad_enabled, increment_version, states, levels,
+// find(table, options, tensor, ...) -> what stands behind that key; None where nothing does, or anything is unusual
+static PyObject* find(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n < 2) return PyErr_Format(PyExc_TypeError, "find takes a table, options and tensors");
+  uint64_t addresses[BUFFERS];
+  Key key;
+  PyObject* found = NULL;
+  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, addresses) && !is_unusual()) {
+    PyObject* bytes = key_bytes(&key);
+    if (!bytes) return NULL;
+    found = PyDict_GetItemWithError(args[0], bytes);
+    Py_DECREF(bytes);
+  }
+  PyErr_Clear();
+  if (!found) return Py_BuildValue("");
+  Py_INCREF(found);
+  return found;
+}
+
+// learn((Tensor, Parameter), (data_ptr, stride, get_device, marked, is_inference), is_grad_enabled, increment_version, states, levels,
 //       least, exchange)
 //
 // `exchange`: the capsule of DLPack's functions for tensors, or None.
@@ -718,7 +829,7 @@ static PyObject* learn(PyObject* self, PyObject* args) {
                         &given[8], &PyTuple_Type, &given[9], &PyDict_Type, &given[10], &least, &exchange))
     return NULL;
   PyObject** places[] = {
-      &torch.tensor, &torch.parameter, &torch.pointer, &torch.strides, &torch.ordinal, &torch.negated, &torch.made_in_inference,
+      &torch.tensor, &torch.parameter, &torch.pointer, &torch.strides, &torch.ordinal, &torch.marked, &torch.made_in_inference,
       &torch.differentiates, &torch.announce, &torch.states, &torch.levels,
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
@@ -731,11 +842,11 @@ static PyObject* learn(PyObject* self, PyObject* args) {
     Py_XDECREF(before);
   }
   torch.least = least;
-  torch.read = NULL;
+  torch.read = NULL, torch.allocate = NULL;
   if (exchange != Py_None) {
     const DLPackExchange* found = PyCapsule_GetPointer(exchange, "dlpack_exchange_api");
     if (!found) return NULL;
-    if (found->major == 1) torch.read = found->tensor_from_object;
+    if (found->major == 1) torch.read = found->tensor_from_object, torch.allocate = found->allocate;
   }
   return Py_BuildValue("");
 }
@@ -751,10 +862,12 @@ static PyMethodDef methods[] = {
     {"launch", (PyCFunction)(void*)launch, METH_FASTCALL, "launch(schedule, buffers, stream, own): None, or the error and the operation."},
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
-    {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, input, weight, bias, scale, residual, out): bytes or None."},
+    {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
+    {"find", (PyCFunction)(void*)find, METH_FASTCALL, "find(table, options, tensor, ...): what ready() made, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"run", (PyCFunction)(void*)run_ready, METH_FASTCALL, "run(ready, input, weight, bias): the result."},
+    {"perform", (PyCFunction)(void*)perform_ready, METH_FASTCALL, "perform(ready, operand, ...): a tuple of the results, or None."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
 };

@@ -637,8 +637,8 @@ class CudaDevice(Device):
     def ready(self, launcher: LauncherInC, *decided: Any) -> Any:
         """A call of which all is `decided`, as the launcher in C makes it again: see ``ready`` in ``_launch.c``."""
         context = (*map(_address_of, ("cuCtxGetCurrent", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2")), self.context.handle)
-        stream, *rest = decided
-        return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal), launcher.failed, *rest)
+        stream, place, *rest = decided
+        return launcher.native.ready(launcher.schedule, launcher.own, context, (stream, self.ordinal, place), launcher.failed, *rest)
 
     def _room(self) -> _Room:
         room = getattr(self._threads, "room", None)
