@@ -401,6 +401,20 @@ def check_step(fused, reference, x, dtype: str, tolerance: float) -> None:
         near(got, ref, tolerance)
 
 
+def test_a_weight_that_is_computed(place):
+    """As torch.nn.utils.parametrize makes it of the parameter: the module has no parameter of that name then."""
+    fused, reference = LAYERS["general"].pair("float64", place)
+    for conv in (fused.conv, reference[0]):
+        nn.utils.parametrizations.weight_norm(conv)
+    x = LAYERS["general"].input("float64", place)
+    for _ in range(3):
+        near(fused(x), reference(x), TOLERANCE["float64"])
+    fused.conv.parametrizations.weight.original0.data.mul_(2)
+    reference[0].parametrizations.weight.original0.data.mul_(2)
+    near(fused(x), reference(x), TOLERANCE["float64"])
+
+
+
 @pytest.mark.parametrize(("name", "dtype"), TRAINED, ids=["-".join(run) for run in TRAINED])
 def test_training_and_evaluation_are_those_of_torch(place, name, dtype):
     layer = LAYERS[name]
