@@ -146,7 +146,7 @@ def test_64_bit_offsets(device, monkeypatch):
     from pycuda_conv.engines import direct, direct_gemm
 
     for engine in (direct, direct_gemm):
-        monkeypatch.setattr(engine, "needs_64_bits", lambda problem: True)
+        monkeypatch.setattr(engine, "needs_64_bits", lambda *_: True)
     for case, config in ((DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 2)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (GENERAL, GEMM)):
         check(Plan(finishing(case.problem(), "all"), device, config=config), case, "all", run)
 

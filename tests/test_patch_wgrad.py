@@ -167,3 +167,16 @@ def test_numbers_of_pixels_that_do_not_fit_have_64_bits():
     for near, far in ((PatchWgrad(64, 64, 2), PatchWgrad(64, 64, 8_000_000)), (Wgrad(128, 1, 2), Wgrad(128, 1, 2_000_000))):
         found = [engines.schedule(asked, config, H200).steps[0][0].defines["INDEX_64"] for config in (near, far)]
         assert found == [0, 1]
+
+
+@pytest.mark.parametrize("config", [PatchWgrad(16, 64, 2), PatchWgrad(64, 32, 40), Wgrad(64, 6, 3, 4)], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[5]], ids=str)
+def test_64_bit_offsets_are_exact(device, case, config, monkeypatch):
+    """What arrays of 2^31 elements get, on arrays that fit a laptop."""
+    for engine in (direct, patch_wgrad):
+        monkeypatch.setattr(engine, "needs_64_bits", lambda *_: True)
+    asked, rng = problem(case), np.random.default_rng(8)
+    x, dy = operands(asked, lambda shape: rng.integers(-8, 9, shape), "float32")
+    plan = Plan(asked, device, config=config)
+    assert plan.schedule.steps[0][0].defines["INDEX_64"] == 1
+    assert_exact(run(plan, x, dy), reference(case, x, dy))
