@@ -75,7 +75,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
   const int p0 = strip * (int)arg.rows, rows = p_end - p0 < (int)arg.rows ? p_end - p0 : (int)arg.rows, steps = (rows - 1) * STRIDE + R;
   const int h0 = p0 * STRIDE - (int)arg.pad_h, w0 = q0 * STRIDE - (int)arg.pad_w;
   const int h_stop = h0 + steps < (int)arg.h ? h0 + steps : (int)arg.h;
-  const index_t x_row = (index_t)w_end * c_all, y_row = (index_t)q_end * k_all;
+  const index_t y_row = (index_t)q_end * k_all;
+  const long_t x_row = (long_t)w_end * c_all;
   // the next row to load, which may be far above the image, and the next to store
   const GLOBAL_MEM data_t* from = x + (((long_t)n * (int)arg.h + h0) * x_row + (long_t)w0 * c_all + c);
   index_t to = ((index_t)n * p_end + p0) * y_row + (index_t)q0 * k_all + k;
