@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, epilogue
-from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -335,7 +335,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         )
         if parts == 1:
             return Schedule.plain([[launch]])
-        return Schedule.plain([[launch], [reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
+        return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     defines["HAS_RESIDUAL"] = int(problem.has_residual)
     if filter_size:
@@ -457,7 +457,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
     us = 3 + us / min(1.0, blocks / at_once) + work.steps / 4
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
-        us += 2 + config.PARTS / 25
+        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us
 
 
@@ -519,7 +519,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return
 
     def best(kind: Iterator[Config], most: int) -> list[Config]:
-        legal = (config for config in kind if refusal(problem, config) is None)
+        legal = (config for config in dict.fromkeys(kind) if refusal(problem, config) is None)
         return sorted(legal, key=expected)[:most]
 
     def expected(config: Config) -> float:
