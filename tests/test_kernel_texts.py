@@ -1,10 +1,14 @@
 """The closed list of texts: random problems of all families never leave it, and no size is in it."""
 
+import math
+from pathlib import Path
+
 import pytest
 
-from pycuda_conv import behind, engines
+from pycuda_conv import ConvProblem, behind, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, dense_nhwc_sm90, implicit_gemm_sm90, registry
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
@@ -17,16 +21,20 @@ from pycuda_conv.tools.warm import _batch_norm
 UNLISTED = "lines_sm90"
 
 
-def check_listed(problems, architecture):
+def check_listed(problems, architecture, choose=engines.choose):
+    """That all launches of `choose`'s choices are on the list; it may choose None. How many launches there are."""
     device, known = device_of(architecture), {}
     for family in families(architecture):
         known.setdefault((family.file, family.arch), []).append(family)
     count = 0
     for problem in problems:
         problem = as_called(problem, device)
+        config = choose(problem, device)
+        if config is None:
+            continue
         plain = problem.direction == "fprop" and not problem.has_residual and not problem.activation
         for noted in (False, True)[: 1 + plain]:
-            schedule = engines.schedule(problem, engines.choose(problem, device), device, noted)
+            schedule = engines.schedule(problem, config, device, noted)
             launches = [*behind.launches(schedule), *(_batch_norm(problem, schedule, device) if plain else ())]
             for launch in launches:
                 file = launch.file or launch.kernel
@@ -44,6 +52,55 @@ def test_random_problems_never_leave_the_list(architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_benchmark_s_problems_never_leave_the_list(architecture):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), architecture) > 150
+
+
+def test_measured_choices_never_leave_the_list(monkeypatch):
+    monkeypatch.setattr(tune, "SHIPPED", Path(tune.__file__).with_name("tuned"))  # which the tests hide
+
+    def measured(problem, device):
+        found = tune.shipped_table(device.model).get(device.model, tune.key(problem))
+        return found and found.config
+
+    assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
+
+
+@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 5250), ("sm_80", 2400), ("opencl", 1650)])
+def test_the_list_is_short(architecture, most):
+    """But for kernels of arrays of 2^31 elements."""
+    assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_what_mends_float32_is_one_kernel_for_all_sizes(layout):
+    device, found = device_of("sm_90a"), set()
+    for size in (56, 55, 28, 7):
+        for taps in (1, 3):
+            problem = ConvProblem.forward(2, (32, 256, size, size), (256, 256, taps, taps), padding=taps // 2, layout=layout)
+            config = ImplicitGemm(64, 128)
+            assert engines.refusal(problem, config, device) is None
+            launches = behind.launches(engines.schedule(problem, config, device))
+            found |= {launch.source() for launch in launches if launch.defines.get("GUARDED")}
+    assert len(found) == 1
+
+
+def predicted(problem, device):
+    """The microseconds of the fastest configuration, by the engines' models."""
+    found = (engine.choose(problem.launched, device) for engine in registry.ENGINES if problem.launched.layout in engine.LAYOUTS)
+    return min(one[0] for one in found if one)
+
+
+def test_the_tiles_that_are_chosen_from_lose_little(monkeypatch):
+    """By the models, beside all multiples of 16 pixels, or of 32 channels, and all clusters."""
+    device = device_of("sm_90a")
+    problems = [as_called(problem, device) for problem in draw(12, 10)]
+    few = [predicted(problem, device) for problem in problems]
+    widths = (*range(64, 161, 16), 136, 192, 224, 256)
+    monkeypatch.setattr(implicit_gemm_sm90, "PIXELS", ({128: widths, 64: widths},) * 4)
+    monkeypatch.setattr(implicit_gemm_sm90, "PINGPONG_PIXELS", (widths,) * 4)
+    columns = dense_nhwc_sm90.COLUMNS
+    monkeypatch.setattr(dense_nhwc_sm90, "TILES", {(rows, n): dense_nhwc_sm90.CLUSTERS for rows in (128, 64) for n in columns})
+    losses = [a / b for a, b in zip(few, (predicted(problem, device) for problem in problems), strict=True) if 0 < b < math.inf]
+    assert any(loss > 1 for loss in losses) and sum(losses) / len(losses) < 1.015 and max(losses) < 1.5
 
 
 def test_what_is_listed_is_what_is_launched():

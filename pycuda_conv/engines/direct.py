@@ -83,8 +83,11 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
-#: Bytes of shared memory that kernels are compiled with.
-ROOMS = (3 << 10, 6 << 10, 12 << 10, 24 << 10, STATIC_SHARED_BYTES)
+#: Bytes of shared memory that kernels are compiled with: for filters of 3x3, of 5x5 and 3x3x3, and for others. The first two leave room
+#: for as many blocks as registers do.
+ROOMS = (6 << 10, 16 << 10, STATIC_SHARED_BYTES)
+#: Of them the largest with which common filters, 1x1 and 3x3 planes, are compiled.
+MOST_COMMON = {1: ROOMS[0], 3: ROOMS[1]}
 #: Taps at once of filters that :func:`_square` does not know.
 WGRAD_TAPS = (1, 3, 4, 6, 9, 16)
 WGRAD_FILTERS = (1, 2, 4)
@@ -293,9 +296,10 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
         k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *_parts(problem, config.SPLIT, cg, config.BLOCK_C),
         *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem, config.SPLIT > 1),
     )
-    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, block_taps * config.BLOCK_K)}
-    common = {"R": r, "S": s} if r == s and r in (1, 3) else {}
-    return defines | common, arguments, _constants(problem, arguments, ROOM=block_taps * config.BLOCK_K)
+    elements = block_taps * config.BLOCK_K
+    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, elements)}
+    common = {"R": r, "S": s} if r == s and elements * accumulator_bytes(problem) <= MOST_COMMON.get(r, -1) else {}
+    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
@@ -312,7 +316,8 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
-    common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if _unrolled_dgrad(problem) else {}
+    fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON[3]
+    common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
     return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
 
 
@@ -401,11 +406,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
         batched = common | {"THREADS": (128,), "BLOCK_K": (1, 2, 4, 8)} | rooms
         yield TextFamily("direct_batched", batched)
-        yield TextFamily("direct_batched", batched | {"R": (1, 3), "S": (1, 3)}, lambda d: d["R"] == d["S"])
+        common_rooms = {r: {"ROOM": tuple(nbytes // acc for nbytes in ROOMS if nbytes <= most)} for r, most in MOST_COMMON.items()}
+        for r, some in common_rooms.items():
+            yield TextFamily("direct_batched", batched | some | {"R": (r,), "S": (r,)})
         dgrad = common | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)} | rooms
         yield TextFamily("direct_dgrad", dgrad)
-        yield TextFamily("direct_dgrad", dgrad | {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)},
-                         lambda d: d["EVERY_H"] == d["EVERY_W"])  # fmt: skip
+        unrolled = {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
+        yield TextFamily("direct_dgrad", dgrad | common_rooms[3] | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
         wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS}
         yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS}, _few_sums)
         yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2 and _few_sums(d))
@@ -558,8 +565,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         yield chosen[1]
 
 
-#: The tiles that were best for some depthwise layer or image among the 40 tried on an H200.
-TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(16, 16, 4), Tile(8, 16, 2), Tile(8, 64, 8), Tile(1, 256, 1))
+#: The tiles that were best for some depthwise layer or image among the 40 tried on an H200, and that load least of some.
+TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(16, 16, 4), Tile(8, 16, 2), Tile(1, 256, 1))
 
 
 def _tile_loads(problem: ConvProblem, config: Tile) -> int:

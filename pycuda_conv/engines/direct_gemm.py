@@ -215,7 +215,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         for tile, mends in [(tile, 0) for tile in tiles] + [(guarded, 1)] * (device.backend == "cuda" and code != 64):
             of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
             by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
-            vectors = {name: (1, 4) if fits else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
+            vectors = {name: (1, 4) if fits and not mends else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
             common = {"DTYPE": (code,), "INDEX_64": FLAG, "HAS_RESIDUAL": FLAG, "GUARDED": (mends,)}
             yield TextFamily("direct_gemm", common | of_tile | vectors)
 
@@ -243,16 +243,20 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
             yield replace(tile, SPLIT_K=split)
 
 
-def time(problem: ConvProblem, config: Gemm, device: Device) -> float:
-    """Microseconds that `config` should take: rounds of blocks, of which the last may leave multiprocessors half empty.
+def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
+    """Microseconds that `config` should take, None for a tile of no known rate.
+
+    It runs in rounds of blocks, of which the last may leave multiprocessors half empty.
 
     A block costs its multiplications and 7 more steps of the loop for its start and its stores. A multiprocessor with
     n of the m blocks that fit runs at (n/m)^0.15 of its full rate. Phases of dgrad run side by side, the longest
     first, and what is left over at the end is most of one long block. A split sum is written and read once more, twice
     the bytes where a phase writes every other pixel.
     """
-    multiprocessors = device.multiprocessors
-    rate = _rates(problem)[replace(config, SPLIT_K=1)] / multiprocessors * 1e6  # FLOP/us of one multiprocessor
+    multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(replace(config, SPLIT_K=1))
+    if all_at_once is None:
+        return None
+    rate = all_at_once / multiprocessors * 1e6  # FLOP/us of one multiprocessor
     if problem.layout == "CNHW":  # whose neighbouring columns lie a plane apart
         rate /= 1.5
     step, fit = 2 * config.BLOCK_M * config.BLOCK_N * config.BLOCK_K, config.MIN_BLOCKS
@@ -278,8 +282,8 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:
     """The configuration that should be the fastest; where there is little work, one that has to do if no other kernel can."""
     # a CPU has too few registers for a thread's sums: there direct_batched.cu was up to twice as fast
     if device.backend == "cuda":
-        found = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
-        best = min(found, key=lambda pair: pair[0], default=None)
+        timed = ((time(problem, config, device), config) for config in configs(problem, device) if refusal(problem, config) is None)
+        best = min(((us, config) for us, config in timed if us is not None), key=lambda pair: pair[0], default=None)
         if best is not None:
             return best
     last = Gemm(64, 64, 8, 4, 4, 1)

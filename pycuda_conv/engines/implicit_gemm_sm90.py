@@ -50,9 +50,21 @@ __all__ = [
     "unsupported",
 ]  # fmt: skip
 
-#: Pixels of the tiles that are chosen from: a kernel for each. By the model the best of these take 0.3% longer than the best of all.
-PIXELS = (64, 96, 112, 128, 136, 144, 160, 192, 224, 256)
-PHASES = (4, 2, 1)  # in a launch: no more tensor maps and arguments than its parameters hold
+#: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
+#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were four times as many kernels.
+PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
+    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 128, 144, 192, 256)},
+    {128: (64, 96, 128, 192), 64: (64, 96, 128, 144, 256)},
+    {128: (64, 128), 64: (64, 128, 256)}, {128: (64,), 64: (64, 256)},
+)  # fmt: skip
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
+#: loaded once for all taps, and that are split then.
+PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
+PLANES, PINGPONG_PLANES = ((64, 128), (64, 256), (128, 64), (128, 128)), ((128, 64), (128, 128))
+HALOS, SPLIT_HALOS = ((64, 224), (128, 128)), ((64, 224),)
+#: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
+PHASES, PAIRED_PHASES = (4, 1), (4, 2)
 
 
 #: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; the 16-bit planes of a 1x1
@@ -292,9 +304,21 @@ def _ring_bytes(problem: ConvProblem, config: ImplicitGemm) -> int:
 
 def tensor_store(problem: ConvProblem, config: ImplicitGemm) -> bool:
     """Whether TMA writes the result: rows of channels whose pitch is a multiple of 16 bytes."""
-    rows = problem.result_channels // problem.groups * _stored_bytes(problem, config)
     dense = problem.direction == "fprop" or problem.stride == (1, 1, 1)
-    return problem.layout == "NHWC" and dense and rows % 16 == 0 and _consumer_pixels(config) % 32 == 0
+    return problem.layout == "NHWC" and dense and _whole_rows(problem, config.SPLIT) and _consumer_pixels(config) % 32 == 0
+
+
+def _whole_rows(problem: ConvProblem, split: int) -> bool:
+    """Whether what is written of a pixel is multiples of 16 bytes."""
+    nbytes = 4 if split > 1 else problem.itemsize
+    return problem.result_channels // problem.groups * nbytes % 16 == 0
+
+
+def _arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
+    """:func:`arithmetic`; rows of channels that are not whole vectors are written as if they lay apart, for which there is a kernel."""
+    defines = arithmetic(problem, phase, split > 1)
+    whole = not (defines["NHWC"] and defines["DENSE"]) or _whole_rows(problem, split)
+    return defines if whole else defines | {"VEC": 1, "DENSE": 0}
 
 
 @lru_cache(maxsize=1024)
@@ -356,6 +380,8 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     """What a product can note of its result: forward, whole sums, that need no more registers than there are."""
     if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
         return None
+    if _how_seldom(problem) > 1 or (problem.layout == "NHWC" and not _whole_rows(problem, 1)):
+        return None
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
@@ -373,7 +399,7 @@ def _launches(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> Iterato
     for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
         group = list(found)
         while group:
-            count = next(count for count in PHASES if count <= len(group))
+            count = next(count for count in (PAIRED_PHASES if paired(problem) else PHASES) if count <= len(group))
             yield group[:count]
             group = group[count:]
 
@@ -472,7 +498,7 @@ def _product(
     buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None,
 ) -> KernelLaunch:
     """The launch of some phases."""
-    defines = arithmetic(problem, walks[0].phase, config.SPLIT > 1) | {
+    defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
         "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.takes_turns),
@@ -654,17 +680,42 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     return (*how, config.BLOCK_N) if config.splits_images else how
 
 
+def _seldom(defines: Mapping[str, int]) -> int:
+    """How seldom a product with such defines is asked for, from 0 to 3: where it is seldom few tiles will do.
+
+    One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, one
+    for a residual of the former, and one for 16-bit arrays with their channels last, most of which another engine reads as they lie.
+    """
+    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and not defines["SCALED"])
+    return min(3, few + (scattered or defines["VEC"] == 1) + (scattered and bool(defines["HAS_RESIDUAL"])) + lying)
+
+
+def _how_seldom(problem: ConvProblem) -> int:
+    """:func:`_seldom` of a problem, whose sums are not split."""
+    packed, walks = _form(problem)
+    return _seldom(_arithmetic(problem, walks[0].phase, 1) | {"KC": packed.load})
+
+
+def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
+    """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits."""
+    for rows, widths in PIXELS[seldom].items():
+        yield from (ImplicitGemm(rows, pixels) for pixels in widths)
+    yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
+    yield from (ImplicitGemm(*tile, loader="planes") for tile in PLANES)
+    yield from (ImplicitGemm(*tile, loader="planes", schedule="pingpong") for tile in PINGPONG_PLANES)
+    yield from (ImplicitGemm(*tile, loader="halo") for tile in HALOS)
+    yield from (ImplicitGemm(*tile, loader="halo_split") for tile in SPLIT_HALOS)
+
+
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    for rows, pixels, one in product((128, 64), PIXELS, ARITHMETICS):
-        consumer = pixels if rows == 128 else pixels // 2
-        if pixels % (8 if rows == 128 else 16) or consumer > (256 if one["PRODUCTS"] == (1,) else 136):
-            continue
-        tile = one | {"ROWS": (rows,), "PIXELS": (pixels,), "WGMMA_N": (consumer,)}
-        for special in _SPECIAL:
-            choices = tile | _ORDINARY | special
-            if choices["HALO"] == FLAG[1:]:
-                choices["HALO"] = (consumer // 8,)
+    for tile, one in product(_tiles_of(0), ARITHMETICS):
+        consumer = _consumer_pixels(tile)
+        own = one | _ORDINARY | {"ROWS": (tile.BLOCK_M,), "PIXELS": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
+        for special in _SPECIAL[tile.loader]:
+            choices = own | special | {"PINGPONG": (int(tile.takes_turns),)}
+            if tile.halo:
+                choices |= {"HALO": (consumer // 8,), "RAW": (int(tile.splits_images),)}
             else:
                 choices["STAGES"] = (_most_stages({name: values[0] for name, values in choices.items()}),)
             yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
@@ -677,36 +728,44 @@ _ORDINARY: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 _PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
-_HALO: dict[str, tuple[int, ...]] = {
-    "HALO": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "FILTER_MAP": (0,), "STAGES": (6, 5, 4, 3),
+_PAIRED: dict[str, tuple[int, ...]] = {
+    "PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PAIRED_PHASES, "MOMENTS": (0,), "FILTER_MAP": (0,),
 }  # fmt: skip
-#: What else may be of it: see :class:`ImplicitGemm`.
-_SPECIAL: tuple[dict[str, tuple[int, ...]], ...] = (
-    {}, {"PINGPONG": (1,)}, _STORED, _STORED | {"PINGPONG": (1,)}, _PLANES, _PLANES | {"PINGPONG": (1,)},
-    {"PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": (2, 4), "MOMENTS": (0,), "FILTER_MAP": (0,)},
-    _HALO, _HALO | {"RAW": (1,), "STAGES": (4, 3)},
-)  # fmt: skip
+_HALO: dict[str, tuple[int, ...]] = {
+    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "FILTER_MAP": (0,), "STAGES": (6, 5, 4, 3),
+}
+#: What else may be of it, by how images are loaded.
+_SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
+    "im2col": ({}, _STORED, _PAIRED), "planes": (_PLANES,), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
+}  # fmt: skip
 
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
     consumer, three, own = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] != FLOAT or d["SCALED"]
-    if not written_so(d) or not d["STAGES"] or (d["PHASES"] > 1 and d["DENSE"]):
+    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1 and d["DENSE"]):
         return False
+    seldom = _seldom(d)
+    if not (d["HALO"] or d["POINTWISE"]):
+        widths = PINGPONG_PIXELS[seldom] if d["PINGPONG"] else PIXELS[seldom].get(d["ROWS"], ())
+        if d["PIXELS"] not in widths:
+            return False
     if consumer > (256 if not three else 128 if d["HAS_RESIDUAL"] else 136):
         return False
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
-    if d["TENSOR_STORE"] != stores and not (stores and d["OUT"] != FLOAT):  # fours of channels may be no eights
+    if d["TENSOR_STORE"] != stores:
         return False
     if d["MOMENTS"] and (d["HAS_RESIDUAL"] or not d["DENSE"] or not own or (three and consumer > 128) or d["FILTER_MAP"] == 2):
         return False
-    if d["PAIRED"] and d["HAS_RESIDUAL"]:
+    if d["MOMENTS"] and seldom > 1:
+        return False
+    if d["PAIRED"] and (d["HAS_RESIDUAL"] or d["PINGPONG"]):
         return False
     if d["POINTWISE"] and (d["SCALED"] or not own or consumer % 64 or d["FILTER_MAP"] == 2):
         return False
     if d["FILTER_MAP"] and (d["SCALED"] or not (d["NHWC"] or d["POINTWISE"])):
         return False
-    if (d["FILTER_MAP"] == 1 and not d["DENSE"]) or (d["FILTER_MAP"] == 2 and d["KC"] != 64):
+    if (d["FILTER_MAP"] == 1 and ((not d["DENSE"] and d["VEC"] > 1) or d["PHASES"] > 1)) or (d["FILTER_MAP"] == 2 and d["KC"] != 64):
         return False
     if d["PINGPONG"]:
         most = 128 if d["HAS_RESIDUAL"] else 192
@@ -715,6 +774,13 @@ def _made(d: Mapping[str, int]) -> bool:
         most = 112 if d["RAW"] else 128
         return bool(d["SCALED"] and consumer <= most and (not d["RAW"] or (three and d["ROWS"] == 64)))
     return True
+
+
+#: Stages of a ring that are tried.
+_DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
+    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3), ("planes", "cooperative"): (4, 3, 2),
+    ("planes", "pingpong"): (6, 5, 4, 3), ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
+}  # fmt: skip
 
 
 def _most_stages(d: Mapping[str, int]) -> int:
@@ -750,22 +816,20 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    three = products(problem) == 3
-    steps = _steps(problem)
-    for rows, pixels in product((128, 64), PIXELS):
-        if rows == 128 and problem.result_channels // problem.groups <= 64:
+    for tile in _tiles_of(_how_seldom(problem)):
+        if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
-        for split in splits(problem, steps // 4):
-            yield from _deepest(problem, ImplicitGemm(rows, pixels, SPLIT=split), (6, 5, 4, 3, *((2,) if rows == 64 else ())))
-        yield from _deepest(problem, ImplicitGemm(rows, pixels, loader="planes"), (4, 3, 2))
-        if problem.layout != "NHWC" or pixels % 32 == 0:  # rows of channels by TMA: multiples of 32
-            for loader in ("im2col", "planes"):
-                config = ImplicitGemm(rows, pixels, loader=loader, schedule="pingpong")
-                yield from _deepest(problem, config, (6, 5, 4, 3))
-        config = ImplicitGemm(rows, pixels, loader="halo")
-        yield from _deepest(problem, config, (6, 5, 4, 3))
-        if three and rows == 64:  # one product does not take as long as its loads
-            yield from _deepest(problem, replace(config, loader="halo_split"), (4, 3))
+        if tile.splits_images and products(problem) == 1:  # which does not take as long as its loads
+            continue
+        if tile.takes_turns and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
+            continue
+        depths = _DEPTHS[tile.loader, tile.schedule]
+        if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
+            depths = (*depths, 2) if tile.BLOCK_M == 64 else depths
+            for split in splits(problem, _steps(problem) // 4):
+                yield from _deepest(problem, replace(tile, SPLIT=split), depths)
+        else:
+            yield from _deepest(problem, tile, depths)
 
 
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:

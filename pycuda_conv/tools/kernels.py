@@ -1,17 +1,26 @@
-"""The closed list of kernels' texts: all that problems of any kind, size and number may ask for on a GPU or on OpenCL."""
+"""The closed list of kernels' texts: all that problems of any kind, size and number may ask for on a GPU or on OpenCL.
+
+They are those of the planner's choices, and those that the shipped table of measured choices names for the benchmark's layers.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from pycuda_conv.behind import launches
 from pycuda_conv.engines import batch_norm, registry
 from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools.suite import MODES, in_mode, suite
 from pycuda_conv.tools.terminal import OK, console, table
+from pycuda_conv.tune import key, shipped_table
 
 ARCHITECTURES = ("sm_90a", "sm_80", "opencl")
+UNLISTED = "lines_sm90"  # each layer has a text of its own
 
 
 def device_of(architecture: str) -> Any:
@@ -25,7 +34,24 @@ def families(architecture: str) -> list[TextFamily]:
     """All texts of an architecture."""
     device = device_of(architecture)
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    return [*registry.texts(device), *batch_norm.texts(device), copy]
+    planned = [*registry.texts(device), *batch_norm.texts(device), copy]
+    return planned + measured(device, planned)
+
+
+def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
+    """The texts that the shipped table's choices for the benchmark's layers ask for, beside those `planned`."""
+    found: dict[str, TextFamily] = {}
+    for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in suite() if device.model):
+        choice = shipped_table(device.model).get(device.model, key(problem))
+        if choice is None or registry.refusal(problem, choice.config, device):
+            continue
+        for noted in (False, True):
+            for launch in launches(registry.schedule(problem, choice.config, device, noted)):
+                file = launch.file or launch.kernel
+                if file != UNLISTED and not any(launch in family for family in planned):
+                    choices = {name: (value,) for name, value in launch.defines.items()}
+                    found[launch.source()] = TextFamily(file, choices, arch=launch.arch)
+    return list(found.values())
 
 
 def run(architectures: tuple[str, ...], one_by_one: bool) -> int:
