@@ -16,11 +16,13 @@ from itertools import product
 from typing import Any
 
 from pycuda_conv import engines
+from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import Schedule
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
+from pycuda_conv.tune import measured_configs
 
 log = logging.getLogger("pycuda_conv")
 
@@ -42,8 +44,11 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
 
 
 def stand_in(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config | None:
-    """The best configuration that gives the same bits as `config` and whose kernels are compiled, or None."""
-    return _first_compiled(problem, engines.alternatives(problem, config, device), device)
+    """The best configuration that gives the same bits as `config` and whose kernels are compiled, or None.
+
+    Where choices of such a GPU were measured, those configurations count as well: their kernels may have served other sizes of the layer.
+    """
+    return _first_compiled(problem, engines.alternatives(problem, config, device, measured_configs(device)), device)
 
 
 def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
@@ -59,6 +64,8 @@ def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], dev
 
 #: Numbers of images beside a problem's own, as parts of it.
 BATCHES = (4.0, 2.0, 0.5, 0.25)
+#: Sizes of images beside a problem's own, as parts of it; and of all of them, multiples which they are the next of, with a rest.
+SIZES, FORMS = (0.5, 2.0), ((8, 0), (4, 1))
 #: Channels and pixels of a common network's layers, each with these filters and strides.
 PYRAMID = ((64, 56), (128, 28), (256, 14), (512, 7))
 LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
@@ -76,8 +83,8 @@ def foresees(device: Device) -> bool:
 def likely(problem: ConvProblem, device: Device) -> list[KernelLaunch]:
     """Launches whose kernels a process that computes `problem` may soon wait for.
 
-    They are those of the same layer with more and with fewer images, and, once for each kind of array, direction and epilogue, those of a
-    common network's layers.
+    They are those of the same layer with more and with fewer images, and with larger and smaller ones, and, once for each kind of array,
+    direction and epilogue, those of a common network's layers.
     """
     found: dict[str, KernelLaunch] = {}
     for one in _related(problem):
@@ -90,6 +97,9 @@ def likely(problem: ConvProblem, device: Device) -> list[KernelLaunch]:
 def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
     for part in BATCHES:
         yield replace(problem, N=max(1, round(part * problem.N)))
+    sizes = [tuple(round(part * n) for n in problem.input_size) for part in SIZES]
+    sizes += [tuple(n if n == 1 else ceil(n, multiple) * multiple + rest for n in problem.input_size) for multiple, rest in FORMS]
+    yield from (one for d, h, w in sizes if (one := _resized(problem, (d, h, w))))
     kind = (
         problem.dtype, problem.precision, problem.layout, problem.direction, problem.has_bias, problem.has_scale, problem.activation
     )  # fmt: skip
@@ -107,6 +117,18 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
         yield one
         if fused and stride == 1:
             yield replace(one, has_residual=True)
+
+
+def _resized(problem: ConvProblem, size: Size3) -> ConvProblem | None:
+    """The same layer for images of that size; None where its filter does not fit them. Axes that are one pixel long stay so."""
+    d, h, w = (1 if before == 1 else n for n, before in zip(size, problem.input_size, strict=True))
+    written = [
+        (n + before + after - dilation * (taps - 1) - 1) // stride + 1
+        for n, before, after, dilation, taps, stride in zip(
+            (d, h, w), problem.padding_before, problem.padding_after, problem.dilation, problem.filter_size, problem.stride, strict=True
+        )
+    ]
+    return replace(problem, input_size=(d, h, w), output_size=(written[0], written[1], written[2])) if min(written) > 0 else None
 
 
 def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:

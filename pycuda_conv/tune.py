@@ -125,6 +125,11 @@ class Table:
                 choices = self._known()
         return choices.get((gpu, problem))
 
+    def configs(self, gpu: str) -> list[engines.Config]:
+        """The configurations of all choices on the GPU of that name."""
+        with self._lock:
+            return [choice.config for (name, _), choice in self._known().items() if name == gpu]
+
     def add(self, gpu: str, problem: str, choice: Choice) -> None:
         """Remember a choice and merge it into the file; after an ``OSError`` it is remembered all the same."""
         with self._lock:
@@ -211,6 +216,14 @@ def lookup(problem: ConvProblem, device: Device) -> Choice | None:
         if choice is not None and engines.refusal(problem, choice.config, device) is None:
             return choice
     return None
+
+
+def measured_configs(device: Device) -> tuple[engines.Config, ...]:
+    """All configurations that :func:`lookup` may find for such a GPU, whatever the problem."""
+    if not device.model:
+        return ()
+    found = (config for table in (user_table(), shipped_table(device.model)) for config in table.configs(device.model))
+    return tuple(dict.fromkeys(found))
 
 
 def best(found: Sequence[Choice], own: engines.Config) -> Choice:

@@ -14,6 +14,7 @@ from reference import dgrad, fprop, python, run
 
 from pycuda_conv import Plan, behind, engines
 from pycuda_conv.engines import direct, direct_gemm, registry
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
@@ -462,6 +463,8 @@ def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty):
         assert sources(replace(problem, N=n), empty) <= found
     deeper = replace(problem, C=256, K=256, input_size=(1, 14, 14), output_size=(1, 14, 14))
     assert sources(deeper, empty) <= found
+    for size in (28, 55, 57, 112):
+        assert sources(replace(problem, input_size=(1, size, size), output_size=(1, size, size)), empty) <= found
     again = {launch.source() for launch in behind.likely(replace(problem, C=48), empty)}
     assert len(again) < len(found)  # the network once
 
@@ -493,6 +496,33 @@ def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch)
         cached_plan.cache_clear()
         cached_plan(problem, slow.device)
         assert bool(slow.asked) != known
+
+
+@pytest.mark.parametrize("case", [
+    fprop((2, 8, 20, 30), (16, 8, 3, 3), padding=1, stride=2), fprop((2, 8, 90), (16, 8, 5), dilation=2), dgrad((2, 8, 10, 15), (8, 16, 3, 3), stride=2),
+], ids=str)  # fmt: skip
+def test_other_sizes_of_a_layer_are_possible_problems(case):
+    problem = case.problem()
+    found = [one for one in behind._related(problem) if one.input_size != problem.input_size and one.C == problem.C]
+    assert len(found) >= 3 and all(one.input_size[0] == 1 for one in found)
+    for one in found:
+        n = problem.ndim
+        x, y = (one.N, one.C, *one.input_size[-n:]), (one.N, one.K, *one.output_size[-n:])
+        w = (one.K, one.C // one.groups, *one.filter_size[-n:])
+        options = {name: getattr(one, name)[-n:] for name in ("stride", "dilation")} | {"padding": one.padding_before[-n:]}
+        assert type(one).forward(n, x, w, **options).result_shape == y
+    assert behind._resized(fprop((1, 8, 9, 9), (8, 8, 9, 9)).problem(), (1, 8, 8)) is None
+
+
+def test_a_measured_tile_stands_in(monkeypatch, empty):
+    """One that the planner does not choose from: it may have served another size of the layer."""
+    problem = fprop((8, 64, 56, 56), (128, 64, 3, 3), padding=1).problem("float16")
+    chosen, tile = ImplicitGemm(128, 128, 6), ImplicitGemm(128, 224, 4)
+    known = {launch.source() for launch in behind.launches(engines.schedule(problem, tile, empty))}
+    monkeypatch.setattr(Empty, "compiled", lambda _, launch: launch.source() in known)
+    assert behind.stand_in(problem, chosen, empty) is None
+    monkeypatch.setattr(behind, "measured_configs", lambda _: (direct_gemm.Gemm(32, 128, 16, 4, 8, 4), tile, chosen))
+    assert behind.stand_in(problem, chosen, empty) == tile
 
 
 def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from pycuda_conv.engines import (
     dense_nhwc_sm90,
@@ -119,12 +119,13 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
     return list(dict.fromkeys([choose(problem, device), *near, *best, *(config for us, config in compared if us is None)]))
 
 
-def alternatives(problem: ConvProblem, config: Config, device: Device) -> list[Config]:
-    """Other configurations that give the same bits as `config`, the fastest first."""
+def alternatives(problem: ConvProblem, config: Config, device: Device, others: Iterable[Config] = ()) -> list[Config]:
+    """Other configurations that give the same bits as `config`, the fastest first: its engine's, and any of `others`."""
     engine, launched = engine_of(config), problem.launched
     order = engine.sum_order(launched, config)
+    known = [*engine.configs(launched, device), *(one for one in others if type(one) in engine.CONFIGS)]
     found = [
-        one for one in engine.configs(launched, device)
+        one for one in dict.fromkeys(known)
         if one != config and engine.refusal(launched, one) is None and engine.sum_order(launched, one) == order
     ]
     return sorted(found, key=lambda one: engine.time(launched, one, device) or 0.0)
