@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from pycuda_conv import behind, engines
@@ -25,6 +26,9 @@ from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_dev
 from pycuda_conv.tune import lookup
 
 RANDOM = 150  # problems of each family, from which the most used texts are counted
+#: Of common networks: numbers of images, the arithmetic, and channels and pixels of their stages.
+BATCHES, NETWORK_MODES = (1, 8, 64), ("fp32", "tf32-nhwc", "fp16", "fp16-nhwc", "bf16", "bf16-nhwc")
+STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,12 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
 
 
 def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text]:
-    """The `count` texts that most of the random problems of all families need."""
+    """The `count` texts that are needed most: by `each` random problems of every family, and by the layers of common networks."""
     used: Counter[Text] = Counter()
     for problem in draw(seed, each):
-        used.update(set(texts(launches_of(problem, target), target)))
+        used.update(dict.fromkeys(texts(launches_of(problem, target), target), 1))
+    for problem, noted in networks():
+        used.update(dict.fromkeys(texts(launches_of(problem, target, noted=noted), target), 1))
     return [text for text, _ in used.most_common(count)]
 
 
@@ -117,6 +123,21 @@ class _Finished(Sequence[Any]):
 
 
 # ---- the layers of a model
+
+
+def networks() -> Iterator[tuple[ConvProblem, bool]]:
+    """The layers of residual networks, of two and of three convolutions a block, for images of 224 x 224, and their gradients."""
+    layers = [(3, 64, 7, 2, 112)]
+    for c, size in STAGES:
+        layers += [(c, c, 3, 1, size), (4 * c, c, 1, 1, size), (c, 4 * c, 1, 1, size)]
+        if c == STAGES[0][0]:
+            layers.append((c, c, 1, 1, size))
+        else:
+            layers += [(c, c, 3, 2, size), (c // 2, c, 3, 2, size), (2 * c, c, 1, 1, 2 * size)]
+            layers += [(c // 2, c, 1, 2, size), (2 * c, 4 * c, 1, 2, size)]
+    for n, (c, k, taps, stride, size), mode in product(BATCHES, layers, NETWORK_MODES):
+        plain = ConvProblem.forward(2, (n, c, stride * size, stride * size), (k, c, taps, taps), stride=stride, padding=taps // 2)
+        yield from _uses(in_mode(plain, mode), True)
 
 
 def model_problems(name: str, size: tuple[int, ...], modes: Sequence[str], training: bool) -> list[tuple[ConvProblem, bool]]:
