@@ -1,6 +1,7 @@
 """torch's own samples and wrong calls (OpInfo, which ships with torch) for the six functions."""
 
 import warnings
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,15 +10,19 @@ from reference import EPS, assert_close
 import pycuda_conv as pc
 
 torch = pytest.importorskip("torch", reason="the samples are torch's")
-try:  # a private module: it may move
-    from torch.testing._internal.common_methods_invocations import op_db
 
-    OPS = {op.name.rpartition(".")[2]: op for op in op_db if op.name.startswith("nn.functional.conv")}
-except Exception as error:  # pragma: no cover
-    pytest.skip(f"torch's OpInfo database is not importable: {error}", allow_module_level=True)
 
-# importing it forbids the whole process to set cudnn's flags, which the benchmark's tests do
-torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+@cache
+def database() -> dict:
+    """By name; importing it takes seconds."""
+    try:  # a private module: it may move
+        from torch.testing._internal.common_methods_invocations import op_db
+    except Exception as error:  # pragma: no cover
+        pytest.skip(f"torch's OpInfo database is not importable: {error}")
+    # importing it forbids the whole process to set cudnn's flags, which the benchmark's tests do
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+    return {op.name.rpartition(".")[2]: op for op in op_db if op.name.startswith("nn.functional.conv")}
+
 
 NAMES = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
 WHERE = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -44,7 +49,7 @@ def test_samples_agree_with_torch(device, where, name, dtype):
     function, count = getattr(torch.nn.functional, name), 0
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # torch's own, about even kernels
-        for sample in OPS[name].sample_inputs(where, getattr(torch, dtype)):
+        for sample in database()[name].sample_inputs(where, getattr(torch, dtype)):
             got = getattr(pc, name)(sample.input, *sample.args, **sample.kwargs, **keywords)
             assert got.device == sample.input.device and got.dtype == sample.input.dtype
             expected, magnitude = (function(*tensors(f, sample), **sample.kwargs).numpy() for f in (lambda t: t, torch.abs))
@@ -61,7 +66,7 @@ def test_samples_agree_with_torch(device, where, name, dtype):
 def test_wrong_calls_are_refused_as_torch_refuses_them(device, where, name):
     keywords = options(where, device)
     count = 0
-    for error in OPS[name].error_inputs(where):
+    for error in database()[name].error_inputs(where):
         sample, words = error.sample_input, error.error_regex
         if 3 <= sample.args[0].ndim != sample.input.ndim == int(name[-2]) + 2:  # torch names the input there, though the weight is wrong
             words = f"Expected {sample.input.ndim}-dimensional weight for {name}, but got {sample.args[0].ndim}-dimensional weight"
@@ -76,7 +81,7 @@ def test_samples_as_numpy_arrays(device, name):
     """The first samples again, by way of numpy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for _, sample in zip(range(4), OPS[name].sample_inputs("cpu", torch.float64), strict=False):
+        for _, sample in zip(range(4), database()[name].sample_inputs("cpu", torch.float64), strict=False):
             arrays = [a.numpy() if isinstance(a, torch.Tensor) else a for a in (sample.input, *sample.args)]
             got = getattr(pc, name)(*arrays, **sample.kwargs, device=device)
             expected = getattr(torch.nn.functional, name)(sample.input, *sample.args, **sample.kwargs)
