@@ -210,7 +210,7 @@ for i in range(20):
         process.stdin = None
     built = 0
     for process in processes:
-        out, errors = process.communicate(timeout=120)
+        out, errors = process.communicate(timeout=300)
         assert errors == b"" and process.returncode == 0
         built += out.count(b"built")
     assert built == 4 == len(files(cache_folder))
@@ -259,7 +259,7 @@ cache.Entry(("a",), ".x").get(stop if {when!r} == "building" else lambda: b"good
     process.stdout.close()
     begin = time.monotonic()
     assert get("a", b"good" * 1000) == b"good" * 1000 == Entry(("a",), ".x").get(never)
-    assert time.monotonic() - begin < 10  # its lock is gone with it
+    assert time.monotonic() - begin < cache.PATIENCE / 2  # its lock is gone with it
     assert len(leftovers(cache_folder)) == (when == "writing")
     monkeypatch.setattr(cache, "ABANDONED_AFTER", -1)
     get("b", b"good")
@@ -301,7 +301,7 @@ for name in "aab":
 assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").get(lambda: b"bad") == b"good"
 """
         env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -336,7 +336,7 @@ def test_pocl_s_damaged_files_are_compiled_again(opencl, python_env, cache_folde
     for damage in (DAMAGE["half"], DAMAGE["a bit"]):
         for path in entries:
             path.write_bytes(damage(path.read_bytes()))
-        done = subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0 and done.stdout == good and done.stderr.count("is damaged") == 1
     assert python(CALL, env) == good
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
@@ -350,7 +350,7 @@ def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, python_env,
 
 def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, python_env, cache_folder):
     env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=100)
+    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=300)
     assert killed.returncode == -9
     assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
     python(CALL + f"import glob; assert len(glob.glob({str(cache_folder)!r} + '/kernels/.pocl-*')) == 1", env)
@@ -360,5 +360,5 @@ def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, python_env, cac
 def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, python_env, cache_folder):
     env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(8)]
-    done = [process.communicate(timeout=200) for process in processes]
+    done = [process.communicate(timeout=300) for process in processes]
     assert len(set(done)) == 1 and done[0][1] == b"", done

@@ -125,7 +125,7 @@ def test_nvrtc_of_a_package_comes_before_a_toolkit_s(tmp_path, fresh):
     assert compiler.nvrtc() == os.fspath(tmp_path / "package/lib/libnvrtc.so.13")
 
 
-SLOW = "#!/bin/sh\necho $$ > pid\nexec sleep 100\n"
+SLOW = "#!/bin/sh\necho $$ > pid\nexec sleep 1000\n"
 
 
 def test_a_process_that_ends_takes_its_compilers_along(tmp_path, python_env):
@@ -141,8 +141,8 @@ while not os.path.exists("pid") or not os.stat("pid").st_size:
 """
     begin = time.monotonic()
     python(code, python_env, TMPDIR=str(tmp_path), PYTHONWARNINGS="ignore")
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 200
     pid = int((tmp_path / "pid").read_text())
     while any("sleep" in line for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()):
-        assert time.monotonic() - begin < 30
+        assert time.monotonic() - begin < 300
         time.sleep(0.01)

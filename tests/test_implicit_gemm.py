@@ -957,7 +957,7 @@ def check_compiled(steps: dict, folder, most: int = 0) -> None:
         file = folder / f"{i}.cu"
         file.write_text(source)
         command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={step.arch or 'sm_90'}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(compiled, enumerate(steps.items())))

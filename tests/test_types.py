@@ -74,10 +74,10 @@ def python(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=300)
     made = folder / "venv" / "bin" / "python"
     show = [made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(show, check=True, capture_output=True, text=True, timeout=60).stdout.strip())
+    site = Path(subprocess.run(show, check=True, capture_output=True, text=True, timeout=300).stdout.strip())
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if request.param == "wheel":
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder)

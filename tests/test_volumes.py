@@ -296,7 +296,7 @@ def start(env, *arguments, seconds=0.05, **options):
     return subprocess.Popen([sys.executable, "-c", code, *arguments], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
-def until(condition, seconds=60):
+def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -318,7 +318,7 @@ def test_a_process_that_is_ended_in_the_middle(command, python_env, number, resu
     with start(python_env, *arguments) as process:
         until(lambda: len(chunks_in(".y.zarr.done" if resume else ".")) > 40 * (not resume) + 3)
         process.send_signal(number)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=300)
     assert out == "" and process.returncode in (INTERRUPTED, -signal.SIGKILL)
     if not resume:
         assert err == "interrupted\n" and names() == ["x.zarr"]
@@ -343,10 +343,10 @@ def test_a_full_disk_is_told_and_leaves_nothing(python_env, tmp_path, monkeypatc
         pytest.skip(why_no_opencl())
     resource = pytest.importorskip("resource")
     monkeypatch.chdir(tmp_path)
-    save_zarr("x.zarr", draw(800, 800), (800, 800), "yx")
-    limit = (1 << 20, 1 << 20)  # PoCL's files are smaller
+    save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # noise, so the chunk that is written has more than 20 MB
+    limit = (16 << 20, 16 << 20)  # PoCL's files are smaller, those that it compiles from too
     done = start(python_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-    out, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=300)
     assert (done.returncode, out) == (UNUSABLE, ""), err
     assert "y.zarr can't be written: File too large" in err and names() == ["x.zarr"]
 

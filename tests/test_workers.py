@@ -31,7 +31,7 @@ def script(tmp_path, python_env, device):
         (tmp_path / "program.py").write_text(START + textwrap.dedent(code))
         env = {**python_env, "PYCUDA_CONV_BACKEND": get_device(device).backend}
         command = [sys.executable, str(tmp_path / "program.py")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
@@ -87,7 +87,7 @@ def test_workers_of_a_data_loader(script):
             return torch.from_numpy(pc.conv2d(i * x[0], w))
 
     def sums(context):
-        loader = torch.utils.data.DataLoader(Blurred(), num_workers=1, multiprocessing_context=context, timeout=90)
+        loader = torch.utils.data.DataLoader(Blurred(), num_workers=1, multiprocessing_context=context, timeout=300)
         return [int(batch.sum()) for batch in loader]
 
     if __name__ == "__main__":
