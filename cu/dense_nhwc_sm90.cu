@@ -83,7 +83,7 @@ struct DensePhase {
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first one, and from one to the next
   long long wide;                                             // whether four neighbouring channels of y are written at once
-  long long has_bias, has_scale, relu;                        // what finishes a sum, beside HAS_RESIDUAL
+  long long has_bias, has_scale, activation, slope;           // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
 struct Shapes {
@@ -203,11 +203,17 @@ struct Four {
     if (place < 0 || count <= 0) return;
     const long long at = place * shape.rows + first;
     Vector added = {}, out;
+    float v[4];
     if (HAS_RESIDUAL && shape.wide) added = *(const Vector*)(residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (HAS_RESIDUAL && !shape.wide && e < count) added.v[e] = residual[at + e];
-      out.v[e] = from_float<data_t>(finish[e].whole(shape, sum[e], 1, to_float(added.v[e])));
+      v[e] = finish[e].whole(shape, sum[e], 1, to_float(added.v[e]));
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      out.v[e] = from_float<data_t>(v[e]);
       if (!shape.wide && e < count) y[at + e] = out.v[e];
     }
     if (shape.wide) store_word(y + at, *(const word<Vector>*)&out);

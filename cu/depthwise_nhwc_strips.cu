@@ -48,7 +48,7 @@ typedef struct DepthwiseStripsArguments {
   long_t n, c, k, multiplier, by_multiplier;                                     // images, channels of x and y; y's of one of x
   long_t h, w, p, q;                                                             // sizes of a plane of x and y
   long_t pad_h, pad_w, flip;
-  long_t has_scale, has_bias, relu;                                              // the epilogue
+  long_t has_scale, has_bias, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 
 // Row i of the strip's rows of x; what is outside the image or below the strip is zeros.

@@ -41,7 +41,7 @@ typedef struct DgradArguments {
   long_t every_d, every_h, every_w;                     // taps from one that a pixel meets to the next: stride / gcd(stride, dil)
   long_t back_d, back_h, back_w;                        // outputs between these: dil / gcd(stride, dil)
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, relu;                     // the epilogue
+  long_t has_scale, has_bias, activation, slope;        // the epilogue; slope: an acc_t's bits
 } DgradArguments;
 
 #ifndef R

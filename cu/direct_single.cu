@@ -28,7 +28,7 @@ typedef struct SingleArguments {
   long_t c, k, by_k, by_multiplier;             // channels of x and y
   long_t h, w, r, s, p, q, by_q;                // sizes of a plane of x, of the filter, and of a plane of y
   long_t stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
-  long_t has_scale, has_bias, relu;             // the epilogue
+  long_t has_scale, has_bias, activation, slope;  // the epilogue; slope: an acc_t's bits
 } SingleArguments;
 
 #if !defined(LAYER)

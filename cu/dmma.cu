@@ -26,6 +26,9 @@
 #include "launch.cuh"
 #include "numbers.cuh"
 
+typedef double acc_t;
+#include "activation.cuh"
+
 #ifndef BLOCK_M
 #define BLOCK_M 128
 #define BLOCK_N 128
@@ -59,7 +62,7 @@ struct DmmaArguments {
   long_t y_base, y_d, y_h, y_w;                 // pixels of a plane of y: of a phase's first one, and from one to the next
   long_t size;                                  // elements of y, and of a part of a split sum
   long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at 16 bytes
-  long_t relu;
+  long_t activation, slope;                     // slope: a double's bits
 };
 
 constexpr int BLOCK_K = 16, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
@@ -313,14 +316,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
     }
   };
-  if (p.splits > 1 || !(scale || bias || residual || p.relu)) {
+  if (p.splits > 1 || !(scale || bias || residual || p.activation)) {
     store([](double&, int, int) {});
   } else {
     store([&](double& v, int channel, int at) {
       if (scale) v *= scale[channel];
       if (bias) v += bias[channel];
       if (residual) v += residual[at];
-      if (p.relu && v < 0) v = 0;  // a NaN stays one
+      ACTIVATE_SOME((int)p.activation, __longlong_as_double(p.slope), &v, 1)
     });
   }
 }

@@ -6,19 +6,25 @@
 // no bit. CUDA's compiler rounds the product and the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
-#define EPILOGUE_FLAGS const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias), relu = OF_LAYER(RELU, relu);
+#define EPILOGUE_FLAGS                                                                                            \
+  const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias); \
+  const int activation = OF_LAYER(ACTIVATION, activation);                                                        \
+  const acc_t slope = BITS_TO_ACC(arg.slope);
 #define NOTHING ((acc_t)-0.0f)
 #define SCALE_OF(channel) (has_scale ? LOAD(scale, channel) : (acc_t)1)
 #define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)
+// all but the activation
 #define FINISH(v, scale_, bias_, residual_)                       \
   {                                                               \
     (v) *= (scale_);                                              \
     (v) += HAS_RESIDUAL && !has_bias ? (residual_) : (bias_);     \
     (v) += HAS_RESIDUAL && has_bias ? (residual_) : NOTHING;      \
-    if (relu && (v) < 0) (v) = 0; /* a NaN stays one */           \
   }
+// the activation of v[0], ... v[count - 1], which are finished but for that
+#define ACTIVATE(v, count) ACTIVATE_SOME(activation, slope, v, count)
 #define FINISH_AT(v, channel, at)                                           \
   {                                                                         \
     const acc_t residual_ = HAS_RESIDUAL ? LOAD(residual, at) : 0;          \
     FINISH(v, SCALE_OF(channel), BIAS_OF(channel), residual_)               \
+    ACTIVATE(&(v), 1)                                                       \
   }

@@ -77,7 +77,7 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long has_bias, has_scale, relu;                     // what finishes a sum, beside HAS_RESIDUAL
+  long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
 // ---- what the hardware is told in PTX
@@ -260,13 +260,17 @@ DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector, added;
         if (HAS_RESIDUAL) added = *(const Vector*)(residual + at);
+        float v[VEC];
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
           const int channel = NHWC ? k + e : k;
           const Finish<SCALED> finish{ScaleAndBias(shape, scale, bias, channel)};
           const float factor = SCALED ? scale_n[image] * scale_k[channel] : 1;
-          vector.v[e] = from_float<out_t>(finish.whole(shape, staging[down * PITCH + across + e], factor, HAS_RESIDUAL ? to_float(added.v[e]) : 0));
+          v[e] = finish.whole(shape, staging[down * PITCH + across + e], factor, HAS_RESIDUAL ? to_float(added.v[e]) : 0);
         }
+        activate(shape, v);
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) vector.v[e] = from_float<out_t>(v[e]);
         *(Vector*)(y + at) = vector;
       }
     }

@@ -149,7 +149,7 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long has_bias, has_scale, relu;                     // what finishes a sum, beside HAS_RESIDUAL
+  long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // HALO: pixels of x that the taps of a patch meet in a row, and rows;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
   long long groups, x_channels, x_h, x_w;                  // RAW: groups of x, their channels, and its size;
@@ -611,24 +611,29 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
       // neighbouring rows, 16 bytes by 16 bytes, in different banks
       float4* const turned = (float4*)(piece - SIZE);
       auto place = [](int row, int at) { return row * (width / 2) + (width % 16 ? at : at ^ row % 2 * 4); };
-      float2 value[width / 8], before[width / 8];
+      float value[width / 4];
+      float2 before[width / 8];
 #pragma unroll
       for (int i = 0; i < width / 8; ++i) {
         const int at = 4 * (base / 8 + i) + 2 * half;
         const float2 scale = SCALED ? *(const float2*)(scales + base + 8 * i + 2 * (lane % 4)) : make_float2(1, 1);
-        value[i].x = Finish<SCALED>::activated(shape, rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]));
-        value[i].y = Finish<SCALED>::activated(shape, rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]));
+        value[2 * i] = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
+        value[2 * i + 1] = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
+      }
+      activate(shape, value);
+#pragma unroll
+      for (int i = 0; i < width / 8; ++i) {
         float2& slot = ((float2*)piece)[32 * i + lane];
         if (second) {
           before[i] = slot;
         } else {
-          slot = value[i];
+          slot = make_float2(value[2 * i], value[2 * i + 1]);
         }
       }
       if (second) {
         __syncwarp();
 #pragma unroll
-        for (int i = 0; i < width / 8; ++i) turned[place(lane / 4, 4 * i + lane % 4)] = make_float4(before[i].x, value[i].x, before[i].y, value[i].y);
+        for (int i = 0; i < width / 8; ++i) turned[place(lane / 4, 4 * i + lane % 4)] = make_float4(before[i].x, value[2 * i], before[i].y, value[2 * i + 1]);
         __syncwarp();
 #pragma unroll
         for (int row = 0; row < 8; ++row) {
@@ -658,11 +663,16 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 #pragma unroll
     for (int i = first; i < last; ++i) added[i - first] = rows.real[half] ? *(const Vector*)(residual + at + (i - first) * wide) : Vector();
 #endif
+    float v[2 * (last - first)];
+#pragma unroll
+    for (int i = first; i < last; ++i)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        v[2 * (i - first) + e] = rows.finish[half].whole(shape, sum[4 * i + 2 * half + e], factor, to_float(added[i - first].v[e]));
+    activate(shape, v);
 #pragma unroll
     for (int i = first; i < last; ++i) {
-      const float left = rows.finish[half].whole(shape, sum[4 * i + 2 * half], factor, to_float(added[i - first].v[0]));
-      const float right = rows.finish[half].whole(shape, sum[4 * i + 2 * half + 1], factor, to_float(added[i - first].v[1]));
-      const Vector out = {from_float<out_t>(left), from_float<out_t>(right)};
+      const Vector out = {from_float<out_t>(v[2 * (i - first)]), from_float<out_t>(v[2 * (i - first) + 1])};
       if (rows.real[half]) store_word(y + at + (i - first) * wide, *(const word<Vector>*)&out);
     }
   }
@@ -680,16 +690,22 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   for (int i = 0; i < width / 8; ++i) {
     const int column = 8 * i + 2 * (lane % 4);
     const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
+    float v[4];  // [half of the rows][neighbouring pixels]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + 8 * half, at = 4 * (base / 8 + i) + 2 * half;
-      const float left = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
-      const float right = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
+      const int at = 4 * (base / 8 + i) + 2 * half;
+      v[2 * half] = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
+      v[2 * half + 1] = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
+    }
+    if (!HAS_RESIDUAL) activate(shape, v);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane / 4 + 8 * half;
       if (NHWC) {
-        staging[column * PITCH + row] = left;
-        staging[(column + 1) * PITCH + row] = right;
+        staging[column * PITCH + row] = v[2 * half];
+        staging[(column + 1) * PITCH + row] = v[2 * half + 1];
       } else {
-        *(float2*)(staging + row * PITCH + column) = make_float2(left, right);
+        *(float2*)(staging + row * PITCH + column) = make_float2(v[2 * half], v[2 * half + 1]);
       }
     }
   }
@@ -733,13 +749,13 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       for (int j = i; j < i + BATCH; ++j) added[j - i] = down + j * STEP < last ? *(const Vector*)(residual + place(j)) : Vector();
 #endif
     const float* const from = staging + (down + i * STEP) * PITCH + across;
+    float v[VEC];
     Vector out;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) {
-      float v = from[e];
-      if (HAS_RESIDUAL) v += to_float(added[i % BATCH].v[e]);
-      out.v[e] = from_float<out_t>(Finish<SCALED>::activated(shape, v));
-    }
+    for (int e = 0; e < VEC; ++e) v[e] = HAS_RESIDUAL ? from[e] + to_float(added[i % BATCH].v[e]) : from[e];
+    if (HAS_RESIDUAL) activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(v[e]);
     if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
   }
 }
@@ -772,15 +788,16 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
   named_barrier(1 + consumer, 128);
 #pragma unroll
   for (int i = 0; i < CHUNK / 8; ++i) {
-    float v[2][2];  // [half of the rows][neighbouring pixels]
+    float v[4];  // [half of the rows][neighbouring pixels]
     const int column = 8 * i + 2 * (lane % 4);
     const float2 scale = SCALED ? *(const float2*)(scales + base + column) : make_float2(1, 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * (base / 8 + i) + 2 * half;
-      v[half][0] = rows.finish[half].whole(shape, sum[at], scale.x * rows.scale_w[half], to_float(added[i][half][0]));
-      v[half][1] = rows.finish[half].whole(shape, sum[at + 1], scale.y * rows.scale_w[half], to_float(added[i][half][1]));
+      v[2 * half] = rows.finish[half].whole(shape, sum[at], scale.x * rows.scale_w[half], to_float(added[i][half][0]));
+      v[2 * half + 1] = rows.finish[half].whole(shape, sum[at + 1], scale.y * rows.scale_w[half], to_float(added[i][half][1]));
     }
+    activate(shape, v);
 #if OUT == 32
     // two boxes of 32 channels
 #pragma unroll
@@ -788,11 +805,11 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = 16 * warp + lane / 4 + 8 * half;
-        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[half][e];
+        *(float*)(tile + row / 32 * (CHUNK * 128) + swizzled(column + e, row % 32 / 4) + row % 4 * 4) = v[2 * half + e];
       }
 #else
     // 8 x 8 blocks of 16-bit numbers, turned, one row of 8 channels a lane
-    const uint32_t packed[2] = {pack2(from_float<out_t>(v[0][0]), from_float<out_t>(v[0][1])), pack2(from_float<out_t>(v[1][0]), from_float<out_t>(v[1][1]))};
+    const uint32_t packed[2] = {pack2(from_float<out_t>(v[0]), from_float<out_t>(v[1])), pack2(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
     store_turned(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
 #endif
   }

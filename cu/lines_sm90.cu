@@ -86,7 +86,7 @@ struct LinesProduct {
   long long rows, wide;                       // P and Q
   long long image_step, plane;                // elements of y from one image, and one channel, to the next
   long long low_w, low_h;                     // x of a unit's box: unit * UNIT * STRIDE + low
-  long long has_bias, has_scale, relu;        // what finishes a sum, beside HAS_RESIDUAL
+  long long has_bias, has_scale, activation, slope;  // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
 // Which four of a unit's is a lane's, and which line is number n of lane % 4 == c: so that 8 lanes that load 16 bytes each at once meet
@@ -329,6 +329,7 @@ DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, 
           if (what & WRITE) v[pixel] += give_back_lost(v[pixel], part);
           if (what & WRITE) v[pixel] = Finish<halves>{of_column[j]}.whole(shape, v[pixel], factor, ((const float*)&added[four])[pixel]);
         }
+        if (what & WRITE) activate(shape, v);
         if (what & WRITE && there) store_word(y + place + four * (int)shape.wide, *(const uint4*)v);
       }
     }

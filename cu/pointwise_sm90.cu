@@ -57,7 +57,7 @@ struct PointwiseProduct {
   long long busy;                                     // warps of a tile that have a box, NCHW
   long long row_step, column_step, size;              // elements of y from one row, and column, to the next, and of y
   long long pairs;                                    // neighbouring columns are neighbours in y, at multiples of 2
-  long long has_bias, has_scale, relu;                // what finishes a sum, beside HAS_RESIDUAL
+  long long has_bias, has_scale, activation, slope;   // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
 
 struct Tile {
@@ -282,9 +282,14 @@ DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const 
       v[2 * block + half] = HAS_RESIDUAL ? found : of.shifted(shape, found, 1);
     }
 }
-// The rest.
-DEVICE float finished(const PointwiseProduct& shape, float v, const Finish<false>& of, float residual) {
-  return HAS_RESIDUAL ? of.whole(shape, v, 1, residual) : of.activated(shape, v);
+// The rest of some of them, whose residual is `added`; without one `v` was finished before.
+template <int count>
+DEVICE void add(const PointwiseProduct& shape, float (&v)[count], const Finish<false>* const (&of)[count], const float* added) {
+#if HAS_RESIDUAL
+#pragma unroll
+  for (int i = 0; i < count; ++i) v[i] = of[i]->whole(shape, v[i], 1, added[i]);
+  activate(shape, v);
+#endif
 }
 
 #if MOMENTS
@@ -346,6 +351,7 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
       const int column = column0 + 8 * i + e;
       if (count > 0) store_moments(v[e], counted, count, column < columns, moments + (long long)warp * 2 * columns + column, columns);
 #endif
+      if (!HAS_RESIDUAL) activate(shape, v[e]);
     }
 #if !WGRAD && !NHWC
     {
@@ -356,10 +362,9 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
           added[e] = *(const float4*)(residual + at[0] + (column0 + 8 * i + e) * shape.column_step);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float(&out)[4] = v[e];
-#pragma unroll
-        for (int pixel = 0; pixel < 4; ++pixel) out[pixel] = finished(shape, out[pixel], of_column[(2 * i + e) % BATCH], ((const float*)&added[e])[pixel]);
-        if (counted[0] && column0 + 8 * i + e < columns) store_word(y + at[0] + (column0 + 8 * i + e) * shape.column_step, *(const uint4*)out);
+        const Finish<false>* const of = of_column + (2 * i + e) % BATCH;
+        add(shape, v[e], {of, of, of, of}, (const float*)&added[e]);
+        if (counted[0] && column0 + 8 * i + e < columns) store_word(y + at[0] + (column0 + 8 * i + e) * shape.column_step, *(const uint4*)v[e]);
       }
     }
 #else
@@ -370,13 +375,17 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
         const Finish<false>*const left = of_column + 2 * i % BATCH, *const right = left + 1;
         if (shape.pairs) {
           const float2 added = HAS_RESIDUAL && real[0] ? *(const float2*)(residual + place) : float2();
-          const float both[2] = {finished(shape, v[0][row], *left, added.x), finished(shape, v[1][row], *right, added.y)};
+          float both[2] = {v[0][row], v[1][row]};
+          add(shape, both, {left, right}, (const float*)&added);
           if (real[0]) store_word(y + place, *(const uint2*)both);
         } else {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const long long at_e = place + e * shape.column_step;
-            if (real[e]) y[at_e] = finished(shape, v[e][row], e ? *right : *left, HAS_RESIDUAL ? residual[at_e] : 0);
+            const float added = HAS_RESIDUAL && real[e] ? residual[at_e] : 0;
+            float one[1] = {v[e][row]};
+            add(shape, one, {e ? right : left}, &added);
+            if (real[e]) y[at_e] = one[0];
           }
         }
       }

@@ -105,6 +105,8 @@ typedef __nv_bfloat16 data_t;
 typedef float acc_t;
 #endif
 
+#include "activation.cuh"
+
 #ifdef __OPENCL_VERSION__
 #if DTYPE == 16  // PoCL has no half arithmetic, only these conversions
 #define LOAD(p, i) vload_half((i), (p))

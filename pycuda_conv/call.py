@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pycuda_conv.errors import brief
-from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, ConvProblem, integer
+from pycuda_conv.problem import PRECISIONS, ConvProblem, checked_activation, integer
 
 
 class Operands(NamedTuple):
@@ -63,8 +63,7 @@ class Call(NamedTuple):
             raise TypeError(f"{function}_size must be the shape of the convolution's {function}, got {brief(size)}")
         if not isinstance(precision, str):  # torch.compile follows this, and not always a comparison of classes
             raise TypeError(f"precision must be one of {PRECISIONS}, got {brief(precision)}")
-        if not (activation is None or isinstance(activation, str)):
-            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)}")
+        activation = checked_activation(activation)
         if stride.__class__ is not int:
             stride = _key("stride", stride)
         if padding.__class__ is not int:

@@ -86,8 +86,10 @@ def conv2d(
     residual : array, optional
         What is added to the result, of the result's shape and dtype. It is copied if it does not lie in memory as the result does. It
         may be `out` itself, which is then added to; for float32 on tensor cores that takes a copy.
-    activation : {None, "relu"}
-        ``"relu"`` turns negative numbers into 0; NaN stays NaN.
+    activation : str, ("leaky_relu", slope) or None
+        ``"relu"``, ``"relu6"``, ``"leaky_relu"``, ``"hardswish"``, ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``: what torch's functions of
+        these names compute, the last one with ``approximate="tanh"``. ``"leaky_relu"`` has a slope of 0.01, as in torch;
+        ``("leaky_relu", 0.2)`` has that one. NaN stays NaN.
     out : array, optional
         Where to write the result. It has the result's shape and dtype, is C-contiguous or, like the input, channels last, and
         overlaps no other array but the residual. torch's rules of ``out=`` hold for tensors: a tensor that requires a gradient is

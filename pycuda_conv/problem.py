@@ -14,6 +14,7 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from numbers import Real
 from typing import Any, Literal, SupportsIndex
 
 from pycuda_conv.errors import ConvArgumentError, brief
@@ -27,7 +28,9 @@ DTYPE_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 DTYPE_CODES = {"float16": 16, "bfloat16": 17, "float32": 32, "float64": 64}
 PRECISIONS = ("fp32", "tf32")
 LAYOUTS = ("NCHW", "NHWC")  # a caller's; kernels see a third, see :attr:`ConvProblem.launched`
-ACTIVATIONS = (None, "relu")
+#: In the order of ``cu/activation.cuh``.
+ACTIVATIONS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
+SLOPE = 0.01  # of "leaky_relu", if none is given
 
 
 def _shown(shape: Iterable[int]) -> str:
@@ -61,6 +64,23 @@ def integers(name: str, value: Any, ndim: int) -> tuple[int, ...]:
             f"dimensions, but got {name}={_shown(values)}"
         )
     return values
+
+
+def checked_activation(value: Any) -> str | tuple[str, float] | None:
+    """The `activation` argument in one form: a word, ``("leaky_relu", slope)`` for another slope than 0.01, or None."""
+    if value is None or (isinstance(value, str) and value in ACTIVATIONS):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "leaky_relu":
+        slope = value[1]
+        if isinstance(slope, bool) or not isinstance(slope, Real):
+            raise TypeError(f"the slope in activation=('leaky_relu', slope) must be a number, got {brief(slope)}")
+        if not math.isfinite(slope):
+            raise ConvArgumentError(f"the slope in activation=('leaky_relu', slope) must be finite, but got {slope}")
+        return "leaky_relu" if float(slope) == SLOPE else ("leaky_relu", float(slope))
+    expected = f"activation must be one of {ACTIVATIONS} or ('leaky_relu', slope)"
+    if isinstance(value, (str, tuple, list)):
+        raise ConvArgumentError(f"{expected}, but got activation={brief(value)}")
+    raise TypeError(f"{expected}, got {brief(value)}")
 
 
 def _rank(ndim: Any) -> int:
@@ -151,7 +171,7 @@ class ConvProblem:
         How the arrays of images lie in memory: ``"NHWC"`` is channels last. Shapes are the same. A filter and its gradient lie in
         C order. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
     has_scale, has_residual : bool
-    activation : {None, "relu"}
+    activation : str, ("leaky_relu", float) or None
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.
     """
 
@@ -175,7 +195,7 @@ class ConvProblem:
     layout: Literal["NCHW", "NHWC", "CNHW", "CHWN"] = "NCHW"
     has_scale: bool = False
     has_residual: bool = False
-    activation: str | None = None
+    activation: str | tuple[str, float] | None = None
 
     # ---- making one
 
@@ -368,10 +388,7 @@ class ConvProblem:
     ) -> ConvProblem:
         if activation is None and scale_shape is None and residual_shape is None:
             return self
-        if not (activation is None or isinstance(activation, str)):
-            raise TypeError(f"activation must be one of {ACTIVATIONS}, got {brief(activation)} of type {type(activation).__name__}")
-        if activation not in ACTIVATIONS:
-            raise ConvArgumentError(f"activation must be one of {ACTIVATIONS}, but got activation={activation!r}")
+        activation = checked_activation(activation)
         _check_channels("scale", scale_shape, self.result_channels, weight_shape)
         if residual_shape is not None and _sizes("residual_shape", residual_shape) != self.result_shape:
             raise ConvArgumentError(
@@ -380,6 +397,13 @@ class ConvProblem:
         return replace(self, has_scale=scale_shape is not None, has_residual=residual_shape is not None, activation=activation)
 
     # ---- what follows from it
+
+    @property
+    def activation_and_slope(self) -> tuple[int, float]:
+        """The activation's number in :data:`ACTIVATIONS`, and the slope of a leaky ReLU; of others it is 0."""
+        if isinstance(self.activation, tuple):
+            return ACTIVATIONS.index("leaky_relu"), self.activation[1]
+        return ACTIVATIONS.index(self.activation), SLOPE if self.activation == "leaky_relu" else 0.0
 
     @property
     def plain(self) -> ConvProblem:
@@ -532,7 +556,8 @@ class ConvProblem:
             text += f" g{self.groups}"
         text += f" {self.dtype}" + (" tf32" if self.precision == "tf32" else "")
         text += " channels last" if self.layout == "NHWC" else ""
-        epilogue = ("scale" * self.has_scale, "residual" * self.has_residual, self.activation or "")
+        activation = self.activation if isinstance(self.activation, tuple) else (self.activation or "",)
+        epilogue = ("scale" * self.has_scale, "residual" * self.has_residual, *map(str, activation))
         return " ".join([text, *filter(None, epilogue)])
 
 

@@ -51,4 +51,5 @@ Crop = Sizes | Sequence[Sequence[SupportsIndex]]
 Padding = Crop | str
 
 Precision = Literal["fp32", "tf32"]
-Activation = Literal["relu"]
+#: A word, or ``("leaky_relu", slope)``; ``"leaky_relu"`` alone has a slope of 0.01.
+Activation = Literal["relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh"] | tuple[Literal["leaky_relu"], float]

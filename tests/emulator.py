@@ -14,6 +14,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
+from reference import activated
 
 from pycuda_conv.engines import registry
 from pycuda_conv.engines.geometry import divider
@@ -22,6 +23,8 @@ from pycuda_conv.runtime.base import Im2col
 ELEMENT = {64: "float64", 32: "float32", 16: "float16", 17: "bfloat16"}  # as the kernels name types
 INPUT, WEIGHT, BIAS, RESULT, WORKSPACE, PACKED, SCALE, RESIDUAL = range(8)
 MOST_SHARED = 227 * 1024
+#: In the order of ``activation.cuh``.
+ACTIVATION_WORDS = (None, "relu", "relu6", "leaky_relu", "hardswish", "silu", "gelu", "gelu_tanh")
 
 
 def ceil(a: int, b: int) -> int:
@@ -700,7 +703,7 @@ def note_moments(noted: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray,
 def finishing(step) -> dict:
     """What finishes the sums of a step, some of it by its arguments."""
     (s,) = step.structs
-    return step.defines | {"HAS_BIAS": s.has_bias, "HAS_SCALE": s.has_scale, "RELU": s.relu}
+    return step.defines | {"HAS_BIAS": s.has_bias, "HAS_SCALE": s.has_scale, "ACTIVATION": (s.activation, s.slope)}
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -712,7 +715,11 @@ def finished(define, memory: Memory, kind: str, total, scale, bias, residual, ch
             total = total + inside(memory.view(bias, kind), channel).astype(float)
         if define["HAS_RESIDUAL"]:
             total = total + inside(memory.view(residual, kind), at).astype(float)
-        return (np.where(total < 0, 0, total) if define["RELU"] else total).astype(np.float32)
+        number, bits = define["ACTIVATION"]
+        slope = float(np.array(bits, np.int32).view(np.float32))  # as these kernels read it
+        word = ACTIVATION_WORDS[number]
+        assert slope == 0 or word == "leaky_relu"
+        return activated(total, ("leaky_relu", slope) if word == "leaky_relu" else word).astype(np.float32)
 
 
 def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, group: int, part: int) -> None:
@@ -1113,7 +1120,7 @@ def lines_product(step, memory: Memory, finite: bool) -> None:
 def asked_of(step) -> dict[str, int]:
     """The epilogue of a kernel of plain cores, in the words of :func:`finished`."""
     a = step.arguments
-    return {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": step.defines["HAS_RESIDUAL"], "RELU": a.relu}
+    return {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": step.defines["HAS_RESIDUAL"], "ACTIVATION": (a.activation, a.slope)}
 
 
 def direct_reduce(step, memory: Memory) -> None:
@@ -1166,7 +1173,7 @@ def direct_gemm(step, memory: Memory) -> None:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
-            if a.has_scale or d.HAS_RESIDUAL or a.relu:
+            if a.has_scale or d.HAS_RESIDUAL or a.activation:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())

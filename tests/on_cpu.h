@@ -4,6 +4,7 @@
 #include <barrier>
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -14,6 +15,7 @@ using std::min;
 #define __global__
 #define __shared__ static
 #define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
 #define __align__(n) __attribute__((aligned(n)))
 
@@ -22,6 +24,12 @@ struct alignas(16) float4 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __int_as_float(int bits) {
+  float v;
+  std::memcpy(&v, &bits, 4);
+  return v;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 
 struct Index {

@@ -133,6 +133,32 @@ def dgrad(input_shape: tuple, weight_shape: tuple, bias: bool = True, **options)
 # ---- comparisons
 
 
+#: Every activation; of a leaky ReLU another slope than 0.01 too.
+ACTIVATIONS = ["relu", "relu6", "leaky_relu", ("leaky_relu", 0.2), "hardswish", "silu", "gelu", "gelu_tanh"]
+
+
+def activated(v: np.ndarray, activation: Any) -> np.ndarray:
+    """The activation in float64, by torch's formulas; those of large numbers as they would be without an end of the type."""
+    word, slope = activation if isinstance(activation, tuple) else (activation, 0.01)
+    v = np.asarray(v, float)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if word is None:
+            return v
+        if word in ("relu", "relu6"):
+            v = np.where(v < 0, 0, v)
+            return np.where(v > 6, 6, v) if word == "relu6" else v
+        if word == "leaky_relu":
+            return np.where(v < 0, v * slope, v)
+        if word == "hardswish":
+            return v * (np.clip(v + 3, 0, 6) / 6)
+        if word == "silu":
+            return v / (1 + np.exp(-v))
+        if word == "gelu":
+            return v * (0.5 * (1 + np.vectorize(math.erf, otypes=[float])(v / math.sqrt(2))))
+        assert word == "gelu_tanh"
+        return v * (0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3))))
+
+
 def assert_exact(got: np.ndarray, ref: np.ndarray, what: Any = "") -> None:
     """Every element of `got` is the correctly rounded `ref`; NaN, a wrong shape or a wrong sign fail."""
     expected = ref.astype(got.dtype)

@@ -28,7 +28,7 @@ def calls(monkeypatch):
 
     def noted(function, word):
         def call(*args, **options):
-            made.append("epilogue" if options.get("scale") is not None else word)
+            made.append(word if options.get("scale") is None and options.get("activation") is None else "epilogue")
             return function(*args, **options)
 
         return call
@@ -341,7 +341,7 @@ def residual():
 
 #: How many convolutions there are, how many of them are fused in evaluation and in training, how many keep their own forward; input.
 NETWORKS = {
-    "EfficientNet": (EfficientNet, 12, 7, 7, 1, (2, 3, 9, 8)),
+    "EfficientNet": (EfficientNet, 12, 9, 7, 1, (2, 3, 9, 8)),
     "RepVGG": (lambda: nn.Sequential(ConvNormAct(3, 4, 3), RepVGGBlock(4), RepVGGBlock(4)), 5, 5, 5, 0, (2, 3, 7, 8)),
     "ResNet": (residual, 7, 5, 5, 2, (2, 3, 9, 8)),
     "DLA": (lambda: nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), DLATree(4)), 6, 6, 6, 0, (2, 3, 7, 6)),
@@ -388,6 +388,116 @@ def test_the_report_is_asked_for():
     for function in (pn.convert, pn.report):
         with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got None"):
             function(None)
+
+
+# ---- activations
+
+MODULES = {
+    "relu": nn.ReLU, "relu6": nn.ReLU6, "silu": nn.SiLU, "hardswish": nn.Hardswish, "gelu": nn.GELU, "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "leaky_relu": nn.LeakyReLU, "slope": lambda: nn.LeakyReLU(0.2, inplace=True),
+}  # fmt: skip
+CALLS = {
+    "relu": F.relu, "relu6": F.relu6, "silu": F.silu, "hardswish": F.hardswish, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "leaky_relu": F.leaky_relu, "slope": lambda x: F.leaky_relu(x, 0.2), "slope by name": lambda x: F.leaky_relu(x, negative_slope=0.3, inplace=True),
+    "in place": lambda x: F.leaky_relu_(x, 0.2), "method": lambda x: x.relu_(),
+}  # fmt: skip
+
+
+class ByFunction(nn.Module):
+    """Of no class that is known."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+class Activated(nn.Module):
+    """An activation after a convolution, after a batch normalisation, and after the sum with a residual, with one and without."""
+
+    def __init__(self, act, function=None):
+        super().__init__()
+        self.conv1, self.conv2, self.bn2 = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.conv3, self.bn3, self.conv4, self.up = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 3, 2, 2)
+        self.act, self.drop = act(), nn.Identity()
+        self.function = function or self.act
+
+    def forward(self, x):
+        x = self.function(self.drop(self.conv1(x)))
+        x = self.act(self.bn2(self.conv2(x)))
+        x = self.function(self.bn3(self.conv3(x)) + x)
+        return self.function(self.up(self.act(x + self.conv4(x))))
+
+
+@pytest.mark.parametrize("act", MODULES)
+def test_activations_that_are_modules(where, act, calls):
+    theirs = ready(Activated(MODULES[act]), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    assert [len(one.fused) for one in pn.report(ours).converted] == [1, 2, 3, 2, 1] and not pn.report(ours).notes
+    x = numbers(2, 2, 5, 4, where=where)
+    with torch.no_grad():
+        for model in (ours, pickle.loads(pickle.dumps(ours))):
+            calls.clear()
+            close(model(x), theirs(x))
+            assert calls == ["epilogue"] * 5
+        for own in (ours, theirs):  # as a search over slopes would
+            if act == "slope":
+                own.act.negative_slope = 0.5
+        calls.clear()
+        close(ours(x), theirs(x))
+        assert calls.count("epilogue") == (0 if act == "slope" else 5)
+    same(ours, theirs, x)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_activations_that_are_functions(where, name, calls):
+    theirs = ready(nn.Sequential(Activated(lambda: ByFunction(CALLS[name]), CALLS[name])), where)
+    ours = pn.convert(copy.deepcopy(theirs))
+    x = numbers(2, 2, 5, 4, where=where)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+    assert calls == ["epilogue"] * 5
+    same(ours, theirs, x)
+
+
+def test_what_only_looks_like_a_known_activation_is_called(calls):
+    """A slope that is an array, or no finite number; a sum that no activation follows and no norm precedes; a result that has two uses."""
+
+    class Odd(nn.Module):
+        def __init__(self, way):
+            super().__init__()
+            self.conv, self.slope, self.way = nn.Conv2d(2, 3, 1), nn.Parameter(torch.full((), 0.2)), way
+
+        def forward(self, x):
+            y = self.conv(x)
+            if self.way == "slope":
+                return F.prelu(y, self.slope[None])
+            if self.way == "sum":
+                return y + x[:, :1]
+            return F.silu(y) * y
+
+    for theirs in (*(Odd(way) for way in ("slope", "sum", "twice")), nn.Sequential(nn.Conv2d(2, 3, 1), nn.LeakyReLU(float("inf")))):
+        theirs = ready(theirs)
+        ours = pn.convert(copy.deepcopy(theirs))
+        assert not pn.report(ours).converted[0].fused and not pn.report(ours).notes
+        x = numbers(2, 2, 3, 3)
+        with torch.no_grad():
+            torch.testing.assert_close(ours(x), theirs(x), equal_nan=True)
+        assert calls == ["plain"]
+        calls.clear()
+
+
+def test_a_convolution_with_a_hook_is_called():
+    theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1), nn.GELU()))
+    ours, seen = pn.convert(copy.deepcopy(theirs)), []
+    ours[0].register_forward_hook(lambda *_: seen.append(1))
+    x = numbers(1, 2, 3, 3)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+        close(ours(x[0]), theirs(x[0]))
+    assert len(seen) == 2
 
 
 # ---- what a trace does not hold
@@ -499,7 +609,7 @@ def test_a_model_that_is_changed_after_its_conversion(calls):
     with torch.no_grad():
         close(twin(x), theirs[1](x))
     pn.convert(ours)
-    changed(lambda model: None, 3)
+    changed(lambda model: None, 4)
     assert type(pn.convert(ours, fuse=False)[1]) is ResNetBlock
 
 

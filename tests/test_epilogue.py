@@ -13,6 +13,7 @@ from reference import (
     SUM_EPS,
     TINY,
     Case,
+    activated,
     assert_close,
     assert_exact,
     channels_last,
@@ -77,7 +78,7 @@ def expected(case: Case, parts: str, x, w, b=None, s=None, r=None) -> np.ndarray
         y = y if s is None else y * s.astype(float).reshape(across)
         y = y if b is None else y + b.astype(float).reshape(across)
         y = y if r is None else y + r.astype(float)
-        return np.where(y < 0, 0, y) if PARTS[parts][2] else y
+        return activated(y, PARTS[parts][2])
 
 
 def allowed(case: Case, x, w, b, s, r, ref: np.ndarray, mode: str = "") -> np.ndarray:
@@ -286,6 +287,9 @@ def test_many(device):
 
 X, W, S, R = np.zeros((2, 4, 8, 9), "f"), np.zeros((6, 4, 3, 3), "f"), np.zeros(6, "f"), np.zeros((2, 6, 6, 7), "f")
 
+WORDS = (
+    r"activation must be one of \(None, 'relu', 'relu6', 'leaky_relu', 'hardswish', 'silu', 'gelu', 'gelu_tanh'\) or \('leaky_relu', slope\)"
+)
 WRONG = [
     (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[4\] instead", {"scale": S[:4]}),
     (ConvArgumentError, r"expected scale to be 1-dimensional with 6 elements, but got scale of size \[6, 1\] instead", {"scale": S[:, None]}),
@@ -294,9 +298,15 @@ WRONG = [
     (ConvArgumentError, r"residual must have the result's shape \[2, 6, 6, 7\], but got residual of size \[6, 6, 7\]", {"residual": R[0]}),
     (ConvArgumentError, "and scale type .* should be the same", {"scale": S.astype("d")}),
     (ConvArgumentError, "and residual type .* should be the same", {"residual": R.astype("e")}),
-    (ConvArgumentError, r"activation must be one of \(None, 'relu'\), but got activation='gelu'", {"activation": "gelu"}),
-    (TypeError, r"activation must be one of \(None, 'relu'\), got True", {"activation": True}),
-    (TypeError, r"activation must be one of \(None, 'relu'\), got <", {"activation": np.maximum}),
+    (ConvArgumentError, WORDS + ", but got activation='tanh'", {"activation": "tanh"}),
+    (ConvArgumentError, WORDS + ", but got activation='GELU'", {"activation": "GELU"}),
+    (ConvArgumentError, WORDS + r", but got activation=\('relu', 0.1\)", {"activation": ("relu", 0.1)}),
+    (ConvArgumentError, WORDS + r", but got activation=\('leaky_relu',\)", {"activation": ("leaky_relu",)}),
+    (TypeError, WORDS + ", got True", {"activation": True}),
+    (TypeError, WORDS + ", got <", {"activation": np.maximum}),
+    (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got '0.1'", {"activation": ("leaky_relu", "0.1")}),
+    (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got True", {"activation": ("leaky_relu", True)}),
+    (ConvArgumentError, r"the slope in activation=\('leaky_relu', slope\) must be finite, but got nan", {"activation": ("leaky_relu", np.nan)}),
     (TypeError, "scale must be a numpy.ndarray, .*but got builtins.float", {"scale": 2.0}),
     (TypeError, "residual must be a numpy.ndarray, .*but got builtins.list", {"residual": [1]}),
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from emulator import Memory, gpu, launch
-from reference import dgrad, fprop
+from reference import activated, dgrad, fprop
 from test_implicit_gemm import WHOLE, asked, patches, raw
 
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
@@ -49,15 +50,17 @@ KINDS = {
     "NaN in the last image": lambda x, w, rng: x.__setitem__((-1, -1, -1, -1), np.nan),
     "a filter of its own range": lambda x, w, rng: w[0, 0].__imul__(np.float32(2) ** rng.integers(-50, 50, w[0, 0].shape)),
 }
-RUNS = [
-    (WHOLE, patches(64, 4)), (WHOLE, raw(4)), (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2, bias=False), raw(2)),
-    (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), raw(5)),
+RUNS = [  # case, configuration, activation
+    (WHOLE, patches(64, 4), None), (WHOLE, raw(4), None),
+    (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2, bias=False), raw(2), None),
+    (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), raw(5), None), (WHOLE, patches(64, 4), "gelu"), (WHOLE, raw(4), ("leaky_relu", 0.2)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "config"), RUNS, ids=[f"{'raw' if config.splits_images else 'packed'}-{case}" for case, config in RUNS])
-def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
-    program = ig.schedule(asked(case, "fp32"), config, gpu(3))
+@pytest.mark.parametrize(("case", "config", "activation"), RUNS, ids=[f"{'raw' if g.splits_images else 'packed'}-{c}-{a}" for c, g, a in RUNS])
+def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config, activation):
+    problem = replace(asked(case, "fp32"), activation=activation)
+    program = ig.schedule(problem, config, gpu(3))
     *before, (step,) = program.whole
     (tmp_path / "run.cpp").write_text(f'#include "on_cpu.h"\n{step.source()}\n{MAIN}')
     command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", "-I", HERE, "-I", str(KERNEL_DIR), "-o", "run", "run.cpp"]
@@ -65,10 +68,10 @@ def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, case, config):
     for seed, (kind, change) in enumerate(KINDS.items()):
         x, w, b = case.normals("float32", seed)
         change(x, w, np.random.default_rng(seed))
-        memory = Memory(asked(case, "fp32"), program, x, w, b, None, None)
+        memory = Memory(problem, program, x, w, b, None, None)
         with np.errstate(all="ignore"):
             launch(before, memory, False)
-            want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
+            want, size = activated(case.reference(x, w, b), activation), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
         given = [memory.view(place, "uint8").tobytes() for place in step.buffers]
         numbers = np.array((*step.numbers, step.grid), np.int64).tobytes()
         (tmp_path / "in").write_bytes(b"".join(np.int64(len(a)).tobytes() + a for a in given) + numbers)

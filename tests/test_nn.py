@@ -203,7 +203,7 @@ def test_the_epilogue_is_differentiated_cast_and_compiled(where):
         assert y.dtype == torch.bfloat16
         close(y, by_torch(x, w, b, scale, residual).bfloat16())
         assert ours(x, w.requires_grad_(), b, scale, residual).dtype == torch.bfloat16
-    for wrong in ({"scale": scale[:1]}, {"residual": residual[:1]}, {"scale": scale.double()}, {"activation": "gelu"}):
+    for wrong in ({"scale": scale[:1]}, {"residual": residual[:1]}, {"scale": scale.double()}, {"activation": "tanh"}):
         with pytest.raises(pc.ConvArgumentError):
             pc.conv2d(x, w, b, **wrong)
 
@@ -462,7 +462,7 @@ def test_a_converted_model_says_what_was_done_and_computes_the_same(where):
     parameters = {name: id(p) for name, p in ours.named_parameters()}
     done = pn.report(pn.convert(ours))
     assert str(done) == (
-        "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1\n  1.conv1 (Conv2d) + bn1 + relu\n"
+        "4 convolutions converted, 4 of them fused with what follows\n  0.0 (Conv2d) + 1 + 2\n  1.conv1 (Conv2d) + bn1 + relu\n"
         "  1.conv2 (Conv2d) + bn2 + sum + relu\n  2.0 (ConvTranspose2d) + 1 + 2"
     )
     assert {name: id(p) for name, p in ours.named_parameters()} == parameters
@@ -692,7 +692,7 @@ class Misleading(torch.nn.Module):
 def test_chains_are_what_they_seem():
     theirs = Misleading().eval()
     ours = copy.deepcopy(theirs)
-    assert pn.report(pn.convert(ours)).converted[0].fused == ("bn",)
+    assert pn.report(pn.convert(ours)).converted[0].fused == ("bn", "relu")  # a leaky one
     x = randn(2, 2, 3, 3, dtype=torch.float32, grad=False)
     with torch.no_grad():
         close(ours(x), theirs(x))

@@ -89,6 +89,7 @@ CALLS = {
     "same": lambda **o: pc.conv2d(x, w, b, padding="same", dilation=2, **o),
     "pairs": lambda **o: pc.conv2d(x, w, b, padding=((1, 0), (0, 1)), **o),
     "epilogue": lambda **o: pc.conv2d(x, w, b, padding=1, scale=b, residual=y, activation="relu", **o),
+    "slope": lambda **o: pc.conv2d(x, w, b, activation=("leaky_relu", 0.2), **o),
     "channels last": lambda **o: pc.conv2d(x.half().to(memory_format=channels_last), w.half().to(memory_format=channels_last), **o),
     "tf32": lambda **o: pc.conv2d(x, w, precision="tf32", **o),
     "double": lambda **o: pc.conv2d(x.double(), w.double(), **o),
@@ -114,6 +115,13 @@ def test_a_call_is_made_again(warm, name):
         assert where_arrays_lie(first) == where_arrays_lie(second)
         made = [CALLS[name]() for _ in range(2)]
         assert made[0].stride() == made[1].stride() and made[0].shape == made[1].shape and made[0].data_ptr() != made[1].data_ptr()
+
+
+def test_slopes_are_told_apart(warm):
+    with torch.no_grad():
+        for known, slope in ((0, 0.2), (1, 0.25), (2, 0.2)):
+            assert len(quick.table) == known
+            pc.conv2d(x, w, activation=("leaky_relu", slope))
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -41,7 +41,10 @@ reveal_type(plan.bind(w)(x))  # ndarray float
 reveal_type(own(x, w))  # ndarray float
 text: str = y  # error: assignment
 pc.conv2d(x, w, precision="fp8")  # error: arg-type
-pc.conv2d(x, w, activation="gelu")  # error: arg-type
+pc.conv2d(x, w, activation="gelu")
+pc.conv2d(x, w, activation=("leaky_relu", 0.2))
+pc.conv2d(x, w, activation="tanh")  # error: arg-type
+pc.conv2d(x, w, activation=("relu", 0.2))  # error: arg-type
 pc.conv2d(x, w, stride=1.5)  # error: arg-type
 pc.conv2d(x, w, 3)  # error: arg-type
 pc.conv2d([[1.0]], w)  # error: type-var

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from struct import pack, unpack
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.geometry import divider
+from pycuda_conv.engines.geometry import bits, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES
@@ -135,11 +134,6 @@ def _index_64(pixels: Pixels) -> bool:
     return pixels.N * pixels.K * pixels.plane + 2**20 >= 2**31
 
 
-def _bits(value: float, pixels: Pixels) -> int:
-    """`value` as the kernels take it among integers."""
-    return int(unpack("q", pack("d", value))[0] if pixels.sum_bytes == 8 else unpack("i", pack("f", value))[0])
-
-
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
@@ -162,7 +156,7 @@ def statistics(
     given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
     With `moments` the workspace is the convolution's, which holds them, and y is not read.
     """
-    cut, last = _Cut.of(pixels, multiprocessors), (_bits(eps, pixels), _bits(momentum, pixels))
+    cut, last = _Cut.of(pixels, multiprocessors), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
     apart = 1 if pixels.channels_last else pixels.plane
     if moments is not None:
         places = (0, (6, moments.parts), 1, 2, 3, 4, 5, (6, moments.redone))
@@ -186,7 +180,7 @@ def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Ker
     are of the arrays' dtype.
     """
     cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // THREADS)
-    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, _bits(eps, pixels)),), 0
+    return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, bits(eps, pixels.sum_bytes)),), 0
 
 
 def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[KernelLaunch], int]:

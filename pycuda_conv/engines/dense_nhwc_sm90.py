@@ -209,7 +209,8 @@ class DensePhase(NamedTuple):
     wide: int
     has_bias: int
     has_scale: int
-    relu: int
+    activation: int
+    slope: int
 
 
 class TransposedFilter(NamedTuple):

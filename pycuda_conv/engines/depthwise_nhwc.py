@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, epilogue
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, finish
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -75,7 +75,8 @@ class DepthwiseArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
-    relu: int
+    activation: int
+    slope: int
 
 
 class DepthwiseStripsArguments(NamedTuple):
@@ -105,7 +106,8 @@ class DepthwiseStripsArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
-    relu: int
+    activation: int
+    slope: int
 
 
 class DepthwiseWgradArguments(NamedTuple):
@@ -353,7 +355,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
     (_, h, w), (_, p, q) = problem.operand_size, problem.result_size
     (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
-    (pad_h, pad_w), asked = _padding(problem), epilogue(problem)
+    pad_h, pad_w = _padding(problem)
     # with DGRAD tiles begin where the padding says
     early_h, early_w = (pad_h % stride_h, pad_w % stride_w) if problem.direction == "dgrad" and _unrolled(problem) else (0, 0)
     tiles_p, tiles_q = ceil(p + early_h, config.TILE_P), ceil(q + early_w, config.TILE_Q)
@@ -365,18 +367,18 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArgumen
         blocks_q=ceil(tiles_q, 1 << lanes_q), blocks_p=ceil(tiles_p, 1 << lanes_p), n=problem.N, c=problem.operand_channels,
         k=problem.result_channels, multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h,
         stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flip=int(_flipped(problem)),
-        has_scale=asked["HAS_SCALE"], has_bias=asked["HAS_BIAS"], relu=asked["RELU"],
+        **finish(problem),
     )  # fmt: skip
 
 
 def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> DepthwiseStripsArguments:
     (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem)
-    walks, asked = _walks(problem, config), epilogue(problem)
+    walks = _walks(problem, config)
     return arguments(
         DepthwiseStripsArguments, lanes_c=walks.lanes_c, lanes_u=walks.lanes_u, blocks_c=walks.blocks_c, strips=walks.strips,
         tiles_q=walks.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
         multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, flip=int(_flipped(problem)),
-        has_scale=asked["HAS_SCALE"], has_bias=asked["HAS_BIAS"], relu=asked["RELU"],
+        **finish(problem),
     )  # fmt: skip
 
 

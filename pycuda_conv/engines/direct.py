@@ -27,7 +27,7 @@ from pycuda_conv.engines.schedule import (
     WEIGHT,
     WORKSPACE,
     Schedule,
-    epilogue,
+    finish,
 )
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.split_sum import time as reduce_time
@@ -188,24 +188,26 @@ def _summed_pixels(problem: ConvProblem) -> int:
 
 SingleArguments = namedtuple(
     "SingleArguments",
-    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias relu",
+    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias activation slope",
 )
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias relu",
+    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias activation slope",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
     "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
     "split by_split run part_size "
-    "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
+    "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
+    "has_scale has_bias activation slope",
 )
 DgradArguments = namedtuple(
     "DgradArguments",
     "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
     "split by_split run part_size o p q t r s by_taps by_filters "
-    "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w has_scale has_bias relu",
+    "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
+    "has_scale has_bias activation slope",
 )
 WgradArguments = namedtuple(
     "WgradArguments",
@@ -226,8 +228,8 @@ Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, argume
 
 def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str, int]:
     """What a kernel that knows the layer is compiled with: :attr:`KernelLaunch.layer`."""
-    sizes = _SIZES[type(arguments)].split()
-    known = {name.upper(): value for name, value in arguments._asdict().items() if name not in sizes and not name.startswith("by_")}
+    asked = {*_SIZES[type(arguments)].split(), "slope"}  # a text for each slope would save nothing
+    known = {name.upper(): value for name, value in arguments._asdict().items() if name not in asked and not name.startswith("by_")}
     return {"LAYER": 1, "AXES": problem.ndim} | known | others
 
 
@@ -264,7 +266,7 @@ def _single(problem: ConvProblem, config: Single) -> Made:
     tiles = ceil(p * q, config.THREADS)
     arguments = SingleArguments(
         tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
-        *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], *_finish(problem),
+        *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], **finish(problem),
     )
     return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, _constants(problem, arguments, ROOM=r * s)
 
@@ -276,7 +278,7 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     arguments = TileArguments(
         tiles_p, divider(tiles_p), tiles_q, divider(tiles_q), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C),
-        h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), *_finish(problem),
+        h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), **finish(problem),
     )
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, arguments, ROOM=elements)
@@ -294,7 +296,7 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     arguments = BatchedArguments(
         _pixels(problem), plane, divider(plane), divider(p * q), p, q, divider(q), groups, divider(groups), cg, kg,
         k_tiles, divider(k_tiles), config.BLOCK_C, block_taps, divider(block_taps), *_parts(problem, config.SPLIT, cg, config.BLOCK_C),
-        *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, *_finish(problem, config.SPLIT > 1),
+        *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, elements)}
@@ -312,7 +314,7 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
         _pixels(problem), plane, divider(plane), divider(h * w), h, w, divider(w), groups, divider(groups), cg, kg,
         c_tiles, divider(c_tiles), config.BLOCK_K, *_parts(problem, config.SPLIT, kg, config.BLOCK_K), *problem.output_size,
         t, r, s, divider(taps), divider(taps * config.BLOCK_C),
-        *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, *_finish(problem, config.SPLIT > 1),
+        *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
@@ -363,11 +365,6 @@ def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> tuple[i
     return split, divider(split), ceil(ceil(summed, block), split) * block, math.prod(problem.result_shape)
 
 
-def _finish(problem: ConvProblem, split: bool = False) -> tuple[int, int, int]:
-    asked = epilogue(problem, split)
-    return asked["HAS_SCALE"], asked["HAS_BIAS"], asked["RELU"]
-
-
 def _room(problem: ConvProblem, elements: int) -> int:
     """So many sums of shared memory, rounded up to one of few sizes: each is a text of its own."""
     acc = accumulator_bytes(problem)
@@ -391,9 +388,9 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, a type and a room of shared memory; and one for each of a few common filters."""
-    finish = {"INDEX_64": FLAG, "HAS_RESIDUAL": FLAG}
+    flags = {"INDEX_64": FLAG, "HAS_RESIDUAL": FLAG}
     for code, acc in ((64, 8), (32, 4), (16, 4), (17, 4)):
-        common = {"DTYPE": (code,), **finish}
+        common = {"DTYPE": (code,), **flags}
         rooms = {"ROOM": tuple(nbytes // acc for nbytes in ROOMS)}
         yield TextFamily("direct_single", common | {"THREADS": (128,)} | rooms)
         for tile in TILES:

@@ -36,7 +36,7 @@ from pycuda_conv.engines.schedule import (
     WEIGHT,
     WORKSPACE,
     Schedule,
-    epilogue,
+    finish,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -150,7 +150,7 @@ GemmArguments = namedtuple(
     "x_image x_group x_channel x_d x_h x_w "
     "w_base w_g w_m w_c w_t w_r w_s "
     "y_base y_image y_group y_channel y_d y_h y_w "
-    "out_vec has_scale has_bias relu "
+    "out_vec has_scale has_bias activation slope "
     "n_blocks units unit_group unit_image patch_rows by_patch_rows row_units followed noted",
     defaults=(0, 0, 0, 0, 0, 0, 0, 0, 0),  # of what only the guarded kernel reads
 )
@@ -171,11 +171,10 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
     fours = problem.layout != "NHWC" and plane % 4 == 0  # four pixels are neighbours in one plane
     a_vec = contiguous_taps and _divides(config.threads, config.BLOCK_K, config.BLOCK_M, 4)
     b_vec = pointwise and fours and _divides(config.threads, config.BLOCK_N, config.BLOCK_K, 4)
-    finish = epilogue(problem, split > 1)
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or split * size >= 2**31),
         **{name: value for name, value in asdict(config).items() if name != "SPLIT_K"},
-        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "HAS_RESIDUAL": finish["HAS_RESIDUAL"], "GUARDED": 0,
+        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "HAS_RESIDUAL": int(problem.has_residual and split == 1), "GUARDED": 0,
     }
     _, p, q = phase.size
     _, r, s = phase.taps
@@ -196,7 +195,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
         y_base=origin * y.pixel, y_image=y.image, y_group=y.group, y_channel=y.channel, **by_axis("y_", [n * y.pixel for n in steps]),
         # parts of a split sum of 16-bit arrays are floats
         out_vec=int(fours and phase.step == (1, 1, 1) and not (split > 1 and problem.itemsize == 2)),
-        has_scale=finish["HAS_SCALE"], has_bias=finish["HAS_BIAS"], relu=finish["RELU"],
+        **finish(problem, split > 1),
     )  # fmt: skip
     buffers = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT if split == 1 else WORKSPACE)
     return KernelLaunch("direct_gemm", defines, grid, config.threads, buffers, (), arguments=arguments)

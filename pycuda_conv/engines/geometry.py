@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from struct import pack, unpack
 from typing import Any, TypeVar
 
 from pycuda_conv.problem import ConvProblem
@@ -37,6 +38,11 @@ def divider(d: int) -> int:
     d = max(d, 1)
     shift = (d - 1).bit_length()
     return shift << 32 | (2**32 * (2**shift - d) // d + 1)
+
+
+def bits(value: float, nbytes: int) -> int:
+    """`value`, a number of 4 or 8 bytes, as kernels take it among integers."""
+    return int(unpack("q", pack("d", value))[0] if nbytes == 8 else unpack("i", pack("f", value))[0])
 
 
 def by_axis(prefix: str, values: Sequence[int], axes: str = "dhw") -> dict[str, int]:

@@ -221,7 +221,8 @@ class GemmPhase(NamedTuple):
     out_part: int
     has_bias: int
     has_scale: int
-    relu: int
+    activation: int
+    slope: int
 
 
 def _product(

@@ -602,7 +602,8 @@ class GemmPhase(NamedTuple):
     out_part: int
     has_bias: int
     has_scale: int
-    relu: int
+    activation: int
+    slope: int
     halo_w: int
     by_halo_w: int
     halo_h: int

@@ -251,7 +251,8 @@ class LinesProduct(NamedTuple):
     low_h: int
     has_bias: int
     has_scale: int
-    relu: int
+    activation: int
+    slope: int
 
 
 class LayFilter(NamedTuple):

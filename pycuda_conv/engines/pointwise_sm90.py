@@ -137,7 +137,8 @@ class PointwiseProduct(NamedTuple):
     pairs: int
     has_bias: int
     has_scale: int
-    relu: int
+    activation: int
+    slope: int
 
 
 class SplitFilter(NamedTuple):

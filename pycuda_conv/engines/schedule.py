@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch
 
@@ -98,16 +98,11 @@ class Arena:
         return place
 
 
-def epilogue(problem: ConvProblem, split: bool = False) -> dict[str, int]:
-    """The defines of ``epilogue.cuh``: parts of a split sum have none of it, what adds them has it all."""
-    asked = {
-        "HAS_SCALE": problem.has_scale, "HAS_BIAS": problem.has_bias, "HAS_RESIDUAL": problem.has_residual,
-        "RELU": problem.activation == "relu",
-    }
-    return {name: int(on and not split) for name, on in asked.items()}
-
-
 def finish(problem: ConvProblem, split: bool = False) -> dict[str, int]:
-    """The arguments of ``finish.cuh``: parts of a split sum have none of it, what adds them has it all."""
-    asked = {"has_bias": problem.has_bias, "has_scale": problem.has_scale, "relu": problem.activation == "relu"}
-    return {name: int(on and not split) for name, on in asked.items()}
+    """What ``epilogue.cuh`` and ``finish.cuh`` ask launches' arguments: parts of a split sum have none of it, what adds them has it all."""
+    activation, slope = problem.activation_and_slope
+    asked = {
+        "has_scale": int(problem.has_scale), "has_bias": int(problem.has_bias), "activation": activation,
+        "slope": bits(slope, accumulator_bytes(problem)),
+    }  # fmt: skip
+    return dict.fromkeys(asked, 0) if split else asked

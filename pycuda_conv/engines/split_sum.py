@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pycuda_conv.engines.geometry import ceil, divider
-from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, epilogue
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
@@ -35,22 +35,23 @@ class ReduceArguments(NamedTuple):
     by_channels: int
     has_scale: int
     has_bias: int
-    relu: int
+    activation: int
+    slope: int
 
 
 def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunch:
     """The launch that adds the `parts` of a split sum in a fixed order, and finishes it: ``direct_reduce.cu``."""
-    size, finish = math.prod(problem.result_shape), epilogue(problem)
+    size = math.prod(problem.result_shape)
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS,
-        "HAS_RESIDUAL": finish["HAS_RESIDUAL"],
+        "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
     lanes = _lanes(split)
     width = THREADS // lanes
     arguments = ReduceArguments(
         size, split, width.bit_length() - 1, ceil(split, lanes), plane, divider(plane), channels, divider(channels),
-        finish["HAS_SCALE"], finish["HAS_BIAS"], finish["RELU"],
+        **finish(problem),
     )  # fmt: skip
     buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad as _forward_ad
+from torch.nn import functional as _F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
@@ -32,7 +33,7 @@ from pycuda_conv import dispatch, quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.problem import ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
+from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
 
@@ -225,7 +226,20 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
         y = y * scale.view(channels)
         y = y if bias is None else y + bias.view(channels)
     y = y if residual is None else y + residual
-    return y if call.activation is None else torch.relu(y)
+    return activated(y, call.activation)
+
+
+_ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
+    None: lambda y: y, "relu": torch.relu, "relu6": _F.relu6, "leaky_relu": partial(_F.leaky_relu, negative_slope=SLOPE),
+    "hardswish": _F.hardswish, "silu": _F.silu, "gelu": _F.gelu, "gelu_tanh": partial(_F.gelu, approximate="tanh"),
+}  # fmt: skip
+
+
+def activated(y: Any, activation: str | tuple[str, float] | None) -> Any:
+    """The activation by torch, which differentiates it."""
+    if isinstance(activation, tuple):
+        return _F.leaky_relu(y, activation[1])
+    return _ACTIVATIONS[activation](y)
 
 
 def _cast(*tensors: Any) -> Any:

@@ -1,8 +1,8 @@
 """Finding convolutions that can be fused with what follows them, and computing them so.
 
 ``torch.fx`` traces the forward of one module at a time. Its children stay calls, so hooks on them run and a child may be replaced
-later. In the graph a *chain* is a convolution, the batch normalisation that follows it and, where they follow, the sum with a residual
-and a ReLU. Each chain becomes one call of :func:`fused` or :func:`trained`.
+later. In the graph a *chain* is a convolution and, where they follow it, a batch normalisation, the sum with a residual and an
+activation: one of the first and the last at least, in training the first. Each chain becomes one call of :func:`fused` or :func:`trained`.
 
 A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at, and where something
 of it has changed the module's own forward runs.
@@ -26,7 +26,9 @@ from torch.fx import _symbolic_trace
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
+from pycuda_conv.nn.autograd import activated
 from pycuda_conv.nn.fused import conv_bn_relu
+from pycuda_conv.problem import SLOPE, checked_activation
 
 _NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
 _CONVOLUTIONS = (
@@ -34,7 +36,10 @@ _CONVOLUTIONS = (
 )
 _ALL_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _F = nn.functional
-_RELUS = {_F.relu, _F.relu_, torch.relu, torch.relu_, "relu", "relu_"}
+_ACTIVATIONS: dict[Any, str] = {
+    **dict.fromkeys((_F.relu, _F.relu_, torch.relu, torch.relu_, "relu", "relu_"), "relu"), _F.relu6: "relu6", _F.silu: "silu",
+    _F.hardswish: "hardswish", _F.gelu: "gelu", _F.leaky_relu: "leaky_relu", _F.leaky_relu_: "leaky_relu",
+}  # fmt: skip
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _IN_PLACE = {operator.iadd, "add_"}
 _DROPOUTS = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
@@ -159,16 +164,41 @@ def _only_argument(module: nn.Module) -> tuple[str, ...]:
 # ---- modules that compute no more than one step of a chain
 
 
-_STEPS: dict[type, str | None] = {
-    nn.Identity: "identity", nn.ReLU: "relu",
-    **dict.fromkeys((nn.ReLU6, nn.SiLU, nn.GELU, nn.Hardswish, nn.Hardsigmoid, nn.Sigmoid, nn.LeakyReLU, nn.MaxPool2d, nn.AvgPool2d)),
-}
+_STEPS: dict[type, Callable[[Any], Any]] = {
+    nn.Identity: lambda module: "identity", nn.ReLU: lambda module: "relu", nn.ReLU6: lambda module: "relu6",
+    nn.SiLU: lambda module: "silu", nn.Hardswish: lambda module: "hardswish", nn.GELU: lambda module: _gelu(module.approximate),
+    nn.LeakyReLU: lambda module: _leaky_relu(module.negative_slope),
+    **dict.fromkeys((nn.Hardsigmoid, nn.Sigmoid, nn.MaxPool2d, nn.AvgPool2d), lambda module: None),
+}  # fmt: skip
 
 
-def acts_as(module: nn.Module, training: bool) -> str | None:
-    """What a module without parameters computes: "identity", "relu", or None for everything else."""
+def _gelu(approximate: Any) -> str | None:
+    return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+
+
+def _leaky_relu(slope: Any) -> Any:
+    try:
+        return checked_activation(("leaky_relu", slope))
+    except (TypeError, ValueError):
+        return None
+
+
+def activation_of(node: torch.fx.Node) -> Any:
+    """What a call computes of one array, as :func:`pycuda_conv.conv2d` names it; None if that is no activation."""
+    word = _ACTIVATIONS.get(node.target) if node.op in ("call_function", "call_method") else None
+    if len(node.all_input_nodes) != 1:
+        return None
+    if word == "gelu":
+        return _gelu(node.kwargs.get("approximate", "none"))
+    if word == "leaky_relu":
+        return _leaky_relu(node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", SLOPE))
+    return word
+
+
+def acts_as(module: nn.Module, training: bool) -> Any:
+    """What a module without parameters computes: "identity", an activation as :func:`activation_of` tells, or None for everything else."""
     if type(module) in _STEPS:
-        return _STEPS[type(module)]
+        return _STEPS[type(module)](module)
     if any(True for _ in module.parameters()) or any(True for _ in module.buffers()) or "forward" in module.__dict__:
         return None
     try:
@@ -179,8 +209,8 @@ def acts_as(module: nn.Module, training: bool) -> str | None:
     (result,) = end.args
     if not rest and result is placeholder:
         return "identity"
-    if len(rest) == 1 and rest[0] is result and _is_one_of(result, _RELUS) and result.args[:1] == (placeholder,):
-        return "relu"
+    if len(rest) == 1 and rest[0] is result and (found := activation_of(result)) and result.args[:1] == (placeholder,):
+        return found
     if len(rest) == 1 and rest[0] is result and _is_idle_dropout(result) and result.args[:1] == (placeholder,):
         return "identity"
     return None
@@ -394,11 +424,10 @@ def parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_worth_tracing(module: nn.Module) -> bool:
-    """True if the module may have chains: it has a convolution of ours and a batch normalisation, and computes something."""
+    """True if the module may have chains: it has a convolution of ours, and computes something."""
     if _is_container(module) or isinstance(module, _ALL_CONVOLUTIONS):
         return False
-    classes = {type(part) for part in parts(module)}
-    return any(map(is_convolution, classes)) and any(_norm_base(cls) is not None for cls in classes)
+    return any(is_convolution(type(part)) for part in parts(module))
 
 
 def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: Traces) -> _Recipe | str:
@@ -444,9 +473,15 @@ class _Finder:
     def is_norm(module: nn.Module) -> bool:
         return _is_plain_norm(type(module)) and "forward" not in module.__dict__ and {"weight", "bias"} <= set(module._parameters)
 
-    def acts_as(self, module: nn.Module) -> str | None:
-        found: str | None = self.traces.of(acts_as, module, self.training)
-        return found
+    def acts_as(self, module: nn.Module) -> Any:
+        return self.traces.of(acts_as, module, self.training)
+
+    def activation(self, node: torch.fx.Node) -> Any:
+        """The activation that a node computes, or None."""
+        if not self.calls(node, lambda child: True):
+            return activation_of(node)
+        found = self.acts_as(self.child(node))
+        return None if found == "identity" else found
 
     def follower(self, node: torch.fx.Node, passed: list[torch.fx.Node]) -> torch.fx.Node | None:
         """The only user of a node. Modules between them that compute nothing are added to `passed`."""
@@ -471,10 +506,15 @@ class _Finder:
         """Fuse the chain that begins with this node, if there is one. The names of its links."""
         passed: list[torch.fx.Node] = []
         norm = self.follower(convolution, passed)
-        if norm is None or not (self.calls(norm, self.is_norm) or self.unfold(norm)):
+        last, names, residual, activation = convolution, [str(convolution.target)], None, None
+        chain = []
+        if norm is not None and (self.calls(norm, self.is_norm) or self.unfold(norm)):
+            last, chain = norm, [*passed, norm]
+            names.append(str(norm.target))
+        elif self.training:  # torch keeps what the activation's gradient takes
             return ()
-        last, names, residual, relu = norm, [str(convolution.target), str(norm.target)], None, False
-        chain = [*passed, norm]
+        else:
+            norm = None
         passed = []
         following = self.follower(last, passed)
         if following is not None and _is_one_of(following, _SUMS) and len(following.args) == 2 and not following.kwargs:
@@ -488,12 +528,12 @@ class _Finder:
                 chain += [*passed, last]
                 passed = []
                 following = self.follower(last, passed)
-        if following is not None and (
-            _is_one_of(following, _RELUS) or self.calls(following, lambda child: self.acts_as(child) == "relu")
-        ):
-            last, relu = following, True
-            names.append(str(last.target) if last.op == "call_module" else "relu")
+        if following is not None and (activation := self.activation(following)) is not None:
+            last = following
+            names.append(str(last.target) if last.op == "call_module" else _ACTIVATIONS[last.target])
             chain += [*passed, last]
+        if norm is None and activation is None:
+            return ()
         for node in chain:
             if node is not norm and node.op == "call_module":
                 child = self.child(node)
@@ -501,8 +541,8 @@ class _Finder:
                 self.taken_in[str(node.target)] = None if always else self.training
         with self.graph.inserting_before(convolution if residual is None else last):
             arrays = (convolution.args[0], residual)
-            parts = (self.graph.get_attr(names[0]), self.graph.get_attr(names[1]))
-            one = self.graph.call_function(trained if self.training else fused, (*parts, *arrays, relu))
+            parts = (self.graph.get_attr(names[0]), None if norm is None else self.graph.get_attr(names[1]))
+            one = self.graph.call_function(trained if self.training else fused, (*parts, *arrays, activation))
         last.replace_all_uses_with(one)
         for node in (*reversed(chain), convolution):
             self.graph.erase_node(node)
@@ -533,41 +573,43 @@ class _Finder:
 # ---- what is computed
 
 
-def fused(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
-    """Convolution, batch normalisation, sum with a residual (or None), ReLU (or not): what a traced forward calls."""
+def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
+    """Convolution, batch normalisation, sum with a residual, activation; each of the last three may be None. A traced forward calls it."""
     found = _scale_and_shift(convolution, norm) if input.dim() == len(convolution.kernel_size) + 2 else None
     if found is not None:
         scale, shift = found
         try:
-            activation = "relu" if relu else None
             return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
         except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
             pass
-    return _finished(_normalised(norm, convolution(input)), residual, relu)
+    return _finished(_normalised(norm, convolution(input)), residual, activation)
 
 
-def trained(convolution: Any, norm: Any, input: Any, residual: Any, relu: bool) -> Any:
+def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
     """As :func:`fused`, in training."""
-    alone = residual is None
+    relu = residual is None and activation == "relu"
     known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and _norm_base(type(norm)) is not None
     if not known or hooked(convolution) or hooked(norm):
-        return _finished(_normalised(norm, convolution(input)), residual, relu)
-    result = conv_bn_relu(convolution, norm, input, relu and alone, convolution.precision, len(convolution.kernel_size))
-    return _finished(result, residual, relu and not alone)
+        return _finished(_normalised(norm, convolution(input)), residual, activation)
+    result = conv_bn_relu(convolution, norm, input, relu, convolution.precision, len(convolution.kernel_size))
+    return _finished(result, residual, None if relu else activation)
 
 
 def _normalised(norm: Any, y: Any) -> Any:
-    """The batch normalisation alone, without what a subclass does after it."""
+    """The batch normalisation alone, without what a subclass does after it; `y` where there is none."""
+    if norm is None:
+        return y
     base = None if _is_plain_norm(type(norm)) else _norm_base(type(norm))
     return norm(y) if base is None else base.forward(norm, y)
 
 
-def _finished(result: Any, residual: Any, relu: bool) -> Any:
+def _finished(result: Any, residual: Any, activation: Any) -> Any:
     """What follows a batch normalisation, after it."""
-    if residual is None:
-        return torch.relu(result) if relu else result
-    result = result + residual
-    return torch.relu_(result) if relu else result  # the sum is nobody else's
+    if residual is not None:
+        result = result + residual
+        if activation == "relu":
+            return torch.relu_(result)  # the sum is nobody else's
+    return activated(result, activation)
 
 
 def hooked(module: Any) -> bool:
@@ -579,14 +621,15 @@ def hooked(module: Any) -> bool:
 
 
 def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
-    """What `norm` does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
+    """What `norm`, or None, does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
 
     None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
     """
-    if (
-        not is_convolution(type(convolution)) or _norm_base(type(norm)) is None or norm.training or norm.running_mean is None
-        or convolution._forward_hooks or convolution._forward_pre_hooks or norm._forward_hooks or norm._forward_pre_hooks
-    ):
+    if not is_convolution(type(convolution)) or convolution._forward_hooks or convolution._forward_pre_hooks:
+        return None
+    if norm is None:
+        return None, convolution.bias
+    if _norm_base(type(norm)) is None or norm.training or norm.running_mean is None or norm._forward_hooks or norm._forward_pre_hooks:
         return None
     weight, bias = convolution.weight, convolution.bias
     parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow

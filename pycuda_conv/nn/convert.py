@@ -109,12 +109,13 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
     precision : {"fp32", "tf32"}
         Arithmetic for float32: see :func:`pycuda_conv.conv2d`.
     fuse : bool
-        Compute convolution, batch normalisation and, where they follow, the sum with a residual and ReLU in one step wherever the
-        model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
-        Batch normalisations that apply an activation themselves are fused too. Chains are found by tracing the forward of each module,
-        here and once. A module that cannot be traced is left with a note, and its convolutions are still converted one by one. What
-        changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert again
-        after those. A module whose children or attributes change later runs its own forward until it is converted again.
+        Compute convolution and, where they follow, batch normalisation, the sum with a residual and an activation in one step wherever
+        the model is evaluated without gradients: after ``model.eval()``, inside ``torch.no_grad()`` or ``torch.inference_mode()``.
+        The activations are those of :func:`pycuda_conv.conv2d`, as torch's modules or functions; one of them or a batch normalisation
+        is enough. Batch normalisations that apply an activation themselves are fused too. Chains are found by tracing the forward of
+        each module, here and once. A module that cannot be traced is left with a note, and its convolutions are still converted one by
+        one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert
+        again after those. A module whose children or attributes change later runs its own forward until it is converted again.
     fuse_training : bool
         Compute convolution, batch normalisation and ReLU in one step in training too, as :class:`FusedConvBnReLU2d` and the like
         do: in less time and memory, but without second derivatives. Modules with hooks are called as before.

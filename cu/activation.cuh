@@ -1,0 +1,94 @@
+// activation.cuh: what a layer's activation makes of finished sums: one text for all kernels, CUDA C++ and OpenCL C.
+//
+//   RELU        v where it is not below 0, else 0
+//   RELU6       the same, and 6 where it is above
+//   LEAKY_RELU  v where it is not below 0, else slope * v
+//   HARDSWISH   v * min(max(v + 3, 0), 6) / 6
+//   SILU        v * s(v),                      s(z) = 1 / (1 + exp(-z))
+//   GELU        v / 2 * (1 + erf(v / sqrt(2)))
+//   GELU_TANH   v / 2 * (1 + tanh(u)), which is v * s(2u),  u = sqrt(2 / pi) * (v + 0.044715 v^3)
+//
+// A NaN stays one. `acc_t`, the type, is defined before this is included. Which activation it is, is an argument of every launch.
+// A kernel's own text has ReLU alone. The others are one branch away, the same for all threads, in a function that is called: inlined
+// for each number they would multiply the kernel's text. A call takes registers beside those that are in use, and each more call
+// makes it harder to find some: so kernels hand over several numbers at once.
+#pragma once
+
+enum { NO_ACTIVATION, RELU, RELU6, LEAKY_RELU, HARDSWISH, SILU, GELU, GELU_TANH };  // problem.py's ACTIVATIONS, in its order
+
+#ifdef __OPENCL_VERSION__
+#define ACTIVATION_INLINE static inline
+#define INVERSE(v) (1 / (v))
+#else
+#define ACTIVATION_INLINE static __device__ __forceinline__
+// of numbers from 1 to 2, for which one instruction is right to an ulp
+ACTIVATION_INLINE float inverse(float v) { return __fdividef(1, v); }
+ACTIVATION_INLINE double inverse(double v) { return 1 / v; }
+#define INVERSE inverse
+#endif
+
+// Those beyond ReLU, of `count` numbers, a constant. The branches are taken once, so the numbers' chains of instructions run side by side.
+ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
+#define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
+  if (kind == RELU6) {
+    EACH v[i] = v[i] < 0 ? 0 : v[i] > 6 ? 6 : v[i];
+  } else if (kind == LEAKY_RELU) {
+    EACH v[i] = v[i] < 0 ? v[i] * slope : v[i];
+  } else if (kind == HARDSWISH) {
+    EACH {
+      const acc_t above = v[i] + 3, kept = above < 0 ? 0 : above > 6 ? 6 : above;
+      v[i] *= kept * (acc_t)(1 / 6.);
+    }
+  } else if (kind == GELU) {
+    EACH v[i] = v[i] * (acc_t)0.5 * (1 + erf(v[i] * (acc_t)0.70710678118654752440));
+  } else if (kind == SILU || kind == GELU_TANH) {
+    EACH {
+      const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + (acc_t)0.044715 * v[i] * v[i] * v[i]);
+      const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e);  // at most 1, so that nothing overflows
+      v[i] *= z < 0 ? e * s : s;
+    }
+  }
+#undef EACH
+}
+
+// ACTIVATE_SOME(kind, slope, v, count) changes v[0], ... v[count - 1]; count is a constant.
+#ifdef __OPENCL_VERSION__
+static inline void activate_some(int kind, acc_t slope, acc_t* v, int count) {
+  if (kind > RELU) {
+    beyond_relu(kind, slope, v, count);
+  } else if (kind) {
+    for (int i = 0; i < count; ++i) v[i] = v[i] < 0 ? 0 : v[i];
+  }
+}
+#define ACTIVATE_SOME(kind, slope, v, count) activate_some(kind, slope, v, count);
+#else
+template <int count> struct Numbers {
+  acc_t v[count];
+};
+template <int count> static __device__ __noinline__ Numbers<count> call_beyond_relu(int kind, acc_t slope, Numbers<count> numbers) {
+  beyond_relu(kind, slope, numbers.v, count);
+  return numbers;
+}
+template <int count> ACTIVATION_INLINE void activate_some(int kind, acc_t slope, acc_t* v) {
+  if (__builtin_expect(kind > RELU, 0)) {
+#if HAS_RESIDUAL  // which has taken the registers
+    constexpr int AT_ONCE = count % 2 == 0 ? 2 : 1;
+#else
+    constexpr int AT_ONCE = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;
+#endif
+#pragma unroll
+    for (int first = 0; first < count; first += AT_ONCE) {
+      Numbers<AT_ONCE> some;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) some.v[i] = v[first + i];
+      some = call_beyond_relu(kind, slope, some);
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) v[first + i] = some.v[i];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < count; ++i) v[i] = kind && v[i] < 0 ? 0 : v[i];
+  }
+}
+#define ACTIVATE_SOME(kind, slope, v, count) activate_some<count>(kind, slope, v);
+#endif

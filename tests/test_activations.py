@@ -1,0 +1,251 @@
+"""Every activation behind every kernel, in all functions, plans and gradients, against float64."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import test_epilogue as epilogue
+import test_implicit_gemm as implicit
+from reference import ACTIVATIONS, DTYPES, EPS, SUM_EPS, TINY, Case, activated, assert_close, assert_exact, channels_last, run, tensor
+from test_epilogue import EMULATED, GPU_RUNS, allowed, arrays, launched, small
+from test_implicit_gemm import asked, dtype_of, emulated
+from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
+from test_kernels import DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, Plan
+from pycuda_conv.engines.depthwise_nhwc import Depthwise
+from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.problem import ACTIVATIONS as WORDS
+from pycuda_conv.runtime.base import KERNEL_DIR
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+STEEPEST = 1.5  # the largest derivative of all activations here: hard swish's, at 3
+NAMES = [str(one) for one in ACTIVATIONS]
+
+
+def finishing(problem: ConvProblem, activation, everything: bool = True) -> ConvProblem:
+    return replace(problem, has_scale=everything, has_residual=everything, activation=activation)
+
+
+def expected(case: Case, activation, parts: str, given) -> tuple[np.ndarray, np.ndarray]:
+    """What goes into the activation, and what comes out, in float64."""
+    before = epilogue.expected(case, {"all": "before", "relu": "plain"}[parts], *given)
+    return before, activated(before, activation)
+
+
+# parts of test_epilogue's, without their activation
+epilogue.PARTS |= {"before": (True, True, None), "plain": (False, False, None)}
+
+
+def within(case: Case, given, before: np.ndarray, ref: np.ndarray, mode: str = "") -> np.ndarray:
+    """What rounding may do to a result: what it may do before the activation, times that one's slope, and what the activation rounds."""
+    dtype = given[0].dtype.name
+    bound = allowed(case, *given, before, mode) - EPS[dtype] * np.abs(before)
+    return STEEPEST * bound + 8 * SUM_EPS[dtype] * np.abs(before) + EPS[dtype] * np.abs(ref) + TINY[dtype]
+
+
+def check(plan: Plan, case: Case, launch, mode: str = "") -> None:
+    """A plan with all of an epilogue, or with a bias and the activation; `launch` runs it on arrays."""
+    problem = plan.problem
+    parts = "all" if problem.has_residual else "relu"
+    for integers in (True, False):
+        given = arrays(case, problem.dtype, parts, integers)
+        if integers:
+            given[1] = given[1] / given[1].dtype.type(16)  # all branches of the activations
+        before, ref = expected(case, problem.activation, parts, given)
+        assert (before < -3).any() and (before > 6).any() and (np.abs(before) < 3).any()
+        got = launch(plan, *given)
+        if integers and problem.activation in ("relu", "relu6"):
+            assert_exact(got, ref, plan)
+        assert_close(got, ref, within(case, given, before, ref, mode), plan)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_numbers(device, activation, dtype):
+    """Of all sizes; and what is no number, as torch has it."""
+    most = 3e38 if dtype in ("float32", "bfloat16") else 6e4 if dtype == "float16" else 1e300
+    sizes = [0.0, -0.0, 1e-30, -1e-30, most, -most, -87.0, -88.5, -104.0, 3.0, -3.0, 6.0]
+    x = np.array([*np.linspace(-15, 15, 3001), *sizes], dtype)
+    one = np.ones((1, 1, 1), dtype)
+    got = pc.conv1d(x[None, None], one, activation=activation, device=device)[0, 0]
+    ref = activated(x, activation)
+    assert_close(got, ref, 4 * SUM_EPS[dtype] * np.abs(x.astype(float)) + EPS[dtype] * np.abs(ref) + TINY[dtype], activation)
+    word = activation[0] if isinstance(activation, tuple) else activation
+    low = {"relu": 0, "relu6": 0, "leaky_relu": -np.inf}.get(word, np.nan)  # -inf * 0 is no number, in torch either
+    specials = np.array([[[np.nan, np.inf, -np.inf]]], dtype)
+    found = pc.conv1d(specials, one, activation=activation, device=device)[0, 0].astype(float)
+    assert np.isnan(found[0]) and found[1] == (6 if word == "relu6" else np.inf) and np.array_equal(found[2], low, equal_nan=True)
+    found = pc.conv1d(specials, one, residual=specials, activation=activation, device=device)[0, 0].astype(float)
+    assert np.isnan(found[0]) and found[1] == (6 if word == "relu6" else np.inf) and np.array_equal(found[2], low, equal_nan=True)
+
+
+def test_kernels_and_plans_number_activations_alike():
+    words = re.search(r"enum {([^}]*)}", (KERNEL_DIR / "activation.cuh").read_text())[1]
+    assert [word.strip().lower() for word in words.split(",")][1:] == list(WORDS[1:])
+
+
+# ---- kernels: each activation by each, float64 and 16 bits by turns
+
+CONFIGS = [
+    (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
+    (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)), (DEPTHWISE, Depthwise()),
+]  # fmt: skip
+RUNS = [
+    (case, config, DTYPES[(i + j) % len(DTYPES)], activation) for i, activation in enumerate(ACTIVATIONS) for j, (case, config) in enumerate(CONFIGS)
+]  # fmt: skip
+
+
+def run_channels_last(plan: Plan, x, w, b=None, s=None, r=None) -> np.ndarray:
+    tensors = [tensor(a) for a in (x, w, b, s, r)]
+    tensors = [t if t is None or t.ndim < 4 or t is tensors[1] else channels_last(t) for t in tensors]
+    if plan.device.backend == "cuda":
+        tensors = [None if t is None else t.cuda() for t in tensors]
+    first, *rest = tensors
+    return plan(first, *rest[:2], scale=rest[2], residual=rest[3]).cpu().double().numpy().astype(x.dtype)
+
+
+@pytest.mark.parametrize(("case", "config", "dtype", "activation"), RUNS, ids=[f"{a}-{d}-{config}" for _, config, d, a in RUNS])
+def test_kernels(device, case, config, dtype, activation):
+    problem = replace(case.problem(dtype), layout="NHWC" if isinstance(config, Depthwise) else "NCHW")
+    launch = run_channels_last if problem.layout == "NHWC" else run
+    for everything in (True, False):
+        check(Plan(finishing(problem, activation, everything), device, config=config), case, launch)
+
+
+def test_a_layer_s_constants_hold_the_activation_but_not_the_slope():
+    from pycuda_conv import behind, engines
+
+    def texts(activation):
+        schedule = engines.schedule(finishing(DEPTHWISE.problem("float32"), activation), Single(), implicit.H200)
+        return [launch.source() for launch in behind.launches(behind.with_constants(schedule))]
+
+    assert texts("leaky_relu") == texts(("leaky_relu", 0.2)) != texts("silu")
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), EMULATED, ids=epilogue.ids_of(EMULATED))
+def test_planning(monkeypatch, case, mode, config):
+    """The tensor cores' launches apply it once, to each sum: those of split sums and of the exact path too."""
+    number = EMULATED.index((case, mode, config))
+    for everything in (True, False):
+        activation = ACTIVATIONS[(2 * number + everything) % len(ACTIVATIONS)]
+        monkeypatch.setattr(implicit, "asked", lambda case, mode: finishing(asked(case, mode), activation, everything))  # noqa: B023
+        parts = "all" if everything else "relu"
+        given = arrays(case, dtype_of(mode), parts, integers=True)
+        given[1] = given[1] / given[1].dtype.type(16)
+        for image in (1, 2.0**61)[: 1 + (dtype_of(mode) == "float32")]:
+            given[0][1] *= given[0].dtype.type(image)
+            given[0][1].flat[3] = image
+            before, ref = expected(case, activation, parts, given)
+            got = emulated(case, mode, given, config, finite=image == 1)
+            assert_close(got, ref, within(case, given, before, ref, mode), f"{case} {mode} {activation} {image}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+@pytest.mark.parametrize(("case", "mode", "config"), GPU_RUNS[::3], ids=epilogue.ids_of(GPU_RUNS[::3]))
+def test_tensor_core_kernels(hopper, case, mode, config, activation):  # noqa: F811
+    for everything in (True, False):
+        check(Plan(finishing(asked(case, mode), activation, everything), "cuda", config=config), case, launched, "tf32" if "tf32" in mode else "")
+
+
+# ---- functions, plans, dask
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "dask"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_functions(device, activation, kind):
+    for case in (small(False, 2, padding=1), small(True, 1)):
+        x, w, b, s, r = arrays(case, "float64", "all", integers=False)
+        _, ref = expected(case, activation, "all", (x, w, b, s, r))
+        if kind == "torch":
+            x, w, b, s, r = map(pytest.importorskip("torch").from_numpy, (x, w, b, s, r))
+        if kind == "dask":
+            x = pytest.importorskip("dask.array").from_array(x, chunks=(1, -1, *(3,) * case.ndim))
+        y = epilogue.function(case)(x, w, b, scale=s, residual=r, activation=activation, **case.options, device=device)
+        np.testing.assert_allclose(np.asarray(y), ref, rtol=1e-12, atol=1e-12)
+        if kind == "numpy":
+            plan = Plan(finishing(case.problem("float64"), activation), device)
+            assert np.array_equal(plan.bind(w, b, s)(x, residual=r), y) and np.array_equal(plan(x, w, b, scale=s, residual=r), y)
+
+
+def test_one_form_of_each():
+    def asked(activation):
+        return ConvProblem.forward(2, (1, 1, 3, 3), (1, 1, 1, 1), activation=activation)
+
+    assert asked(("leaky_relu", 0.01)) == asked("leaky_relu") and asked(["leaky_relu", np.float32(0.5)]) == asked(("leaky_relu", 0.5))
+    assert len({asked(activation) for activation in (None, *ACTIVATIONS)}) == len(ACTIVATIONS) + 1
+    assert str(asked(("leaky_relu", 0.25))).endswith("float32 leaky_relu 0.25") and asked("silu").plain == asked(None)
+
+
+# ---- torch
+
+
+def by_torch(activation):
+    word, slope = activation if isinstance(activation, tuple) else (activation, 0.01)
+    f = torch.nn.functional
+    if word == "gelu_tanh":
+        return lambda v: f.gelu(v, approximate="tanh")
+    return (lambda v: f.leaky_relu(v, slope)) if word == "leaky_relu" else getattr(f, word)
+
+
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_gradients(device, activation):
+    torch.manual_seed(0)
+    where = "cpu" if device == "opencl" else "cuda"
+    shapes = (2, 3, 5, 4), (4, 3, 3, 2), (4,), (4,), (2, 4, 3, 3)
+    given = [torch.randn(s, dtype=torch.float64).to(where).requires_grad_() for s in shapes]
+
+    def ours(x, w, b, scale, residual):
+        return pc.conv2d(x, w, b, scale=scale, residual=residual, activation=activation)
+
+    def theirs(x, w, b, scale, residual):
+        y = torch.nn.functional.conv2d(x, w) * scale.view(-1, 1, 1) + b.view(-1, 1, 1) + residual
+        return by_torch(activation)(y)
+
+    def results(function):
+        y = function(*given)
+        first = torch.autograd.grad(y.cos().sum(), given, create_graph=True)
+        return y, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)
+
+    for function in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
+        got, expected = results(ours), results(theirs)
+        for one, other in zip(got, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        close = [t.detach() for t in given]
+        torch.testing.assert_close(function(*close), theirs(*close), rtol=1e-10, atol=1e-10)  # in one step, where it is not compiled
+    assert torch.autograd.gradcheck(ours, given) and torch.autograd.gradgradcheck(ours, given)
+
+
+@pytest.mark.skipif(torch is None, reason="torch is not installed")
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=NAMES)
+def test_autocast(device, activation):
+    where = "cpu" if device == "opencl" else "cuda"
+    x, w = (torch.randn(s).to(where) for s in ((2, 3, 9, 9), (5, 3, 3, 3)))
+    with torch.autocast(where, torch.bfloat16):
+        once = pc.conv2d(x, w, activation=activation)
+        traced = pc.conv2d(x, w.requires_grad_(), activation=activation)
+    sums = torch.nn.functional.conv2d(x.bfloat16().double(), w.detach().bfloat16().double())
+    ref = by_torch(activation)(sums)
+    assert once.dtype == traced.dtype == torch.bfloat16
+    assert ((once.double() - ref).abs() <= 2.0**-8 * ref.abs() + 1e-4).all()  # rounded once
+    assert ((traced.double() - ref).abs() <= 2.0**-8 * (ref.abs() + STEEPEST * sums.abs()) + 1e-4).all()  # twice, as by torch
+
+
+def test_tensors_keep_their_kind(device):
+    given = [tensor(a) for a in arrays(small(False, 2), "float32", "relu", integers=False)[:3]]
+    y = pc.conv2d(*given, activation=("leaky_relu", 0.3), device=device)
+    assert type(y) is type(given[0])
