@@ -14,6 +14,7 @@ import pycuda_conv
 from pycuda_conv import interrupt
 from pycuda_conv.errors import BackendError
 from pycuda_conv.interrupt import INTERRUPTED
+from pycuda_conv.problem import ACTIVATIONS, checked_activation
 from pycuda_conv.tools.suite import MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 
@@ -73,6 +74,16 @@ def _sizes(text: str) -> Any:
 
 def _padding(text: str) -> Any:
     return text if text in ("same", "valid") else _sizes(text)
+
+
+def _activation(text: str) -> Any:
+    """``"gelu"`` as it is, ``"leaky_relu:0.2"`` as ("leaky_relu", 0.2)."""
+    word, colon, slope = text.partition(":")
+    try:
+        return checked_activation((word, float(slope)) if colon else word)
+    except ValueError:
+        words = ", ".join(str(one) for one in ACTIVATIONS[1:])
+        raise argparse.ArgumentTypeError(f"must be one of {words}, or leaky_relu:SLOPE, got {text!r}") from None
 
 
 def _devices(text: str) -> Any:
@@ -174,6 +185,10 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--groups", type=_count, metavar="N", help="groups of channels, each convolved by itself; by default 1")
     run.add_argument("--transposed", action="store_true", help="compute the transposed convolution")
     run.add_argument("--output-padding", type=_sizes, metavar="N|N,N", help="with --transposed: rows and columns added at the end")
+    run.add_argument(
+        "--activation", type=_activation, metavar="NAME",
+        help=f"what follows the sums: {', '.join(str(one) for one in ACTIVATIONS[1:])}, or leaky_relu:0.2 for another slope than 0.01",
+    )
     run.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="arithmetic for float32 arrays")
     where = run.add_mutually_exclusive_group()
     where.add_argument("--device", type=_device, help="0, cuda:1, opencl, ...; by default the first GPU, or OpenCL without one")

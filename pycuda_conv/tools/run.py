@@ -66,6 +66,7 @@ class Settings:
     groups: int | None = None
     transposed: bool = False
     output_padding: Any = None
+    activation: Any = None
     precision: Precision = "fp32"
     device: Any = None
     devices: Any = None
@@ -77,9 +78,9 @@ class Settings:
 
     @property
     def where(self) -> dict[str, Any]:
-        """The keyword arguments that say how and where to compute."""
+        """The keyword arguments that say what else, how and where to compute."""
         place = {"device": self.device} if self.devices is None else {"devices": self.devices}
-        return {"precision": self.precision, **place}
+        return {"activation": self.activation, "precision": self.precision, **place}
 
 
 def run(settings: Settings) -> int:
@@ -331,7 +332,7 @@ def _problem(
     make = ConvProblem.transposed if settings.transposed else ConvProblem.forward
     with refusals():
         shapes = (x.shape, weight.shape, None if bias is None else bias.shape)
-        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision)
+        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation)
     return problem, options | settings.where
 
 

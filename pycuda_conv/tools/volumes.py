@@ -443,7 +443,9 @@ def _graph(
     shape = (math.prod(x.shape[:lead]), *x.shape[lead:]) if lead else x.shape
     with refusals():
         shapes = shape, weight.shape, None if bias is None else bias.shape
-        problem = make(rank, *shapes, **options, dtype=dtype, precision=settings.precision, in_chunks=True)
+        problem = make(
+            rank, *shapes, **options, dtype=dtype, precision=settings.precision, activation=settings.activation, in_chunks=True
+        )
         y = chunked.graph(problem, x, weight, {"bias": bias}, chunked.ChunkPlace(*_where(settings)), lead, repeated)
     if not channels and y.shape[lead] == 1:
         y = y[(slice(None),) * lead + (0,)]
@@ -563,6 +565,7 @@ def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
         "bias": None if settings.bias is None else content(settings.bias), "stride": settings.stride, "padding": settings.padding,
         "dilation": settings.dilation, "groups": settings.groups, "transposed": settings.transposed,
         "output_padding": settings.output_padding, "precision": settings.precision, "chunks": y.chunks,
+        "activation": settings.activation,
     }
 
 
