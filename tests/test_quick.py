@@ -153,11 +153,12 @@ def test_where_python_makes_the_launches_it_makes_the_calls_too(warm):
 
 def test_the_driver_is_asked_the_same_byte_for_byte(warm):
     """Where there is no workspace, which lies elsewhere each time."""
-    images = torch.randn(16, 16, 32, 32)
-    plan = Plan(ConvProblem.forward(2, images.shape, w.shape, padding=1), warm.device)
+    images, filters = torch.randn(4, 3, 32, 32), torch.randn(24, 3, 3, 3)
+    plan = Plan(ConvProblem.forward(2, images.shape, filters.shape, padding=1), warm.device)
     assert not plan.workspace_bytes
-    out = torch.empty(16, 24, 32, 32)
-    for call in (partial(pc.conv2d, images, w, padding=1, out=out), partial(plan, images, w, out=out), partial(plan.bind(w), images, out=out)):
+    out = torch.empty(4, 24, 32, 32)
+    bound = plan.bind(filters)
+    for call in (partial(pc.conv2d, images, filters, padding=1, out=out), partial(plan, images, filters, out=out), partial(bound, images, out=out)):
         first, second = warm.again(call)
         assert first == second
 
