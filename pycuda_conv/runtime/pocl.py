@@ -95,8 +95,10 @@ class Program:
         with suppress(OSError):  # a disk that is full: PoCL will say so
             if data:
                 with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                    archive.extractall(workshop.folder)
                     self._kept = set(archive.namelist())
+                    for name in self._kept:
+                        if not (workshop.folder / name).exists():  # PoCL may run what is there
+                            archive.extract(name, workshop.folder)
         self._folders = {name.rpartition("/program.bc")[0] for name in self._kept if name.endswith("/program.bc")}
 
     def __enter__(self) -> None:
