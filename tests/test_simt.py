@@ -14,7 +14,7 @@ import test_dmma as dmma
 import test_implicit_gemm as implicit
 import test_lines as lines
 import test_pointwise as pointwise
-from reference import DTYPES, Case, assert_close, assert_exact, fprop
+from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, fprop
 from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
@@ -144,6 +144,21 @@ def test_the_epilogue(case, mode, config):
     each = (-1, *(1,) * case.ndim)
     ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
     assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1, 2)), np.maximum(ref, 0))
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
+def test_activations(case, mode, config):
+    """With a residual and without, two activations for each."""
+    case, number = replace(case, bias=True), FINISHED.index((case, mode, config))
+    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
+    for i in range(4):
+        activation = ACTIVATIONS[(4 * number + i) % len(ACTIVATIONS)]
+        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
+        x, w, b, r = (rng.integers(-2, 3, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, problem.result_shape))
+        w, r = w / w.dtype.type(32), r if problem.has_residual else None
+        before = case.reference(x, w, b) + (0 if r is None else r.astype(float))
+        got, ref = simt.computed(problem, config, x, w, b, None, r, seeds=(1,)), activated(before, activation)
+        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, f"{config} {activation}")
 
 
 NOTED = [(DENSE[0], mode, DenseNhwc(128, 96, 3)) for mode in MODES]

@@ -5,6 +5,7 @@
 #define __host__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(n) alignas(n)
@@ -40,6 +41,9 @@ float fabsf(float) noexcept;
 float sqrtf(float) noexcept;
 float ldexpf(float, int) noexcept;
 float exp2f(float) noexcept;
+double exp(double) noexcept;
+double erf(double) noexcept;
+double fabs(double) noexcept;
 void* memcpy(void*, const void*, unsigned long) noexcept;
 int abs(int) noexcept;
 }
@@ -56,6 +60,10 @@ inline unsigned __float_as_uint(float v) { return bits_as<unsigned>(v); }
 inline int __float_as_int(float v) { return bits_as<int>(v); }
 inline float __uint_as_float(unsigned v) { return bits_as<float>(v); }
 inline float __int_as_float(int v) { return bits_as<float>(v); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float exp(float v) { return __builtin_expf(v); }
+inline float erf(float v) { return __builtin_erff(v); }
+inline float fabs(float v) { return __builtin_fabsf(v); }
 inline double __longlong_as_double(long long v) { return bits_as<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(max(a, b), c); }
