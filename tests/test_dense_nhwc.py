@@ -232,7 +232,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
             programs = dn.schedule(problem, config, H200), dn.schedule(asked(case, mode), replace(config, BLOCK_N=min(config.BLOCK_N, 192)), H200, True)
             for launch in (launch for program in programs for step in (*program.whole, *program.filter_last) for launch in step):
                 steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path)
+    check_compiled(steps, tmp_path, 32)  # where the widest tile is stored: an activation's call takes registers
 
 
 # ---- on the GPU

@@ -1268,10 +1268,10 @@ class Limited:
 @pytest.mark.parametrize("case", [fprop((1, 8, 400, 50), (8, 8, 5, 3)), fprop((40, 8, 10, 50), (8, 8, 5, 3)), dgrad((1, 8, 200, 50), (8, 8, 3, 3), stride=(2, 1))], ids=str)
 def test_arrays_may_be_larger_than_the_device_s_memory(gpu, cut, monkeypatch, case):
     cut(1 << 16, 1 << 14)
-    limited = Limited(monkeypatch, gpu, 640_000)
+    limited = Limited(monkeypatch, gpu, limit := 950_000)  # parts of split sums are among what is there
     arrays = case.integers("float32")
     assert np.array_equal(call(case, *arrays), case.reference(*arrays))
-    assert 0 < limited.most <= 640_000 <= arrays[0].nbytes + math.prod(case.problem().result_shape) * 4
+    assert 0 < limited.most <= limit <= arrays[0].nbytes + math.prod(case.problem().result_shape) * 4
 
 
 @needs_torch

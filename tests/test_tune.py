@@ -117,8 +117,8 @@ def test_a_table_s_text_is_sorted_json_with_a_line_for_each_problem():
     text = tune._text(choices)
     assert text == tune._text(dict(reversed(choices.items())))
     assert json.loads(text) == {"format": tune.FORMAT, "version": tune.VERSION, "choices": {
-        "A": {"z": {"config": {"Batched": {"THREADS": 32, "BLOCK_K": 3, "BLOCK_C": 2}}, "us": 2}},
-        GPU: {"a": {"config": {"Single": {"THREADS": 64}}, "us": 0.333}, "b": {"config": {"Batched": {"THREADS": 32, "BLOCK_K": 3, "BLOCK_C": 2}}, "us": 2}},
+        "A": {"z": {"config": {"Batched": {"THREADS": 32, "BLOCK_K": 3, "BLOCK_C": 2, "SPLIT": 1}}, "us": 2}},
+        GPU: {"a": {"config": {"Single": {"THREADS": 64}}, "us": 0.333}, "b": {"config": {"Batched": {"THREADS": 32, "BLOCK_K": 3, "BLOCK_C": 2, "SPLIT": 1}}, "us": 2}},
     }}
     assert [line.split(":")[0].strip() for line in text.splitlines() if '"us"' in line] == ['"z"', '"a"', '"b"']
 

@@ -351,8 +351,8 @@ def test_a_full_disk_is_told_and_leaves_nothing(python_env, tmp_path, monkeypatc
         pytest.skip(why_no_opencl())
     resource = pytest.importorskip("resource")
     monkeypatch.chdir(tmp_path)
-    save_zarr("x.zarr", draw(800, 800), (800, 800), "yx")
-    limit = (1 << 20, 1 << 20)  # PoCL's files are smaller
+    save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
+    limit = (16 << 20, 16 << 20)  # what PoCL and LLVM write is smaller
     done = start(python_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     out, err = done.communicate(timeout=60)
     assert (done.returncode, out) == (UNUSABLE, ""), err
