@@ -122,13 +122,8 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
 def _resized(problem: ConvProblem, size: Size3) -> ConvProblem | None:
     """The same layer for images of that size; None where its filter does not fit them. Axes that are one pixel long stay so."""
     d, h, w = (1 if before == 1 else n for n, before in zip(size, problem.input_size, strict=True))
-    written = [
-        (n + before + after - dilation * (taps - 1) - 1) // stride + 1
-        for n, before, after, dilation, taps, stride in zip(
-            (d, h, w), problem.padding_before, problem.padding_after, problem.dilation, problem.filter_size, problem.stride, strict=True
-        )
-    ]
-    return replace(problem, input_size=(d, h, w), output_size=(written[0], written[1], written[2])) if min(written) > 0 else None
+    written = problem.output_size_of((d, h, w))
+    return replace(problem, input_size=(d, h, w), output_size=written) if min(written) > 0 else None
 
 
 def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:

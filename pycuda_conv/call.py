@@ -80,8 +80,9 @@ class Call(NamedTuple):
         """The problem for operands of these shapes; None for those that there are not. It checks them."""
         function, ndim, stride, padding, dilation, groups, precision, size, activation = self
         first, second, bias, scale, residual = shapes
-        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, **more}
-        options["dtype"] = dtype
+        options = {
+            "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype, **more,
+        }
         if function == "input":
             return ConvProblem.gradient("input", ndim, size, second, first, **options)
         if function == "weight":

@@ -359,7 +359,6 @@ def cached_plan(problem: ConvProblem, device: Device, tune: bool = False, noted:
     return Plan._at_once(problem, device, noted)
 
 
-
 def reads_channels_last(problem: ConvProblem, device: Device, tune: bool = False) -> bool:
     """Whether arrays that are channels last, as in `problem`, are best convolved as they lie, on a GPU.
 

@@ -247,18 +247,28 @@ class ConvProblem:
         _check_channels("bias", bias_shape, k, weight_shape)
         pairs = padding_in_numbers(pairs, common.stride[-ndim:], common.dilation[-ndim:], filter_size)
         before, after = _pad3([p[0] for p in pairs], 0), _pad3([p[1] for p in pairs], 0)
-        size = common.input_size
-        padded = [n + b + a for n, b, a in zip(size, before, after, strict=True)]
-        reach = [d * (f - 1) + 1 for d, f in zip(common.dilation, common.filter_size, strict=True)]
-        if any(r > n for r, n in zip(reach, padded, strict=True)):
+        common = replace(common, padding_before=before, padding_after=after)
+        output_size = common.output_size_of(common.input_size)
+        if min(output_size) < 1:
+            padded = [n + b + a for n, b, a in zip(common.input_size, before, after, strict=True)]
+            reach = [d * (f - 1) + 1 for d, f in zip(common.dilation, common.filter_size, strict=True)]
             raise ConvArgumentError(
                 f"Calculated padded input size per channel: {_times(padded[-ndim:])}. Kernel size: {_times(reach[-ndim:])}. "
                 "Kernel size can't be greater than actual input size"
             )
-        o, p, q = ((n - r) // s + 1 for n, r, s in zip(padded, reach, common.stride, strict=True))
         return replace(
-            common, C=channels, K=k, output_size=(o, p, q), padding_before=before, padding_after=after, has_bias=bias_shape is not None,
+            common, C=channels, K=k, output_size=output_size, has_bias=bias_shape is not None,
         )._checked_sizes(in_chunks)._with_epilogue(scale_shape, residual_shape, activation, weight_shape)
+
+    def output_size_of(self, input_size: Size3) -> Size3:
+        """The size of the forward convolution's output for such an input; below 1 along an axis where the filter does not fit."""
+        o, p, q = (
+            (n + before + after - dilation * (taps - 1) - 1) // stride + 1
+            for n, before, after, dilation, taps, stride in zip(
+                input_size, self.padding_before, self.padding_after, self.dilation, self.filter_size, self.stride, strict=True
+            )
+        )
+        return o, p, q
 
     @classmethod
     def transposed(
