@@ -2,8 +2,8 @@
 
 A call of torch's tensors on a GPU is decided by its options and by the shapes, strides, types and place of its arrays. The launcher in
 C writes all of that down as a key, finds behind it what :func:`remember` has put there, allocates and launches. So nothing is planned or
-checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, autocast, traces, a stream of the
-caller's, arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.dispatch`,
+checked again. It makes no call that is unusual: other arrays than plain tensors, modes, transforms, traces, a stream of the caller's,
+arrays that have to be copied first. Such calls go the whole way, through :mod:`pycuda_conv.dispatch`,
 and so do all where there is no launcher in C.
 
 What is several kernels in a row, such as a pass of a fused layer, is kept likewise: :func:`row` makes one schedule of the launches,
@@ -62,6 +62,12 @@ def possible() -> bool:
     """Whether a call may be one that was made before: C can launch, torch is there, and torch.compile does not follow the call."""
     torch = sys.modules.get("torch")
     return _native is not None and torch is not None and not torch.compiler.is_dynamo_compiling()
+
+
+def autocasts(input: Any) -> bool:
+    """Whether ``torch.autocast`` casts the operands of a call whose first is this, a plain tensor."""
+    torch = sys.modules["torch"]
+    return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
 
 
 def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:

@@ -523,6 +523,45 @@ def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
     assert [ways(x) for _ in range(2)] == [both, both]
 
 
+@pytest.mark.parametrize("last", [False, True])
+def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
+    """Its casts apart, a call inside of it is launched as one outside of it is, by tensors of its dtype."""
+    whole, launch = [], device.launch
+    monkeypatch.setattr(device, "launch", lambda *given: (whole.append(1), launch(*given))[1])
+    form = channels_last if last else torch.contiguous_format
+    images, filters = (a.contiguous(memory_format=form).clone().requires_grad_() for a in (x, torch.randn(64, 16, 3, 3)))
+    layer = pnn.FusedConvBnReLU2d(16, 64, 3, padding=1).to(memory_format=form)
+    layer.conv.weight.data.copy_(filters.data)
+
+    def plain(images, filters, bias=None):
+        return pc.conv2d(images, filters, bias, padding=1)
+
+    def fused(images, filters):
+        return layer(images)
+
+    for call, given in ((plain, (images, filters)), (plain, (images, filters, torch.randn(64))), (fused, (images, filters))):
+        cast = [a.detach().to(torch.bfloat16).requires_grad_() for a in given]
+        with torch.autocast("cpu", torch.bfloat16):
+            made = call(*given)
+            assert torch.is_autocast_enabled("cpu")
+        assert made.dtype is torch.bfloat16 and made.is_contiguous(memory_format=form)
+        made.backward(torch.ones_like(made))
+        asked = []
+        for inside in (False, True):
+            for again in (False, True):
+                before = warm.whole
+                warm.asked()
+                whole.clear()
+                with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+                    made = call(*(given if inside or call is fused else cast))
+                    made.backward(torch.ones_like(made))
+                if again and (inside or call is plain):
+                    assert warm.whole == before and not whole
+                    asked.append(where_arrays_lie(warm.asked()))
+        assert asked[0] and asked[0] == asked[-1]
+    assert images.grad.dtype is filters.grad.dtype is layer.conv.weight.grad.dtype is torch.float32
+
+
 # ---- threads and memory
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -44,6 +45,7 @@ from pycuda_conv.nn.autograd import (
     _traced,
     count_flops,
     flops,
+    without_autocast,
 )
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import PRECISIONS, channels_last
@@ -257,11 +259,11 @@ def _backward_launches(
         plan = dispatch.plan_for_call(call, TORCH, (y, weight, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_x = plan if plan.problem.layout == layout and not plan.empty else None
-    if of_weight and layout == layout_x == "NCHW":
+    if of_weight and layout == layout_x:
         call = Call(*CONV_WEIGHT.asked(how.settings, weight[0]))
         plan = dispatch.plan_for_call(call, TORCH, (x, y, None, None, None), device, layout, tune)
         plan = plan.better or plan
-        by_weight = None if plan.empty else plan
+        by_weight = plan if plan.problem.layout == layout and not plan.empty else None
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
@@ -308,7 +310,7 @@ def _backward(
             dweight = weight.new_empty(weight.shape) if by_weight else None
             given = (
                 y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-                TORCH.ready(x, None) if by_weight else None, TORCH.ready(weight, found.filter_order) if by_x else None,
+                TORCH.ready(x, order) if by_weight else None, TORCH.ready(weight, found.filter_order) if by_x else None,
             )
             execute.launch(TORCH, found.device, found.launch, given, (dy, sums, dx, dweight), found.workspace)
             del given  # a copy of dout must be gone when what follows takes its memory
@@ -417,7 +419,7 @@ def _remember_backward(
     makes_dx, makes_dweight = found.by_x is not None, found.by_weight is not None
     makes_dy = of_x > makes_dx or of_weight > makes_dweight
     fit = _readable(y, order) and _readable(dout, order) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
-    if fit and (not makes_dx or _readable(weight, found.filter_order)) and (not makes_dweight or _readable(x, None)):
+    if fit and (not makes_dx or _readable(weight, found.filter_order)) and (not makes_dweight or _readable(x, order)):
         count = len(operands)
         # dout, x, w, gamma, beta, y, mean and invstd | sums, and dy, dx, dw where they are made | workspace | none
         ad, ax, aw, ag, at, ay, mean, sums, *more = ((i, 0) for i in range(count + 6))
@@ -709,7 +711,19 @@ def conv_bn_relu(conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, 
     _refuse_sync(bn)
     if input.dim() != ndim + 2:
         raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
-    weight, bias, gamma, beta, running_mean, running_var, batches = _tensors(conv, bn)
+    weight, bias, *rest = _tensors(conv, bn)
+    if not torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
+        return _conv_bn_relu(conv, bn, relu, precision, ndim, input, weight, bias, *rest)
+    operands = _cast(input, weight, bias)
+    with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
+        return _conv_bn_relu(conv, bn, relu, precision, ndim, *operands, *rest)
+
+
+def _conv_bn_relu(
+    conv: Any, bn: Any, relu: bool, precision: str, ndim: int, input: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
+    beta: Tensor | None, running_mean: Any, running_var: Any, batches: Any,
+) -> Tensor:
+    """The same, given the parameters and buffers of both, cast."""
     momentum, eps, asked = bn.momentum, bn.eps, None
     if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
         given = input, weight, bias, gamma, beta, running_mean, running_var, batches if momentum is None else None
@@ -721,8 +735,7 @@ def conv_bn_relu(conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, 
                 batches.add_(1)
             ready, how = found
             return _apply(*given[:5], given[5:], momentum or 0.0, eps, how, ready)
-    x, weight, bias = _cast(input, weight, bias)
-    x, padding = _padded(conv, x, ndim)
+    x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
     how, named = _How(relu, of_batch, settings), (x, weight, bias, gamma, beta)
