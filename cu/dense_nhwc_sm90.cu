@@ -13,7 +13,8 @@
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
 // w        K-major, rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, the gradient of the input in 16 bits: rows of
-//          gemm n, in blocks of 64 channels x 64 of k.
+//          gemm n, in blocks of 64 channels x 64 of k. What all of a row or block lies past the last channel of y is not loaded: TMA takes
+//          three times as long for rows that it has to fill. Nothing is made of the sums that come of it.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
 //          tile's rows, of all blocks in their order.
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over the 64 pixels of a consumer, the mean of y and the sum of squares of
@@ -151,14 +152,20 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
       x_t = t * (int)shape.dilation_d;
     };
     begin_tap();
+#if W_MN_MAJOR
+    const int filter_blocks = min(MN_BLOCKS, ((int)shape.rows - of.channel + 63) / 64), arriving = A_BYTES + filter_blocks * MN_BLOCK;
+#else
+    const int arriving = A_BYTES + min(BLOCK_N, (int)shape.rows) * 128;
+#endif
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t a = ring.stages + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = ring.full + 8 * at.stage;
       barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(arrived, STAGE_BYTES);
+      barrier_expect(arrived, arriving);
       load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
 #if W_MN_MAJOR
 #pragma unroll
-      for (int block = 0; block < MN_BLOCKS; ++block) load_box(b + block * MN_BLOCK, map_w, arrived, of.channel + 64 * block, tap, c * BLOCK_K);
+      for (int block = 0; block < MN_BLOCKS; ++block)
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, arrived, of.channel + 64 * block, tap, c * BLOCK_K);
 #else
       load_box(b, map_w, arrived, c * BLOCK_K, tap, of.channel);
 #endif

@@ -100,7 +100,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
 def device_times(plans: Sequence[Plan]) -> list[float]:
     """Microseconds that each of `plans`, all of one problem, takes on the GPU, the packing of the filter included.
 
-    Their results are compared first.
+    Where the images' channels are last, so are the filter's, if the plan reads them so. Results are compared first.
     """
     device: Any = plans[0].device
     with device:
@@ -118,7 +118,8 @@ def device_times(plans: Sequence[Plan]) -> list[float]:
 
 
 def _way(plan: Plan, buffers: Sequence[Any], stream: Any) -> Callable[[int], None]:
-    return lambda i: plan.launch(buffers[i], stream)
+    filter_last = plan.reads_filter_last and plan.problem.layout == "NHWC"
+    return lambda i: plan.launch(buffers[i], stream, filter_last=filter_last)
 
 
 def _medians(clock: _Clock, ways: Sequence[Callable[[int], None]], sets: int, effort: Effort) -> list[float]:

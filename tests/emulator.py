@@ -763,7 +763,7 @@ def dense_product(step, memory: Memory, finite: bool) -> None:
     assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
     wide = 128 // type_of(w_map).itemsize
-    assert w_map.box == ((64, 1, 64) if define["W_MN_MAJOR"] else (wide, 1, columns)) and w_map.span == 128
+    assert w_map.box == ((64, 1, 64) if define["W_MN_MAJOR"] else (wide, 1, min(columns, shapes[0].rows))) and w_map.span == 128
     for x_map, shape in zip(step.maps, shapes, strict=False):
         one = replace(step, arguments=shape, maps=(x_map, w_map))
         s = named(one)
@@ -780,6 +780,7 @@ def dense_tile(step, s, memory: Memory, finite: bool, pixel0: int, channel0: int
     image, inner = divmod(pixel0, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
     walk = walked(x_map, (*start[: s.rank], image))
+    columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
     total = np.zeros((rows, columns))
     for block in range(s.blocks):
         tap, c = divmod(block, s.channel_blocks)

@@ -310,7 +310,7 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     buffer, offset = place if isinstance(place, tuple) else (place, 0)
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
-    box = (64, 1, 64) if mn_major else (stage_channels(problem), 1, config.BLOCK_N)
+    box = (64, 1, 64) if mn_major else (stage_channels(problem), 1, min(config.BLOCK_N, rows))
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
 
 
@@ -393,7 +393,9 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
-    step = max(2 * config.BLOCK_N * config.BLOCK_M / 64, ROW_CYCLES * _stage_rows(config, mn_major)) / CLOCK
+    channels = problem.result_channels  # what a tile has more of is not loaded
+    rows = min(_stage_rows(config, mn_major), config.BLOCK_M + (ceil(channels, 64) * 64 if mn_major else channels))
+    step = max(2 * config.BLOCK_N * config.BLOCK_M / 64, ROW_CYCLES * rows) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
     slots = at_once(device, config.CLUSTER)
     us = 0.0
