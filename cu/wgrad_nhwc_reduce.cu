@@ -19,7 +19,7 @@ constexpr int BATCH = 16;                     // loads of a thread under way
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcReduceArguments {
   long long size, splits;               // elements of dw; runs
-  long long taps, channels;             // of dw: of a k, of a group
+  long long taps, channels, pitch;      // of dw: of a k, of a group; channels of a tap of a part, an even number: zeros may follow dw's
   long long tile_taps, by_tile_taps;    // of a block
   long long tiles_c, by_tiles_c, tiles_t, by_tiles_t;
 };
@@ -32,8 +32,8 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_TAPS)
   const int k = down.quotient, tap0 = down.rest * (int)arg.tile_taps, c0 = across.rest * CHANNELS;
   const int taps = min((int)arg.tile_taps, (int)arg.taps - tap0), channels = min(CHANNELS, (int)arg.channels - c0);
   const int warp = threadIdx.x / 32, c = threadIdx.x % 32 * 2;
-  if (warp < taps && c < channels) {  // an even number of channels
-    const float* from = parts + ((long long)k * arg.taps + tap0 + warp) * arg.channels + c0 + c;
+  if (warp < taps && c < channels) {
+    const float* from = parts + ((long long)k * arg.taps + tap0 + warp) * arg.pitch + c0 + c;
     float2 sum = make_float2(0, 0);
     for (int first = 0; first < (int)arg.splits; first += BATCH) {
       float2 part[BATCH];

@@ -828,7 +828,7 @@ def wgrad_product(step, memory: Memory, finite: bool) -> None:
     assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits * cluster and s.part == ceil(s.stages, s.splits * cluster)
     assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // 64 >= s.column_blocks == ceil(s.columns, 64) * s.taps
     place, parted = step.buffers[0], s.splits > 1
-    assert place == (WORKSPACE if parted else RESULT)
+    assert (place[0] == WORKSPACE) if parted else (place == RESULT)
     out = memory.view(place, "float32" if parted else kind)
     for number in range(step.grid // cluster):
         rest, across = divmod(number, s.tiles_n)
@@ -874,20 +874,29 @@ def wgrad_stage(s, memory: Memory, finite: bool, dy_map, x_map, stage: int, grou
 
 def wgrad_reduce(step, memory: Memory) -> None:
     s, kind = named(step), ELEMENT[step.defines["TYPE"]]
-    assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.channels % 2 == 0
-    assert step.grid * s.taps * s.channels == s.size * s.tiles_c * s.tiles_t
+    assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.pitch % 2 == 0 <= s.pitch - s.channels
+    assert step.grid * s.taps * s.pitch == s.size * s.tiles_c * s.tiles_t
     source, to = step.buffers
-    parts, dw, met = memory.view(source, "float32"), memory.view(to, kind), np.zeros(s.size, int)
+    parts, dw, met = memory.view(source, "float32"), memory.view(to, kind), np.zeros(s.size // s.pitch * s.channels, int)
     for block in range(step.grid):
         rest, across = divmod(block, s.tiles_c)
         k, down = divmod(rest, s.tiles_t)
         tap = np.arange(down * s.tile_taps, min((down + 1) * s.tile_taps, s.taps))[:, None]
         c = np.arange(64 * across, min(64 * (across + 1), s.channels))
-        total = sum(inside(parts, split * s.size + (k * s.taps + tap) * s.channels + c).astype(float) for split in range(s.splits))
+        total = sum(inside(parts, split * s.size + (k * s.taps + tap) * s.pitch + c).astype(float) for split in range(s.splits))
         at = (k * s.channels + c) * s.taps + tap
         store(dw, at, total.astype(kind))
         np.add.at(met, at.ravel(), 1)
     assert (met == 1).all(), "elements were written twice or not at all"
+
+
+def pad_channels(step, memory: Memory) -> None:
+    s, (source, to) = named(step), step.buffers
+    words = s.pixels * s.chunks
+    assert step.block == 256 and step.grid == ceil(words, 256) and words < 2**31 and s.chunks == ceil(s.channels, 8)
+    padded = np.zeros((s.pixels, 8 * s.chunks), np.uint16)
+    padded[:, : s.channels] = memory.view(source, "uint16")[: s.pixels * s.channels].reshape(s.pixels, s.channels)
+    store(memory.view(to, "uint16"), np.arange(padded.size), padded.ravel())
 
 
 # ---- pointwise_sm90.cu
@@ -1188,7 +1197,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "pad_channels": pad_channels}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
@@ -1252,7 +1261,10 @@ def emulate(
         for stages in (program.prepare, program.steps) if kept else (program.whole,):
             launch(stages, memory, finite)
         (counts,) = memory.writes.values()
-        assert len(counts) == getattr(config, "SPLIT", 1) * math.prod(problem.result_shape) and (counts == 1).all(), "elements were written twice or not at all"
+        sums = math.prod(problem.result_shape)
+        if type(config).__name__ == "WgradNhwc":  # of zeros, too, that channels are filled up with
+            sums = sums // problem.result_shape[1] * ceil(problem.result_shape[1], 8) * 8
+        assert len(counts) == getattr(config, "SPLIT", 1) * sums and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:
             mended.append(memory.mended)

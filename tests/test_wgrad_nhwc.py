@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import emulator
@@ -101,6 +101,12 @@ CASES = [
     Filter((2, 16, 2, 3), (8, 16, 2, 3)), Filter((1, 128, 8, 8), (192, 128, 3, 3), padding=(1,)),
 ]  # fmt: skip
 
+#: Channels that are copied first, of one array or of both: C, K, both of them; one tap and many, an odd number and an even one.
+PADDED = [
+    Filter((2, 91, 9, 8), (40, 91, 3, 3), padding=(1,)), Filter((2, 16, 9, 7), (19, 16, 5, 3), padding=(2, 1)), Filter((3, 13, 6, 7), (2, 13, 1, 1)), Filter((2, 3, 12, 10), (17, 3, 3, 2), stride=(2,)),
+    Filter((2, 64, 5, 6), (1, 64, 1, 1)), Filter((2, 2, 50), (12, 2, 5), padding=(2,)), Filter((1, 70, 4, 5, 6), (9, 70, 2, 1, 3)),
+]  # fmt: skip
+
 #: Rings go round, and round again.
 DEEP = Filter((4, 24, 20, 21), (72, 24, 3, 3), padding=(1,))
 
@@ -109,7 +115,7 @@ CONFIGS = (
     WgradNhwc(64, 64, 4), WgradNhwc(128, 192, 3, 2), WgradNhwc(256, 192, 4, 1, 3), WgradNhwc(64, 192, 2, 8, 2), WgradNhwc(192, 128, 4, 4), WgradNhwc(128, 256, 4),
     WgradNhwc(128, 384, 3, 2, 2), WgradNhwc(64, 384, 3), WgradNhwc(64, 576, 2, 4), WgradNhwc(256, 64, 2, 8),
 )  # fmt: skip
-PLANNED = [(case, dtype) for i, case in enumerate(CASES) for dtype in TYPES[i % len(TYPES) :][:1]]
+PLANNED = [(case, dtype) for i, case in enumerate([*CASES, *PADDED]) for dtype in TYPES[i % len(TYPES) :][:1]]
 IDS = [f"{dtype}-{case}" for case, dtype in PLANNED]
 
 
@@ -119,17 +125,21 @@ def test_the_plan_computes_the_gradient(case, dtype):
     problem, arrays = case.problem(dtype), case.integers(dtype)
     ref = case.reference(*arrays)
     for config in CONFIGS:
+        if config.SPLIT == 1 and case.x[1] % 8:
+            config = replace(config, SPLIT=2)
         assert engines.refusal(problem, config, H200) is None
         assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
 
 
 def test_every_kind_of_case_is_among_them():
-    met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in CONFIGS]
+    met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in CONFIGS if config.SPLIT > 1 or not case.x[1] % 8]
     launches = [launch for program in met for step in program.whole for launch in step]
     structs = [launch.arguments for launch in launches if launch.kernel == "wgrad_nhwc_sm90"]
+    copied = [launch.arguments for launch in launches if launch.kernel == "pad_channels"]
+    assert {s.chunks == 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
     assert {s.rank for s in structs} == {1, 2, 3} and {s.taps > 1 for s in structs} == {s.groups > 1 for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
-    assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "direct_reduce"}
+    assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "direct_reduce", "pad_channels"}
     assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "wgrad_nhwc_reduce") == 2
 
 
@@ -150,8 +160,8 @@ BASE = CASES[0]
     ("problem", "config", "reason"),
     [
         (BASE.problem("float32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "in the layouts CHWN, not in CNHW"),
-        (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "multiple of 16 bytes"), (Filter((2, 16, 9, 8), (12, 16, 3, 3)).problem(), WgradNhwc(), "multiple of 16 bytes"),
-        (Filter((2, 16, 9, 8), (16, 4, 3, 3), groups=4).problem(), WgradNhwc(), "multiple of 16 bytes"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of 16 channels"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
+        (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "by the launch that adds"), (Filter((1, 9, 2**15, 2**15), (1, 9, 1, 1)).problem(), WgradNhwc(SPLIT=2), "counted in"),
+        (Filter((2, 40, 9, 8), (40, 20, 3, 3), groups=2).problem(), WgradNhwc(), "multiple of 8 channels, 16 or more"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of a multiple of 8"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
         (Filter((2, 8, 2**15, 2**15), (8, 8, 1, 1)).problem(), WgradNhwc(), "32 bits"), (Filter((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)).problem(), WgradNhwc(), "stride, padding or dilation"),
         (Filter((1, 16, 40, 40), (8, 16, 2, 2), stride=(9,)).problem(), WgradNhwc(), "stride, padding or dilation"),
         (BASE.problem(), WgradNhwc(96), "a tile has 64 rows"), (BASE.problem(), WgradNhwc(256, 256), "256 rows and 64, 128, 192 columns"), (BASE.problem(), WgradNhwc(128, 128, 4, 3), "shared by 1, 2, 4, 8"),
@@ -185,8 +195,11 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
             found = list(wn.configs(problem, H200))
             assert len(set(found)) == len(found) and wn.choose(problem, H200)[1] in found and all(wn.refusal(problem, config) is None for config in found)
             program = wn.schedule(problem, r.choice(found), H200)
-            assert program.workspace_bytes == sum(4 * launch.arguments.splits * launch.arguments.size for step in program.whole for launch in step[:1] if launch.buffers == (4,))
-            for launch in (launch for step in program.whole for launch in step):
+            launches = [launch for step in program.whole for launch in step]
+            parts = [4 * one.arguments.splits * one.arguments.size for one in launches if one.kernel == "wgrad_nhwc_sm90" and one.buffers != (3,)]
+            copies = [16 * one.arguments.pixels * one.arguments.chunks for one in launches if one.kernel == "pad_channels"]
+            assert program.workspace_bytes == sum(-(-nbytes // 256) * 256 for nbytes in parts + copies)
+            for launch in launches:
                 assert launch.kernel == "direct_reduce" or any(launch in one for one in listed), launch.defines
                 met += 1
     assert met > 20
@@ -258,6 +271,7 @@ def test_steps_fit_their_kernels():
     for config in CONFIGS:
         check_steps(wn.schedule(BASE.problem().launched, config, H200), "wgrad_nhwc_sm90")
         check_steps(wn.schedule(CASES[12].problem().launched, config, H200), "wgrad_nhwc_reduce")
+        check_steps(wn.schedule(PADDED[1].problem().launched, config, H200), "pad_channels")
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
@@ -282,6 +296,7 @@ def ids_of(runs) -> list[str]:
 
 RUNS = [(case, dtype, config) for case in (*CASES, DEEP) for dtype in TYPES for config in CONFIGS]
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
+RUNS += [(case, dtype, config) for case in PADDED for dtype in TYPES for config in CONFIGS if config.SPLIT > 1]
 RUNS += [
     (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1]), cluster, split))
     for dtype in TYPES for rows, widths in wn.TILES.items() for cluster, split in ((1, 1), (1, 9), (8, 1), (4, 2))

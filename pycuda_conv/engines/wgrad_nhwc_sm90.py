@@ -1,7 +1,8 @@
 """Gradients of filters from channels-last arrays of 16 bits as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
 They are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks
-of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``.
+of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``. Arrays whose channels are no
+multiple of 8 are copied to such a one first (``cu/pad_channels.cu``), which takes a fraction of the time that other kernels take for them.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from pycuda_conv.engines.hopper import (
     unsupported,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
-from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest, why_not_so_many
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
     "CONFIGS", "LAYOUTS", "TENSOR_CORES", "WgradNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
@@ -52,6 +53,7 @@ PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multi
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS = 16  # of a block of the reduction, at the most
+PAD_THREADS = 256  # of a block that copies
 
 
 @dataclass(frozen=True)
@@ -84,9 +86,16 @@ def _forward(problem: ConvProblem) -> ConvProblem:
 
 
 @lru_cache(maxsize=1024)
+def _loaded(problem: ConvProblem) -> ConvProblem:
+    """:func:`_forward`, with so many channels as the arrays have that tensor loads read."""
+    forward = _forward(problem)
+    return forward if forward.groups > 1 else replace(forward, C=ceil(forward.C, 8) * 8, K=ceil(forward.K, 8) * 8)
+
+
+@lru_cache(maxsize=1024)
 def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
     """x as the loads see it, and how they walk it; None if tensor loads can't make that."""
-    forward = _forward(problem)
+    forward = _loaded(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), forward.input_size, forward.C, CHANNELS, forward.filter_size)
     (whole,) = phases(forward)
     walk = phase_addressing(forward, whole, lying)
@@ -103,10 +112,10 @@ def why_not(problem: ConvProblem) -> str | None:
     if 0 in (forward.N, forward.C, forward.K):
         return "there is nothing to compute"
     channels = forward.C // forward.groups, forward.K // forward.groups
-    if any(count % 8 for count in channels):
-        return "tensor loads take the channels of a group, of a multiple of 16 bytes"
-    if forward.groups > 1 and min(channels) < LEAST_OF_GROUP:
-        return f"it takes groups of {LEAST_OF_GROUP} channels or more: a row of its operands has {CHANNELS}"
+    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or any(count % 8 for count in channels)):
+        return f"it takes groups of a multiple of 8 channels, {LEAST_OF_GROUP} or more: a row of its operands has {CHANNELS}"
+    if any(pixels * ceil(channels, 8) >= 2**31 for _, pixels, channels in _padded(problem)):
+        return "what it copies is counted in 31 bits"
     if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
         return "it counts positions in 32 bits"
     return None if _form(problem) else "tensor loads can't make its stride, padding or dilation"
@@ -120,6 +129,8 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     if config.BLOCK_N not in TILES.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in TILES.items())
         return f"a tile has {shown}"
+    if config.SPLIT == 1 and _loaded(problem).C != _forward(problem).C:
+        return "channels that are no multiple of 8 are written by the launch that adds the parts of several"
     if config.CLUSTER not in CLUSTERS:
         return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
     tiles = math.prod(_tiles(problem, config)) * problem.groups * config.CLUSTER * config.SPLIT
@@ -215,6 +226,7 @@ class WgradNhwcReduceArguments(NamedTuple):
     splits: int
     taps: int
     channels: int
+    pitch: int
     tile_taps: int
     by_tile_taps: int
     tiles_c: int
@@ -223,17 +235,53 @@ class WgradNhwcReduceArguments(NamedTuple):
     by_tiles_t: int
 
 
+class PadChannelsArguments(NamedTuple):
+    """The struct of ``pad_channels.cu``, which says what its members are."""
+
+    pixels: int
+    channels: int
+    chunks: int
+    by_chunks: int
+
+
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`."""
-    product = _product(problem, config)
-    if config.SPLIT == 1:
-        return Schedule.plain([[product]])
-    return Schedule.plain([[product], [_reduce(problem, config)]], 4 * config.SPLIT * math.prod(problem.result_shape))
+    scratch = Arena(WORKSPACE)
+    parts = scratch.take(4 * config.SPLIT * _sums(problem)) if config.SPLIT > 1 else None
+    places: dict[int, Place] = {}
+    copies = []
+    for buffer, pixels, channels in _padded(problem):
+        chunks = ceil(channels, 8)
+        places[buffer] = place = scratch.take(16 * pixels * chunks)
+        told = arguments(PadChannelsArguments, pixels=pixels, channels=channels, chunks=chunks)
+        grid = ceil(pixels * chunks, PAD_THREADS)
+        copies.append(KernelLaunch("pad_channels", {}, grid, PAD_THREADS, (buffer, place), (), arguments=told))
+    steps = [[copy] for copy in copies] + [[_product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts)]]
+    if parts:
+        steps.append([_reduce(problem, config, parts)])
+    return Schedule.plain(steps, scratch.used)
 
 
-def _product(problem: ConvProblem, config: WgradNhwc) -> KernelLaunch:
+def _padded(problem: ConvProblem) -> list[tuple[int, int, int]]:
+    """Arrays that are copied to so many channels as :func:`_loaded` says: their buffers, pixels, and channels."""
+    forward, loaded = _forward(problem), _loaded(problem)
+    found: list[tuple[int, int, int]] = []
+    if loaded.C != forward.C:
+        found.append((INPUT, forward.N * math.prod(forward.input_size), forward.C))
+    if loaded.K != forward.K:
+        found.append((WEIGHT, _positions(problem), forward.K))
+    return found
+
+
+def _sums(problem: ConvProblem) -> int:
+    """Those of a part: dw's, with zeros for the channels that x is filled up with."""
+    loaded = _loaded(problem)
+    return _forward(problem).K * (loaded.C // loaded.groups) * math.prod(problem.result_size)
+
+
+def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
-    forward, form = _forward(problem), _form(problem)
+    forward, loaded, form = _forward(problem), _loaded(problem), _form(problem)
     assert form is not None
     lying, walk = form
     positions = _positions(problem)
@@ -241,36 +289,39 @@ def _product(problem: ConvProblem, config: WgradNhwc) -> KernelLaunch:
     _, tap_r, tap_s = forward.filter_size
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
-        part=_part(problem, config), rows=forward.K // forward.groups, columns=forward.C // forward.groups,
+        part=_part(problem, config), rows=forward.K // forward.groups, columns=loaded.C // forward.groups,
         column_blocks=_column_blocks(problem), taps=math.prod(forward.filter_size), tap_r=tap_r, tap_s=tap_s,
-        **by_axis("dilation_", walk.dilation), **load_base(forward, walk), size=math.prod(problem.result_shape),
+        **by_axis("dilation_", walk.dilation), **load_base(loaded, walk), size=_sums(problem),
     )  # fmt: skip
-    dy = (forward.K, positions, 1), (2 * forward.K, 2 * forward.K * positions)
-    maps = TensorMap(WEIGHT, 0, *dy, (CHANNELS, POSITIONS, 1), ROW, problem.dtype), image_map(forward, INPUT, lying, walk, POSITIONS)
+    sizes = (loaded.K, positions, 1), (2 * loaded.K, 2 * loaded.K * positions)
+    of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
+    map_x = replace(image_map(loaded, of_x[0], lying, walk, POSITIONS), offset=of_x[1])
+    maps = TensorMap(*of_dy, *sizes, (CHANNELS, POSITIONS, 1), ROW, problem.dtype), map_x
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "CLUSTER": config.CLUSTER,
     }
     grid = down * across * problem.groups * config.SPLIT * config.CLUSTER
     return KernelLaunch(
-        "wgrad_nhwc_sm90", defines, grid, _threads(config), (RESULT if config.SPLIT == 1 else WORKSPACE,), (), maps=maps,
+        "wgrad_nhwc_sm90", defines, grid, _threads(config), (parts or RESULT,), (), maps=maps,
         shared=_shared_bytes(config), arch="sm_90a", arguments=told,
     )  # fmt: skip
 
 
-def _reduce(problem: ConvProblem, config: WgradNhwc) -> KernelLaunch:
+def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
     """The launch that adds the parts."""
     taps, channels = math.prod(problem.result_size), problem.N
-    if taps == 1:
-        return reduce_launch(problem, config.SPLIT, WORKSPACE)
+    pitch = _loaded(problem).C // problem.groups
+    if taps == 1 and pitch == channels:
+        return reduce_launch(problem, config.SPLIT, parts)
     tiles_t = ceil(taps, REDUCE_TAPS)
     told = arguments(
-        WgradNhwcReduceArguments, size=math.prod(problem.result_shape), splits=config.SPLIT, taps=taps, channels=channels,
+        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch,
         tile_taps=ceil(taps, tiles_t), tiles_c=ceil(channels, CHANNELS), tiles_t=tiles_t,
     )  # fmt: skip
     grid = problem.K * told.tiles_c * told.tiles_t
     defines = {"TYPE": ELEMENTS[problem.dtype]}
-    return KernelLaunch("wgrad_nhwc_reduce", defines, grid, 32 * told.tile_taps, (WORKSPACE, RESULT), (), arguments=told)
+    return KernelLaunch("wgrad_nhwc_reduce", defines, grid, 32 * told.tile_taps, (parts, RESULT), (), arguments=told)
 
 
 def _positions(problem: ConvProblem) -> int:
@@ -312,11 +363,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
             tile = {"BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,)}
             yield TextFamily("wgrad_nhwc_sm90", tile | types | {"CLUSTER": CLUSTERS}, arch="sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", types)
+    yield TextFamily("pad_channels", {})
 
 
 # ---- the choice
 
 REDUCE, WAIT = 2.0, 0.6  # microseconds of the launch that adds the parts, and of a thread that waits for 8 of them, beside their bytes
+COPY = 2.0  # microseconds of a launch that fills up channels, beside its bytes
 LEAST_STAGES = 4  # of a block that shares a sum
 
 
@@ -324,15 +377,15 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: runs of positions that fill the machine once."""
     if why_not(problem):
         return
-    stages = ceil(_positions(problem), POSITIONS)
+    stages, least = ceil(_positions(problem), POSITIONS), 1 if _loaded(problem).C == _forward(problem).C else 2
     for rows in _useful(tuple(TILES), problem.K // problem.groups):
         for columns in _useful(TILES[rows], _column_blocks(problem) * CHANNELS):
             for cluster in CLUSTERS:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
                 blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
                 filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
-                for split in sorted({1, ceil(filling, 2), filling} if filling else {1, 2, 3, 4}):
-                    if split * cluster > 1 and stages < LEAST_STAGES * split * cluster:
+                for split in sorted({max(split, least) for split in ((1, ceil(filling, 2), filling) if filling else (1, 2, 3, 4))}):
+                    if split * cluster > least and stages < LEAST_STAGES * split * cluster:
                         continue
                     one = replace(config, SPLIT=split)
                     if refusal(problem, one) is None:
@@ -359,10 +412,11 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     us = rounds * work * (BESIDE if _shares(config) and blocks > slots else 1) + AGAIN * (rounds - 1)
     size = math.prod(problem.result_shape)
     moved = 2 * (math.prod(forward.input_shape) + math.prod(forward.result_shape) + size)
+    copied = sum(COPY + pixels * (2 * channels + 16 * ceil(channels, 8)) / MEMORY for _, pixels, channels in _padded(problem))
     if config.SPLIT == 1:
-        return BEGIN + max(us, moved / MEMORY)
+        return copied + BEGIN + max(us, moved / MEMORY)
     parts = 4 * config.SPLIT * size
-    return BEGIN + max(us, (moved + parts) / MEMORY) + REDUCE + WAIT * ceil(config.SPLIT, 8) + parts / MEMORY
+    return copied + BEGIN + max(us, (moved + parts) / MEMORY) + REDUCE + WAIT * ceil(config.SPLIT, 8) + parts / MEMORY
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
