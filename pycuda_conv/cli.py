@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
     bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
     bench.add_argument(
-        "--mode", nargs="+", choices=(*MODES, "all"), default=["fp32"], metavar="MODE",
+        "--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE",
         help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
     )
     bench.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -122,7 +122,8 @@ def parser() -> argparse.ArgumentParser:
     bench.add_argument("--host", action="store_true", help="measure calls on numpy arrays, copies included, against torch, and the bus")
     bench.add_argument("--families", type=_count, metavar="N", help="measure the planner's choices for N random problems of each family")
     bench.add_argument("--cold", action="store_true", help="measure first calls, each in a fresh process, against torch's")
-    bench.add_argument("--training", action="store_true", help="measure gradients, fused layers and a training loop against torch")
+    bench.add_argument("--training", action="store_true", help="measure gradients and fused layers against torch; with --models: training")
+    bench.add_argument("--models", action="store_true", help="measure networks of torchvision's; with --training, training too")
     bench.add_argument("--devices", type=_devices, metavar="all|0,1,...", help="with --host: measure several of these GPUs at once too")
     bench.add_argument("--device", type=_device, help="a GPU, or opencl: a few small problems on PoCL against torch on the CPU")
     bench.add_argument("--seed", type=_seed, help="seed of the random data; by default a new one")
@@ -239,7 +240,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
-        only=arguments.only, modes=modes, quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
+        only=arguments.only, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
         seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
         pages=arguments.pages,
     )
@@ -258,7 +259,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.families:
         from pycuda_conv.tools import choices
 
-        return choices.run(arguments.device, modes, arguments.seed, arguments.families, arguments.json)
+        return choices.run(arguments.device, settings.modes, arguments.seed, arguments.families, arguments.json)
+    if arguments.models:
+        from pycuda_conv.tools import models
+
+        return (models.list_cases if arguments.list else models.run)(settings, modes, arguments.training)
     if arguments.training:
         return training.list_problems(settings) if arguments.list else training.run(settings)
     return bench.list_problems(settings) if arguments.list else bench.run(settings)

@@ -105,17 +105,17 @@ def _warm_up(torch: Any, ways: Sequence[Way], sets: int) -> None:
     torch.cuda.synchronize()
 
 
-def gpu_times(torch: Any, ways: Sequence[Way], sets: int, effort: Effort) -> tuple[list[list[float]], str]:
+def gpu_times(torch: Any, ways: Sequence[Way], sets: int, effort: Effort, captured: float = LONG) -> tuple[list[list[float]], str]:
     """Seconds a launch of each way takes, round by round, and how they were taken: "graph" or "events".
 
-    Launches shorter than a millisecond are captured in a CUDA graph, so that the host's cost of a launch is left out.
+    Launches shorter than `captured` seconds are captured in a CUDA graph, so that the host's cost of a launch is left out.
     """
     _warm_up(torch, ways, sets)
     single = [min(times) / 3 for times in _queue(torch, [_loop(way, 3, sets) for way in ways], 2)]
     counts = [launches(seconds, sets) for seconds in single]
     works: list[Callable[[], Any]] = [_loop(way, count, sets) for way, count in zip(ways, counts, strict=True)]
     how = "events"
-    if min(single) < LONG:
+    if min(single) < captured:
         try:
             graphs = [_capture(torch, way, count, sets) for way, count in zip(ways, counts, strict=True)]
             once = _queue(torch, [graph.replay for graph in graphs], 2)

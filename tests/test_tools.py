@@ -459,7 +459,7 @@ def test_an_interrupted_write_leaves_the_old_file_alone(tmp_path, monkeypatch):
     assert [p.read_text() for p in tmp_path.iterdir()] == [f"{BEGIN}\nold\n{END}\n"]
 
 
-PLACES = [(report.FRONT_PAGE, "results"), *((report.RESULTS_PAGE, part) for part in ("results", "training", "host"))]
+PLACES = [(report.FRONT_PAGE, "results"), *((report.RESULTS_PAGE, part) for part in ("results", "training", "models", "host"))]
 
 
 @pytest.mark.parametrize("page, part", PLACES)
@@ -817,13 +817,6 @@ def test_the_means_of_gradients():
     assert training.means(rows) == {"fp32, gradients": pytest.approx(4), "fp32, gradients by input": pytest.approx(2), "fp32, gradients by weight": pytest.approx(8)}
 
 
-def test_what_a_network_computes_in_training(torch):
-    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, stride=2), torch.nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False), torch.nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False))
-    found = training.convolutions(torch, model, torch.randn(2, 3, 9, 9))
-    assert [problem.direction for problem in found] == ["fprop", "wgrad", "fprop", "dgrad", "wgrad"]  # images have no gradient; the last two are one
-    assert found[0].has_bias and found[0].stride == (1, 2, 2) and found[3].groups == 2
-
-
 @pytest.mark.parametrize("missing, arguments", [("torch", ["bench", "--device", "opencl"]), ("rich.console", ["info"]), ("matplotlib", ["bench", "--device", "opencl", "--plots", "."])])
 def test_a_missing_package_is_told_in_one_line(command, opencl, torch, monkeypatch, missing, arguments):
     monkeypatch.setitem(sys.modules, missing, None)
@@ -926,7 +919,7 @@ def test_verify_needs_no_torch(opencl, rich, python_env, tmp_path):
     assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
 
 
-@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--host"), ("bench", "--training"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
+@pytest.mark.parametrize("arguments", [("info",), ("bench",), ("bench", "--host"), ("bench", "--training"), ("bench", "--models"), ("tune",), ("verify", "--device", "0")], ids=" ".join)
 def test_without_a_gpu_nobody_is_told_to_install_pycuda(rich, python_env, tmp_path, arguments):
     done = without(("pycuda",), arguments, tmp_path, python_env)
     told = done.stdout + done.stderr

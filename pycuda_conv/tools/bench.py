@@ -495,6 +495,18 @@ def _device(settings: Settings) -> Device:
     return device
 
 
+def gpu_for(settings: Settings, flag: str) -> Device:
+    """The GPU to measure on, or a ToolError; `flag` asks for a benchmark that needs one."""
+    missing = cuda.why_not()
+    if missing:
+        raise ToolError(f"{flag} needs a GPU, but {missing}")
+    device = named_device("cuda" if settings.device is None else settings.device)
+    torch = require("torch")
+    if device.backend != "cuda" or not torch.cuda.is_available():
+        raise ToolError(f"{flag} needs a GPU that torch {torch.__version__} can use")
+    return device
+
+
 def run(settings: Settings) -> int:
     """Measure, print, write the files that were asked for."""
     began = time.perf_counter()

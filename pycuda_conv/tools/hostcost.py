@@ -18,11 +18,10 @@ import numpy as np
 import pycuda_conv
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import cuda
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import torch_precision
 from pycuda_conv.tools.report import header_lines, median, number, write_json
-from pycuda_conv.tools.terminal import OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import OK, ToolError, console, require, table, track
 
 Call = Callable[[], Any]
 
@@ -232,13 +231,7 @@ def run(settings: bench.Settings) -> int:
     bench.refuse_suite_options(settings, "--host-cost", "fp32")
     if settings.pages is not None:
         raise ToolError("--pages is not for --host-cost, which writes --json only")
-    missing = cuda.why_not()
-    if missing:
-        raise ToolError(f"--host-cost needs a GPU, but {missing}")
-    device = named_device("cuda" if settings.device is None else settings.device)
-    torch = require("torch")
-    if device.backend != "cuda" or not torch.cuda.is_available():
-        raise ToolError("--host-cost measures launches that don't wait: it needs a GPU, and a torch built for CUDA")
+    device, torch = bench.gpu_for(settings, "--host-cost"), require("torch")
     bench.check_paths(settings)
     rounds, out, place = 9 if settings.quick else 25, console(), device.name
     rows: list[Row] = []

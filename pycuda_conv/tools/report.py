@@ -287,7 +287,7 @@ def _time(text: str, verdict: str) -> str:
 
 
 def marks(part: str) -> tuple[str, str]:
-    """The lines of a page between which one benchmark's results stand: those of the suite, of "host" or of "training"."""
+    """The lines of a page between which one benchmark's results stand: those of the suite, of "host", "models" or "training"."""
     return f"<!-- {part}:begin -->", f"<!-- {part}:end -->"
 
 

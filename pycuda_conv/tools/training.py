@@ -1,9 +1,8 @@
-"""How fast is training? Gradients against cuDNN's, a fused layer and a network against torch's, on the same random data."""
+"""How fast is training? Gradients against cuDNN's and a fused layer against torch's, on the same random data; networks: models.py."""
 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 import secrets
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import Device, cuda
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import Errors, compare, torch_precision
@@ -31,7 +29,7 @@ from pycuda_conv.tools.report import (
     write_between,
     write_json,
 )
-from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
+from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
 
 #: Convolutions whose gradients are measured: input, filter, stride, padding.
 CONVOLUTIONS = (
@@ -43,8 +41,6 @@ MODES = ("fp32", "tf32")
 MAGNITUDE = 1e-4  # of the gradients that go in: small, as a mean loss makes them
 BLOCK = "conv + batch norm + ReLU"
 STEPS = 20  # of training a layer in a row, by the host's clock
-IMAGES, BATCHES = 64, 8  # of the network's loop
-LOSS_LIMIT = 1e-2  # relative: the network's loss after the last batch against torch's in fp32
 
 
 @dataclass(frozen=True)
@@ -226,95 +222,14 @@ def measure_block(torch: Any, shape: Sequence[int], kernels: int, place: str, ef
     return rows
 
 
-# ---- a network
-
-
-def convolutions(torch: Any, model: Any, images: Any) -> list[ConvProblem]:
-    """What `model`'s convolutions compute in a step of training."""
-    found: dict[ConvProblem, None] = {}
-
-    def note(module: Any, given: tuple[Any, ...], result: Any) -> None:
-        (x,), w = given, module.weight
-        asked = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
-        found[ConvProblem.forward(2, x.shape, w.shape, None if module.bias is None else module.bias.shape, **asked)] = None
-        for of in ("input", "weight")[x is images :]:
-            found[ConvProblem.gradient(of, 2, x.shape, w.shape, result.shape, **asked)] = None
-
-    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, torch.nn.Conv2d)]
-    with torch.no_grad():
-        model(images)
-    for hook in hooks:
-        hook.remove()
-    return list(found)
-
-
-def measure_network(torch: Any, device: Device, seed: int) -> list[Row]:
-    """Batches of 64 random images through resnet50, forward, backward and a step of SGD; microseconds a batch.
-
-    Ours converted, with torch's batch norm and ReLU and with the fused layer.
-    """
-    models = require("torchvision.models")
-    from pycuda_conv.nn import convert
-
-    torch.manual_seed(seed)
-    base = models.resnet50(weights=None).to(device.name)
-    images = torch.randn(IMAGES, 3, 224, 224, device=device.name)
-    labels = torch.randint(0, 1000, (IMAGES,), device=device.name)
-    asked = convolutions(torch, base, images)  # compiled side by side
-    plans(asked, device)
-    plans([problem for problem in asked if problem.direction == "fprop"], device, noted=True)
-
-    def loop(model: Any) -> tuple[float, float]:
-        """Microseconds a batch, and the last loss."""
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-        taken = []
-        for _ in range(BATCHES + 2):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            torch.cuda.synchronize()
-            taken.append(time.perf_counter() - start)
-        return median(taken[2:]) * 1e6, loss.item()
-
-    found: dict[str, tuple[float, float]] = {}
-    for name in ("torch fp32", "torch tf32", "ours fp32", "ours fused fp32"):
-        model = copy.deepcopy(base)
-        if "ours" in name:
-            convert(model, fuse_training="fused" in name)
-        with torch_precision("tf32" if name == "torch tf32" else "fp32"):
-            found[name] = loop(model)
-        del model
-        torch.cuda.empty_cache()
-    ours_us, (torch_us, torch_loss) = found["ours fused fp32"][0], found["torch fp32"]
-    apart = max(abs(found[name][1] / torch_loss - 1) for name in ("ours fp32", "ours fused fp32"))
-    rates = ", ".join(f"{name} {IMAGES / us * 1e6:.0f} images/s" for name, (us, _) in found.items())
-    verdict = "ok" if apart < LOSS_LIMIT else "WRONG"
-    text = f"{IMAGES} images 224x224"
-    return [Row("resnet50, a batch trained", text, "fp32", ours_us, torch_us, error=apart, config=rates, verdict=verdict)]
-
-
 # ---- the command
-
-
-def _device(settings: bench.Settings) -> Device:
-    bench.refuse_suite_options(settings, "--training", "fp32 and tf32")
-    missing = cuda.why_not()
-    if missing:
-        raise ToolError(f"--training needs a GPU, but {missing}")
-    device = named_device("cuda" if settings.device is None else settings.device)
-    torch = require("torch")
-    if device.backend != "cuda" or not torch.cuda.is_available():
-        raise ToolError(f"--training needs a GPU that torch {torch.__version__} can use")
-    return device
 
 
 def run(settings: bench.Settings) -> int:
     """Measure, print, write the JSON that was asked for."""
     began = time.perf_counter()
-    device = _device(settings)
+    bench.refuse_suite_options(settings, "--training", "fp32 and tf32")
+    device = bench.gpu_for(settings, "--training")
     bench.check_paths(settings, "training")
     torch = require("torch")
     seed = secrets.randbelow(2**31) if settings.seed is None else settings.seed
@@ -340,8 +255,6 @@ def run(settings: bench.Settings) -> int:
             with torch_precision("fp32"):
                 for shape, kernels in (((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)):
                     rows += map(_said, measure_block(torch, shape, kernels, device.name, settings.effort, seed))
-                if importlib.util.find_spec("torchvision") is not None:
-                    rows += map(_said, measure_network(torch, device, seed))
     _print(out, rows)
     if settings.json is not None:
         report = {
@@ -378,7 +291,7 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
-    """The results for the page: gradients with both modes in a row, then layers and the network. `machine`: the header of the report."""
+    """The results for the page: gradients with both modes in a row, then layers. `machine`: the header of the report."""
     parts = [measured_by(machine)]
     mine = [row for row in rows if row.what.startswith("gradient")]
     others = [row for row in rows if row not in mine]
