@@ -422,6 +422,9 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
+STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
+
+
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Microseconds that `config` should take; None for direct_single.cu, which no model knows.
 
@@ -448,6 +451,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         block, start, channel = config.BLOCK_C, 0.4, max(0.6, 0.09 * met) if _unrolled_dgrad(problem) else max(0.1, 0.09 * met)
     split, _, run, size = _parts(problem, config.SPLIT, read, config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K)
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
+    channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
     us = 1 + max(1.0, threads / (1024 * device.multiprocessors)) * (start + min(run, read) * channel)
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
@@ -517,7 +521,7 @@ def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> fl
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
     step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
     rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
-    us = 2 + rounds * (3 + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    us = 2 + 1.15 * rounds * (3 + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

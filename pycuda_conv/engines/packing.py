@@ -709,13 +709,23 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
     return (*asked, packed.folded, packed.group, packed.load, packed.taps, packed.window and packed.window.shift)
 
 
+FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
+FEW, FEW_TIME = 32, 0.008  # pixels of a block that packs few, and the microseconds that it adds to such a launch
+
+
 def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
-    moved = float(math.prod(problem.weight_shape) * (problem.itemsize + 2 * limbs(problem))) if packs_filter else 0.0
+    moved = 0.0
+    if packs_filter:  # a tap's channels are filled up, and what is much is read from memory again
+        packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
+        moved = math.prod(problem.weight_shape) * problem.itemsize + packed_filter * (1 if packed_filter < FITTING else 2)
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
     if split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
+    few = 0.0
+    if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
+        few = FEW_TIME * _packed(problem, packed, True, True).blocks
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    return (2 if split > 1 else 0) + moved / 3.5e6 + 1.5 * launches
+    return (2 if split > 1 else 0) + max(moved / 3.5e6, few) + 1.5 * launches
