@@ -2,6 +2,8 @@
 //
 //   dw[k, c, tap] = sum over run of parts[run][k][tap][c], always in the same order
 //
+// Where innermost taps were folded into channels (fold_channels.cu), a channel of a part is (fold, c), and a tap of dw (tap, fold).
+//
 // Mapping  block -> one k, `tile_taps` taps, 64 channels; a warp for each of the taps. thread -> two channels of a tap.
 // Shared   the block's sums, [tap][channel], from which it writes neighbours of dw.
 //
@@ -19,7 +21,8 @@ constexpr int BATCH = 16;                     // loads of a thread under way
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcReduceArguments {
   long long size, splits;               // elements of dw; runs
-  long long taps, channels, pitch;      // of dw: of a k, of a group; channels of a tap of a part, an even number: zeros may follow dw's
+  long long taps, channels, pitch;      // of a part: of a k; channels of a tap that there are; and with the zeros behind them, an even number
+  long long own, by_own, folds;         // channels of dw, of a group; of how many taps a part's are
   long long tile_taps, by_tile_taps;    // of a block
   long long tiles_c, by_tiles_c, tiles_t, by_tiles_t;
 };
@@ -51,7 +54,10 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_TAPS)
   __syncthreads();
   for (int i = threadIdx.x; i < CHANNELS * (int)arg.tile_taps; i += blockDim.x) {
     const Divided of(i, arg.tile_taps, arg.by_tile_taps);  // channel, and tap
-    if (of.quotient < channels && of.rest < taps)
-      dw[((long long)k * arg.channels + c0 + of.quotient) * arg.taps + tap0 + of.rest] = from_float<data_t>(sums[of.rest][of.quotient]);
+    if (of.quotient < channels && of.rest < taps) {
+      const Divided channel(c0 + of.quotient, arg.own, arg.by_own);  // fold, and channel of dw
+      dw[(((long long)k * arg.own + channel.rest) * arg.taps + tap0 + of.rest) * arg.folds + channel.quotient] =
+          from_float<data_t>(sums[of.rest][of.quotient]);
+    }
   }
 }

@@ -877,6 +877,7 @@ def wgrad_reduce(step, memory: Memory) -> None:
     assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.pitch % 2 == 0 <= s.pitch - s.channels
     assert step.grid * s.taps * s.pitch == s.size * s.tiles_c * s.tiles_t
     source, to = step.buffers
+    assert s.own * s.folds == s.channels
     parts, dw, met = memory.view(source, "float32"), memory.view(to, kind), np.zeros(s.size // s.pitch * s.channels, int)
     for block in range(step.grid):
         rest, across = divmod(block, s.tiles_c)
@@ -884,19 +885,24 @@ def wgrad_reduce(step, memory: Memory) -> None:
         tap = np.arange(down * s.tile_taps, min((down + 1) * s.tile_taps, s.taps))[:, None]
         c = np.arange(64 * across, min(64 * (across + 1), s.channels))
         total = sum(inside(parts, split * s.size + (k * s.taps + tap) * s.pitch + c).astype(float) for split in range(s.splits))
-        at = (k * s.channels + c) * s.taps + tap
+        at = ((k * s.own + c % s.own) * s.taps + tap) * s.folds + c // s.own
         store(dw, at, total.astype(kind))
         np.add.at(met, at.ravel(), 1)
     assert (met == 1).all(), "elements were written twice or not at all"
 
 
-def pad_channels(step, memory: Memory) -> None:
+def fold_channels(step, memory: Memory) -> None:
     s, (source, to) = named(step), step.buffers
-    words = s.pixels * s.chunks
-    assert step.block == 256 and step.grid == ceil(words, 256) and words < 2**31 and s.chunks == ceil(s.channels, 8)
-    padded = np.zeros((s.pixels, 8 * s.chunks), np.uint16)
-    padded[:, : s.channels] = memory.view(source, "uint16")[: s.pixels * s.channels].reshape(s.pixels, s.channels)
-    store(memory.view(to, "uint16"), np.arange(padded.size), padded.ravel())
+    assert step.block == 256 and step.grid == ceil(s.words, 256) and s.words < 2**31 and s.chunks == ceil(s.folded, 8)
+    images = s.words // (s.chunks * s.p * s.q)
+    x = memory.view(source, "uint16")[: images * s.h * s.w * s.channels].reshape(images, s.h, s.w, s.channels)
+    folded = np.zeros((images, s.p, s.q, 8 * s.chunks), np.uint16)
+    for tap in range(s.folded // s.channels):
+        for p, q in np.ndindex(s.p, s.q):
+            h, w = p * s.stride_h - s.pad_h + tap // s.fold_s * s.dilation_h, q * s.stride_w - s.pad_w + tap % s.fold_s * s.dilation_w
+            if 0 <= h < s.h and 0 <= w < s.w:
+                folded[:, p, q, tap * s.channels : (tap + 1) * s.channels] = x[:, h, w]
+    store(memory.view(to, "uint16"), np.arange(folded.size), folded.ravel())
 
 
 # ---- pointwise_sm90.cu
@@ -1197,7 +1203,7 @@ def direct_gemm(step, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "pad_channels": pad_channels}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
@@ -1247,6 +1253,12 @@ def emulate_moments(problem, config, x, w, b=None, *, multiprocessors: int = 5, 
     return memory.result(problem, x.dtype.name), mean, squares / count.sum(), bool(redone.any())
 
 
+def wgrad_sums(problem) -> int:
+    from pycuda_conv.engines.wgrad_nhwc_sm90 import _sums
+
+    return _sums(problem)
+
+
 def emulate(
     problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 5, finite: bool = True, keep: bool = True, mended: list | None = None
 ) -> np.ndarray:
@@ -1263,7 +1275,7 @@ def emulate(
         (counts,) = memory.writes.values()
         sums = math.prod(problem.result_shape)
         if type(config).__name__ == "WgradNhwc":  # of zeros, too, that channels are filled up with
-            sums = sums // problem.result_shape[1] * ceil(problem.result_shape[1], 8) * 8
+            sums = wgrad_sums(problem.launched)
         assert len(counts) == getattr(config, "SPLIT", 1) * sums and (counts == 1).all(), "elements were written twice or not at all"
         results.append(memory.result(problem, x.dtype.name))
         if mended is not None:

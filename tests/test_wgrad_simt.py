@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import simt
@@ -17,7 +16,7 @@ from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
 RUNS = [(case, dtype, CONFIGS[(i + more) % len(CONFIGS)]) for i, (case, dtype) in enumerate(PLANNED) for more in (0, 5)]
-RUNS = [(case, dtype, replace(config, SPLIT=2) if case.x[1] % 8 and config.SPLIT == 1 else config) for case, dtype, config in RUNS]
+RUNS = [(case, dtype, case.legal(config)) for case, dtype, config in RUNS]
 RUNS += [(DEEP, TYPES[i % len(TYPES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 1, 5)))]
 
 

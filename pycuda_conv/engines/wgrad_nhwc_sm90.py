@@ -2,7 +2,8 @@
 
 They are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks
 of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``. Arrays whose channels are no
-multiple of 8 are copied to such a one first (``cu/pad_channels.cu``), which takes a fraction of the time that other kernels take for them.
+multiple of 8 are copied to such a one first (``cu/fold_channels.cu``); and few channels of x are folded so with those that a row of taps,
+or all taps of an image, meet beside them. That takes a fraction of the time that loading single taps of few channels takes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, phases
@@ -53,7 +54,7 @@ PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multi
 CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS = 16  # of a block of the reduction, at the most
-PAD_THREADS = 256  # of a block that copies
+FOLD_THREADS = 256  # of a block that folds
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,44 @@ def _forward(problem: ConvProblem) -> ConvProblem:
     )  # fmt: skip
 
 
+def _folded(problem: ConvProblem, level: int) -> ConvProblem:
+    """:func:`_forward`, with so many channels as tensor loads read, and with the taps of so many innermost axes as channels of x."""
+    forward = _forward(problem)
+    if forward.groups > 1:
+        return forward
+
+    def outer(values: tuple[int, int, int], *inner: int) -> Any:
+        return *values[: 3 - level], *inner[3 - level :]
+
+    taps = math.prod(forward.filter_size[3 - level :])
+    return replace(
+        forward, C=ceil(forward.C * taps, 8) * 8, K=ceil(forward.K, 8) * 8, filter_size=outer(forward.filter_size, 1, 1, 1),
+        input_size=outer(forward.input_size, *forward.output_size), stride=outer(forward.stride, 1, 1, 1),
+        padding_before=outer(forward.padding_before, 0, 0, 0), padding_after=outer(forward.padding_after, 0, 0, 0),
+        dilation=outer(forward.dilation, 1, 1, 1),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _level(problem: ConvProblem) -> int:
+    """How many innermost axes are folded: so many that folding and loading take the least time."""
+    forward = _forward(problem)
+
+    def microseconds(level: int) -> float:
+        folded = _folded(problem, level)
+        blocks = ceil(folded.C, CHANNELS) * math.prod(folded.filter_size)
+        loading = blocks * _positions(problem) * FEW_CYCLES / CLOCK / 132
+        size = math.prod(folded.input_shape)
+        return loading + (0 if folded.C == forward.C and not level else COPY + 2 * (math.prod(forward.input_shape) + 2 * size) / MEMORY)
+
+    few = forward.groups == 1 and forward.C < CHANNELS and 0 not in forward.result_shape
+    return min((0, 1, 2) if few else (0,), key=microseconds)
+
+
 @lru_cache(maxsize=1024)
 def _loaded(problem: ConvProblem) -> ConvProblem:
-    """:func:`_forward`, with so many channels as the arrays have that tensor loads read."""
-    forward = _forward(problem)
-    return forward if forward.groups > 1 else replace(forward, C=ceil(forward.C, 8) * 8, K=ceil(forward.K, 8) * 8)
+    """The convolution as the loads see it."""
+    return _folded(problem, _level(problem))
 
 
 @lru_cache(maxsize=1024)
@@ -114,7 +148,7 @@ def why_not(problem: ConvProblem) -> str | None:
     channels = forward.C // forward.groups, forward.K // forward.groups
     if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or any(count % 8 for count in channels)):
         return f"it takes groups of a multiple of 8 channels, {LEAST_OF_GROUP} or more: a row of its operands has {CHANNELS}"
-    if any(pixels * ceil(channels, 8) >= 2**31 for _, pixels, channels in _padded(problem)):
+    if any(told.words >= 2**31 for _, told in _copies(problem)):
         return "what it copies is counted in 31 bits"
     if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
         return "it counts positions in 32 bits"
@@ -227,6 +261,9 @@ class WgradNhwcReduceArguments(NamedTuple):
     taps: int
     channels: int
     pitch: int
+    own: int
+    by_own: int
+    folds: int
     tile_taps: int
     by_tile_taps: int
     tiles_c: int
@@ -235,13 +272,29 @@ class WgradNhwcReduceArguments(NamedTuple):
     by_tiles_t: int
 
 
-class PadChannelsArguments(NamedTuple):
-    """The struct of ``pad_channels.cu``, which says what its members are."""
+class FoldChannelsArguments(NamedTuple):
+    """The struct of ``fold_channels.cu``, which says what its members are."""
 
-    pixels: int
-    channels: int
+    words: int
     chunks: int
     by_chunks: int
+    h: int
+    w: int
+    p: int
+    by_p: int
+    q: int
+    by_q: int
+    channels: int
+    by_channels: int
+    folded: int
+    fold_s: int
+    by_fold_s: int
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dilation_h: int
+    dilation_w: int
 
 
 def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: bool = False) -> Schedule:
@@ -250,33 +303,47 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
     parts = scratch.take(4 * config.SPLIT * _sums(problem)) if config.SPLIT > 1 else None
     places: dict[int, Place] = {}
     copies = []
-    for buffer, pixels, channels in _padded(problem):
-        chunks = ceil(channels, 8)
-        places[buffer] = place = scratch.take(16 * pixels * chunks)
-        told = arguments(PadChannelsArguments, pixels=pixels, channels=channels, chunks=chunks)
-        grid = ceil(pixels * chunks, PAD_THREADS)
-        copies.append(KernelLaunch("pad_channels", {}, grid, PAD_THREADS, (buffer, place), (), arguments=told))
+    for buffer, told in _copies(problem):
+        places[buffer] = place = scratch.take(16 * told.words)
+        grid = ceil(told.words, FOLD_THREADS)
+        copies.append(KernelLaunch("fold_channels", {}, grid, FOLD_THREADS, (buffer, place), (), arguments=told))
     steps = [[copy] for copy in copies] + [[_product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts)]]
     if parts:
         steps.append([_reduce(problem, config, parts)])
     return Schedule.plain(steps, scratch.used)
 
 
-def _padded(problem: ConvProblem) -> list[tuple[int, int, int]]:
-    """Arrays that are copied to so many channels as :func:`_loaded` says: their buffers, pixels, and channels."""
-    forward, loaded = _forward(problem), _loaded(problem)
-    found: list[tuple[int, int, int]] = []
+def _copies(problem: ConvProblem) -> list[tuple[int, FoldChannelsArguments]]:
+    """The arrays that are copied to as many channels as :func:`_loaded` has: their buffers, and how."""
+    forward, loaded, level = _forward(problem), _loaded(problem), _level(problem)
+    found: list[tuple[int, FoldChannelsArguments]] = []
     if loaded.C != forward.C:
-        found.append((INPUT, forward.N * math.prod(forward.input_size), forward.C))
+        _, r, s = (tap if i >= 3 - level else 1 for i, tap in enumerate(forward.filter_size))
+        (_, h, w), (depth, p, q) = forward.input_size, loaded.input_size
+        steps = ("stride", forward.stride, 1), ("pad", forward.padding_before, 0), ("dilation", forward.dilation, 1)
+        within = {
+            f"{name}_{axis}": values[i] if i >= 3 - level else instead
+            for name, values, instead in steps for i, axis in ((1, "h"), (2, "w"))
+        }
+        chunks = loaded.C // 8
+        found.append((INPUT, arguments(
+            FoldChannelsArguments, words=forward.N * depth * p * q * chunks, chunks=chunks, h=h, w=w, p=p, q=q, channels=forward.C,
+            folded=forward.C * r * s, fold_s=s, **within,
+        )))  # fmt: skip
     if loaded.K != forward.K:
-        found.append((WEIGHT, _positions(problem), forward.K))
+        positions, chunks, within = _positions(problem), loaded.K // 8, dict.fromkeys(("pad_h", "pad_w"), 0)
+        within |= dict.fromkeys(("stride_h", "stride_w", "dilation_h", "dilation_w"), 1)
+        found.append((WEIGHT, arguments(
+            FoldChannelsArguments, words=positions * chunks, chunks=chunks, h=1, w=positions, p=1, q=positions, channels=forward.K,
+            folded=forward.K, fold_s=1, **within,
+        )))  # fmt: skip
     return found
 
 
 def _sums(problem: ConvProblem) -> int:
     """Those of a part: dw's, with zeros for the channels that x is filled up with."""
     loaded = _loaded(problem)
-    return _forward(problem).K * (loaded.C // loaded.groups) * math.prod(problem.result_size)
+    return _forward(problem).K * (loaded.C // loaded.groups) * math.prod(loaded.filter_size)
 
 
 def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None) -> KernelLaunch:
@@ -286,11 +353,11 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     lying, walk = form
     positions = _positions(problem)
     stages, (down, across) = ceil(positions, POSITIONS), _tiles(problem, config)
-    _, tap_r, tap_s = forward.filter_size
+    _, tap_r, tap_s = loaded.filter_size
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
         part=_part(problem, config), rows=forward.K // forward.groups, columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(problem), taps=math.prod(forward.filter_size), tap_r=tap_r, tap_s=tap_s,
+        column_blocks=_column_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r, tap_s=tap_s,
         **by_axis("dilation_", walk.dilation), **load_base(loaded, walk), size=_sums(problem),
     )  # fmt: skip
     sizes = (loaded.K, positions, 1), (2 * loaded.K, 2 * loaded.K * positions)
@@ -310,14 +377,16 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
     """The launch that adds the parts."""
-    taps, channels = math.prod(problem.result_size), problem.N
-    pitch = _loaded(problem).C // problem.groups
-    if taps == 1 and pitch == channels:
+    loaded, own = _loaded(problem), problem.N
+    taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
+    folds = math.prod(problem.result_size) // taps
+    if taps * folds == 1 and pitch == own:
         return reduce_launch(problem, config.SPLIT, parts)
+    channels = own * folds
     tiles_t = ceil(taps, REDUCE_TAPS)
     told = arguments(
         WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch,
-        tile_taps=ceil(taps, tiles_t), tiles_c=ceil(channels, CHANNELS), tiles_t=tiles_t,
+        own=own, folds=folds, tile_taps=ceil(taps, tiles_t), tiles_c=ceil(channels, CHANNELS), tiles_t=tiles_t,
     )  # fmt: skip
     grid = problem.K * told.tiles_c * told.tiles_t
     defines = {"TYPE": ELEMENTS[problem.dtype]}
@@ -337,7 +406,8 @@ def _part(problem: ConvProblem, config: WgradNhwc) -> int:
 
 def _column_blocks(problem: ConvProblem) -> int:
     """Blocks of channels of a group of x, for all taps."""
-    return ceil(problem.N, CHANNELS) * math.prod(problem.result_size)
+    loaded = _loaded(problem)
+    return ceil(loaded.C // loaded.groups, CHANNELS) * math.prod(loaded.filter_size)
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
@@ -363,13 +433,14 @@ def texts(device: Device) -> Iterator[TextFamily]:
             tile = {"BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,)}
             yield TextFamily("wgrad_nhwc_sm90", tile | types | {"CLUSTER": CLUSTERS}, arch="sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", types)
-    yield TextFamily("pad_channels", {})
+    yield TextFamily("fold_channels", {})
 
 
 # ---- the choice
 
 REDUCE, WAIT = 2.0, 0.6  # microseconds of the launch that adds the parts, and of a thread that waits for 8 of them, beside their bytes
-COPY = 2.0  # microseconds of a launch that fills up channels, beside its bytes
+COPY = 2.0  # microseconds of a launch that folds, beside its bytes
+FEW_CYCLES = 6.0  # of a tensor load, for each row that it has to fill
 LEAST_STAGES = 4  # of a block that shares a sum
 
 
@@ -397,14 +468,21 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 
+def _row_cycles(channels: int) -> float:
+    """Of a tensor load, for each row of 64 channels of so many."""
+    whole, rest = divmod(channels, CHANNELS)
+    return (whole * ROW_CYCLES + (FEW_CYCLES if rest else 0)) / (whole + (rest > 0))
+
+
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, sums that leave the block, rounds; or bytes from and to memory."""
     forward = _forward(problem)
     down, across = _tiles(problem, config)
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, CHANNELS) * CHANNELS)
     columns = min(config.BLOCK_N, _column_blocks(problem) * CHANNELS)
-    rows = (channels + columns) * POSITIONS // CHANNELS
-    step = max(2 * config.BLOCK_M * config.BLOCK_N / 64, ROW_CYCLES * rows) / CLOCK
+    loaded = _loaded(problem)
+    loads = channels * _row_cycles(loaded.K // loaded.groups) + columns * _row_cycles(loaded.C // loaded.groups)
+    step = max(2 * config.BLOCK_M * config.BLOCK_N / 64, loads * POSITIONS / CHANNELS) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if config.CLUSTER > 1 else 2 / STORED)
     work, blocks = _part(problem, config) * step + end, down * across * problem.groups * config.SPLIT * config.CLUSTER
     slots = at_once(device, config.CLUSTER)
@@ -412,10 +490,10 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     us = rounds * work * (BESIDE if _shares(config) and blocks > slots else 1) + AGAIN * (rounds - 1)
     size = math.prod(problem.result_shape)
     moved = 2 * (math.prod(forward.input_shape) + math.prod(forward.result_shape) + size)
-    copied = sum(COPY + pixels * (2 * channels + 16 * ceil(channels, 8)) / MEMORY for _, pixels, channels in _padded(problem))
+    copied = sum(COPY + 32 * told.words / MEMORY for _, told in _copies(problem))
     if config.SPLIT == 1:
         return copied + BEGIN + max(us, moved / MEMORY)
-    parts = 4 * config.SPLIT * size
+    parts = 4 * config.SPLIT * _sums(problem)
     return copied + BEGIN + max(us, (moved + parts) / MEMORY) + REDUCE + WAIT * ceil(config.SPLIT, 8) + parts / MEMORY
 
 
