@@ -1,19 +1,20 @@
-// batch_norm.cu: batch normalisation and ReLU behind a convolution, forward and backward, and sums over channels.
+// batch_norm.cu: batch normalisation, the sum with a residual and ReLU behind a convolution, forward and backward, and sums over channels.
 //
 //   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
-//   out  = relu((y - mean) * a + beta),             a = gamma * invstd
-//   g    = dout where (y - mean) * a + beta > 0, else 0: the ReLU's mask is computed again, not stored
+//   out  = relu((y - mean) * a + beta + residual),  a = gamma * invstd
+//   g    = dout where (y - mean) * a + beta > 0, else 0: the ReLU's mask is computed again, not stored. With a residual it is read off
+//          `out`, and g, which is the residual's gradient too, is written by the launch that sums
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
 //   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
 //
 // Every array of pixels is read once a launch; all is bound by memory. Sums are taken in two launches, always in the same order:
 // a block sums one slice of its channels into part[slice][2][K], then a small launch adds the slices.
 //
-// Layout   y, dout, out, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. What there is one of a channel is acc_t [K].
+// Layout   y, residual, dout, out, g, dy: NCHW [N][K][plane] or NHWC [N*plane][K]. What there is one of a channel is acc_t [K].
 // Sizes    They are arguments, the struct Walk.
-// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4 where plane or K
-//          is a multiple of it: loads of 16 bytes (8 for 16-bit types); else 1. A channel, or a row of VEC channels, is
-//          `total` items, cut in slices of `per`.
+// Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
+//          16-bit types, where plane or K is a multiple of it: loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
+//          is `total` items, cut in slices of `per`.
 //          block -> one slice of `across` columns; GID_0 = slice * tiles + tile. A column is a channel in NCHW, where `across` is 1,
 //          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
 //          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
@@ -32,13 +33,17 @@
 #define NHWC 0
 #define VEC 4
 #endif
+#ifndef HAS_RESIDUAL  // a sum with a residual follows: batch_norm_forward and gradient_sums
+#define HAS_RESIDUAL 0
+#endif
 #ifndef ROUNDED
 #define ROUNDED 0
 #define NOTED 0
 #endif
 
-#define UNROLL (VEC == 4 ? 4 : 8)
+#define UNROLL (VEC == 1 ? 8 : 4)
 #define UNROLL_TWO (UNROLL / 2)  // where two arrays are read
+#define FORWARD_UNROLL (HAS_RESIDUAL ? UNROLL_TWO : UNROLL)
 
 // How a launch walks an array.
 typedef struct Walk {
@@ -71,18 +76,34 @@ typedef struct Walk {
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
-// the launches that add slices: 8 channels side by side, so that reads are whole sectors; fewer where slices are so many that the
-// waiting would take longer
+// the launches that add slices, some thousand: 8 channels side by side, so that reads are whole sectors; fewer where a convolution noted
+// the slices, which are more
 #define BESIDE (NOTED ? 2 : 8)
 #define LANES (THREADS / BESIDE)
 
-#if VEC == 4
+#if VEC == 8
+#define LOAD_ITEM(d, p, i) LOAD_VEC8(d, p, i)
+#define STORE_ITEM(p, i, s) STORE_VEC8(p, i, s)
+#elif VEC == 4
 #define LOAD_ITEM(d, p, i) LOAD_VEC(d, p, i)
 #define STORE_ITEM(p, i, s) STORE_VEC(p, i, s)
 #else
 #define LOAD_ITEM(d, p, i) (d)[0] = LOAD(p, i)
 #define STORE_ITEM(p, i, s) STORE(p, i, (s)[0])
 #endif
+
+// What is loaded of an item, and its values.
+#if VEC == 8 && !defined(__OPENCL_VERSION__)
+typedef uint4 item_t;  // 16-bit numbers become floats where they are used: they take half of the registers until then
+#define FETCH(item, p, i) item = *(const uint4*)((p) + (i))
+#define VALUES_OF(d, item) FROM_WORDS(d, item)
+#else
+typedef struct { acc_t of[VEC]; } item_t;
+#define FETCH(item, p, i) LOAD_ITEM((item).of, p, i)
+#define VALUES_OF(d, item) for (int j_ = 0; j_ < VEC; ++j_) (d)[j_] = (item).of[j_]
+#endif
+
+#define AT_ONCE (VEC == 8 ? 5 : 1)  // blocks that a multiprocessor should hold. Told so, the compiler takes 80 registers instead of 88
 
 // Where a thread stands. Threads without a column have no items, but meet the others at barriers.
 #define STAND                                                                                                                  \
@@ -112,8 +133,8 @@ typedef struct Walk {
     }                                                                 \
   }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
-                                                      const Walk walk) {
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
+                                                            const Walk walk) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
   STAND;
@@ -249,8 +270,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
-    const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, GLOBAL_MEM data_t* RESTRICT out,
-    const Walk walk, const long_t relu) {
+    const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
+    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t relu) {
   AFTER_LAST_LAUNCH
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN];
@@ -259,19 +280,26 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
     b[j] = PARAMETER(beta, 0);
   }
-  for (index_t i = start + lane; i < end; i += down * UNROLL) {
-    acc_t v[UNROLL * VEC];
+  for (index_t i = start + lane; i < end; i += down * FORWARD_UNROLL) {
+    item_t ys[FORWARD_UNROLL], residuals[FORWARD_UNROLL];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
-      if (i + u * down < end) LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
-#pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
+    for (int u = 0; u < FORWARD_UNROLL; ++u)
       if (i + u * down < end) {
-        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+        FETCH(ys[u], y, ITEM(i + u * down));
+        if (HAS_RESIDUAL) FETCH(residuals[u], residual, ITEM(i + u * down));
+      }
+#pragma unroll
+    for (int u = 0; u < FORWARD_UNROLL; ++u)
+      if (i + u * down < end) {
+        acc_t v[VEC], r[VEC];
+        VALUES_OF(v, ys[u]);
+        if (HAS_RESIDUAL) VALUES_OF(r, residuals[u]);
+        for (int e = 0; e < VEC; ++e) {
           v[e] = (v[e] - centre[OF(e)]) * a[OF(e)] + b[OF(e)];
+          if (HAS_RESIDUAL) v[e] += r[e];
           if (relu && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
-        STORE_ITEM(out, ITEM(i + u * down), v + u * VEC);
+        STORE_ITEM(out, ITEM(i + u * down), v);
       }
   }
 }
@@ -293,11 +321,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
   }
 }
 
-// dbeta and dgamma of each slice.
+// dbeta and dgamma of each slice. Of a sum with a residual the mask is read off `out`, and g is written to `masked`.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    GLOBAL_MEM acc_t* RESTRICT part, const Walk walk, const long_t relu) {
+    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const Walk walk,
+    const long_t relu) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
@@ -309,23 +338,32 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     b[j] = PARAMETER(beta, 0);
   }
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
-    acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
+    item_t ys[UNROLL_TWO], gs[UNROLL_TWO], outs[UNROLL_TWO];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
-        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * down));
+        FETCH(ys[u], y, ITEM(i + u * down));
+        FETCH(gs[u], dout, ITEM(i + u * down));
+        if (HAS_RESIDUAL) FETCH(outs[u], out, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
-      if (i + u * down < end)
-        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+      if (i + u * down < end) {
+        acc_t v[VEC], g[VEC], o[VEC];
+        VALUES_OF(v, ys[u]);
+        VALUES_OF(g, gs[u]);
+        if (HAS_RESIDUAL) VALUES_OF(o, outs[u]);
+        for (int e = 0; e < VEC; ++e) {
           v[e] -= centre[OF(e)];
-          if (!relu || v[e] * a[OF(e)] + b[OF(e)] > 0) {
+          if (HAS_RESIDUAL ? o[e] <= 0 : relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) {
+            g[e] = 0;
+          } else {
             sum[OF(e)] += g[e];
             sum[OWN + OF(e)] += g[e] * v[e];
           }
         }
+        if (HAS_RESIDUAL) STORE_ITEM(masked, ITEM(i + u * down), g);
+      }
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
   FOLD(down, ACROSS, { for (int j = 0; j < 2 * OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
@@ -336,7 +374,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
     }
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t relu,
@@ -353,22 +391,25 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_backward(
     slope[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
   }
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
-    acc_t v[UNROLL_TWO * VEC], g[UNROLL_TWO * VEC];
+    item_t ys[UNROLL_TWO], gs[UNROLL_TWO];
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        LOAD_ITEM(v + u * VEC, y, ITEM(i + u * down));
-        LOAD_ITEM(g + u * VEC, dout, ITEM(i + u * down));
+        FETCH(ys[u], y, ITEM(i + u * down));
+        FETCH(gs[u], dout, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        for (int e = u * VEC; e < u * VEC + VEC; ++e) {
+        acc_t v[VEC], g[VEC];
+        VALUES_OF(v, ys[u]);
+        VALUES_OF(g, gs[u]);
+        for (int e = 0; e < VEC; ++e) {
           v[e] -= centre[OF(e)];
           if (relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) g[e] = 0;
           g[e] = a[OF(e)] * g[e] - less[OF(e)] - slope[OF(e)] * v[e];
         }
-        STORE_ITEM(dy, ITEM(i + u * down), g + u * VEC);
+        STORE_ITEM(dy, ITEM(i + u * down), g);
       }
   }
 }

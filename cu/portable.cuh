@@ -8,6 +8,8 @@
 //   LAUNCH_BOUNDS(threads, blocks)  threads a block has, and blocks that should fit on a multiprocessor at once
 //   LOAD, STORE         one element between global memory and acc_t (16-bit ones convert on the way, rounded to nearest even)
 //   LOAD_VEC, STORE_VEC four neighbours at once; the address must be a multiple of four elements
+//   LOAD_VEC8, STORE_VEC8  eight of a 16-bit type, whose address must be a multiple of 16 bytes
+//   FROM_WORDS          in CUDA, the eight values of a uint4
 //   LOCAL_LOAD_VEC, LOCAL_STORE_VEC  four acc_t out of shared memory and into it
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
@@ -126,6 +128,8 @@ WITHIN_KERNEL ushort float_to_bfloat16(float v) {
 #endif
 #define LOAD_VEC(d, p, i) { (d)[0] = LOAD(p, i); (d)[1] = LOAD(p, (i) + 1); (d)[2] = LOAD(p, (i) + 2); (d)[3] = LOAD(p, (i) + 3); }
 #define STORE_VEC(p, i, s) { STORE(p, i, (s)[0]); STORE(p, (i) + 1, (s)[1]); STORE(p, (i) + 2, (s)[2]); STORE(p, (i) + 3, (s)[3]); }
+#define LOAD_VEC8(d, p, i) { LOAD_VEC(d, p, i) LOAD_VEC((d) + 4, p, (i) + 4) }
+#define STORE_VEC8(p, i, s) { STORE_VEC(p, i, s) STORE_VEC(p, (i) + 4, (s) + 4) }
 #define LOCAL_LOAD_VEC(d, p) { (d)[0] = (p)[0]; (d)[1] = (p)[1]; (d)[2] = (p)[2]; (d)[3] = (p)[3]; }
 #define LOCAL_STORE_VEC(p, s) LOCAL_LOAD_VEC(p, s)
 #else
@@ -155,10 +159,15 @@ WITHIN_KERNEL ushort float_to_bfloat16(float v) {
 #define LOAD_VEC(d, p, i) VEC_COPY(d, (p) + (i))
 #define STORE_VEC(p, i, s) { *(float4*)((p) + (i)) = make_float4((s)[0], (s)[1], (s)[2], (s)[3]); }
 #else
-#define LOAD_VEC(d, p, i) { uint2 u_ = *(const uint2*)((p) + (i)); float2 lo_ = PAIR_TO_FLOATS(*(PAIR*)&u_.x), hi_ = PAIR_TO_FLOATS(*(PAIR*)&u_.y); \
+#define FROM_PAIRS(d, lo, hi) { float2 lo_ = PAIR_TO_FLOATS(*(PAIR*)&(lo)), hi_ = PAIR_TO_FLOATS(*(PAIR*)&(hi)); \
     (d)[0] = lo_.x; (d)[1] = lo_.y; (d)[2] = hi_.x; (d)[3] = hi_.y; }
+#define LOAD_VEC(d, p, i) { uint2 u_ = *(const uint2*)((p) + (i)); FROM_PAIRS(d, u_.x, u_.y) }
+#define FROM_WORDS(d, u) { FROM_PAIRS(d, (u).x, (u).y) FROM_PAIRS((d) + 4, (u).z, (u).w) }
+#define LOAD_VEC8(d, p, i) { uint4 u_ = *(const uint4*)((p) + (i)); FROM_WORDS(d, u_) }
 #define STORE_VEC(p, i, s) { PAIR lo_ = FLOATS_TO_PAIR((s)[0], (s)[1]), hi_ = FLOATS_TO_PAIR((s)[2], (s)[3]); \
     *(uint2*)((p) + (i)) = make_uint2(*(unsigned*)&lo_, *(unsigned*)&hi_); }
+#define STORE_VEC8(p, i, s) { PAIR a_ = FLOATS_TO_PAIR((s)[0], (s)[1]), b_ = FLOATS_TO_PAIR((s)[2], (s)[3]), c_ = FLOATS_TO_PAIR((s)[4], (s)[5]), \
+    d_ = FLOATS_TO_PAIR((s)[6], (s)[7]); *(uint4*)((p) + (i)) = make_uint4(*(unsigned*)&a_, *(unsigned*)&b_, *(unsigned*)&c_, *(unsigned*)&d_); }
 #endif
 #endif
 #define LOCAL_LOAD_VEC(d, p) VEC_COPY(d, p)

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the modules are torch's")
 import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv.nn import chains, routing  # noqa: E402
+from pycuda_conv.nn import fused as fused_layer  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
 
@@ -337,6 +338,168 @@ def residual():
     return nn.Sequential(
         SameConv(3, 4, 3, stride=2, bias=False), PlainNorm(4), nn.ReLU(), ResNetBlock(4), ResNetBlock(4, 0.5), ResNetBlock(4, 0.0, StandardConv)
     )  # fmt: skip
+
+
+class Basic(nn.Module):
+    """The block of a ResNet-18, as torchvision has it."""
+
+    def __init__(self, inside, outside, stride=1):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2, self.bn2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        self.downsample = None
+        if stride > 1 or inside != outside:
+            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x):
+        identity = x
+        out = self.conv1(x)
+        out = self.bn1(out)
+        out = self.relu(out)
+        out = self.conv2(out)
+        out = self.bn2(out)
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        out = self.relu(out)
+        return out
+
+
+class Bottleneck(nn.Module):
+    """The block of a ResNet-50, likewise."""
+
+    def __init__(self, inside, outside, stride=1):
+        super().__init__()
+        width = outside // 4
+        self.conv1, self.bn1 = nn.Conv2d(inside, width, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = nn.Conv2d(width, outside, 1, bias=False), nn.BatchNorm2d(outside)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = None
+        if stride > 1 or inside != outside:
+            self.downsample = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
+
+    def forward(self, x):
+        identity = x
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        out = self.relu(out)
+        return out
+
+
+class SmallResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.bn1, self.relu = nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True)
+        self.layer1 = nn.Sequential(Basic(8, 8), Basic(8, 16, 2))
+        self.layer2 = nn.Sequential(Bottleneck(16, 24, 2), Bottleneck(24, 24))
+        self.fc = nn.Linear(24, 5)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        return self.fc(self.layer2(self.layer1(x)).mean((2, 3)))
+
+
+@pytest.fixture
+def summed(monkeypatch):
+    """The sums with a residual that the fused layer makes in its own kernels: whether with a ReLU. No call is remembered."""
+    made, normalised = [], fused_layer._normalised
+
+    def noted(y, statistics, gamma, beta, residual, relu):
+        if residual is not None:
+            made.append(relu)
+        return normalised(y, statistics, gamma, beta, residual, relu)
+
+    monkeypatch.setattr(fused_layer, "_normalised", noted)
+    monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
+    return made
+
+
+def test_blocks_of_a_resnet_are_trained_as_one_layer_each_sum_with_it(where, calls, summed):
+    theirs = ready(SmallResNet(), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    assert not pn.report(ours).notes
+    x = numbers(4, 3, 21, 20, where=where)
+    for model in (ours, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert list(model.state_dict()) == list(theirs.state_dict())
+        calls.clear(), summed.clear()
+        model.train()(x).sum().backward()
+        assert calls == ["layer"] * 13 and summed == [True] * 4
+        model.load_state_dict(theirs.state_dict())
+    ours.zero_grad()
+    same(ours, theirs, x)
+    for step in range(3):  # running statistics and parameters move alike
+        for model in (ours, theirs):
+            model.train()
+            model.zero_grad()
+            model(numbers(4, 3, 21, 20, where=where, seed=step)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.01 * parameter.grad
+    for (name, got), expected in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-7, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_resnet_under_autocast_with_channels_last(where, summed, dtype):
+    """No further from float64 than twice torch's own way; parameters and gradients stay in float32."""
+    theirs = ready(SmallResNet(), where)
+    plain = copy.deepcopy(theirs).float().to(memory_format=torch.channels_last)
+    ours = pn.convert(copy.deepcopy(plain), fuse_training=True)
+    x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
+    expected = theirs.train()(x.double())
+    expected.square().sum().backward()
+    off = []
+    for model in (ours.train(), plain.train()):
+        with torch.autocast(where, dtype):
+            made = model(x)
+        made.float().square().sum().backward()
+        pairs = zip(model.parameters(), theirs.parameters(), strict=True)
+        off.append(math.sqrt(sum(((got.grad - ref.grad).norm() / ref.grad.norm()).item() ** 2 for got, ref in pairs)))
+        assert all(p.dtype is torch.float32 is p.grad.dtype for p in model.parameters())
+        for got, ref in zip(model.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(got.double(), ref.double(), rtol=0.02, atol=0.02)
+    assert summed == [True] * 4
+    assert off[0] < 2 * off[1]
+
+
+class Sums(nn.Module):
+    """A block whose sum is written in some way."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.bn, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), way
+
+    def forward(self, x):
+        return self.way(self.bn(self.conv(x)), x)
+
+
+#: Ways to write the sum, and what the fused layer makes of it: whether with ReLU, or None.
+SUMS = {
+    "from the left": (lambda y, x: F.relu(x + y), True), "method": (lambda y, x: y.add_(x).relu_(), True), "torch.add": (lambda y, x: torch.add(y, x), False),
+    "another activation": (lambda y, x: F.silu(y + x), False), "scaled": (lambda y, x: F.relu(torch.add(y, x, alpha=2)), None),
+    "over the residual": (lambda y, x: F.relu((x + 0).add_(y)), None), "used twice": (lambda y, x: F.relu(y + x) * y, None),
+    "with itself": (lambda y, x: F.relu(y + y), None), "a number": (lambda y, x: F.relu(y + 1), None), "a channel's": (lambda y, x: F.relu(y + x[:, :1]), None),
+    "what reads the input between": (lambda y, x: F.relu(y + x.mul(2)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_ways_to_write_a_sum(where, summed, name):
+    way, expected = SUMS[name]
+    theirs = ready(Sums(way), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    x = numbers(3, 4, 6, 5, where=where)
+    ours.train()(x).sum().backward()
+    assert summed == ([] if expected is None else [expected])
+    ours.load_state_dict(theirs.state_dict())
+    ours.zero_grad()
+    same(ours, theirs, x)
 
 
 #: How many convolutions there are, how many of them are fused in evaluation and in training, how many keep their own forward; input.

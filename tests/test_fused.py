@@ -47,7 +47,10 @@ def place(request):
 SHAPES = {
     "planes of 15": ("NCHW", 17, 15), "planes of 24": ("NCHW", 1, 24), "pixels of 8": ("NHWC", 8, 30), "pixels of 65": ("NHWC", 65, 11),
 }  # fmt: skip
-RUNS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype in ("float32", "float64") or shape in ("planes of 15", "pixels of 8")]
+#: Of 16-bit numbers, of which the widest loads take eight.
+FOURS = {"pixels of 12": ("NHWC", 12, 30)}
+RUNS = [(shape, dtype) for shape in SHAPES for dtype in DTYPES if dtype in ("float32", "float64") or shape != "pixels of 65"]
+RUNS += [(shape, "bfloat16") for shape in FOURS]
 
 
 @dataclass
@@ -98,7 +101,7 @@ def slices(request, monkeypatch):
 @pytest.fixture(params=RUNS, ids=["-".join(run) for run in RUNS])
 def kernels(request, device, slices):
     shape, dtype = request.param
-    layout, k, plane = SHAPES[shape]
+    layout, k, plane = (SHAPES | FOURS)[shape]
     return Kernels(device, Pixels(dtype, layout, 4100 // k // plane + 3, k, plane))
 
 
@@ -151,26 +154,36 @@ def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dty
     near(mean, wide.mean(kernels.axes), 8 * SUM_EPS[dtype])
 
 
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
-def test_forward(kernels, relu, affine):
+def test_forward(kernels, relu, affine, summed):
     y, mean, invstd = kernels.normals(mean=3), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
+    residual = kernels.normals(5) if summed else None
     out = np.full(y.shape, np.nan, y.dtype)
-    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta), (out,), relu)
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, residual), (out,), relu, summed)
     expected = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     expected = expected * kernels.wide(gamma) + kernels.wide(beta) if affine else expected
+    expected = expected + residual.astype(np.float64) if summed else expected
     near(out, np.maximum(expected, 0) if relu else expected, 2 * EPS[kernels.pixels.dtype])
 
 
 @pytest.mark.parametrize("of_batch", [True, False], ids=["of the batch", "given"])
-@pytest.mark.parametrize("relu", [True, False])
+@pytest.mark.parametrize(
+    ("relu", "summed"), [(True, False), (False, False), (True, True), (False, True)],
+    ids=["ReLU", "no ReLU", "residual and ReLU", "residual"],
+)
 @pytest.mark.parametrize("affine", [True, False])
-def test_backward(kernels, relu, of_batch, affine):
+def test_backward(kernels, relu, summed, of_batch, affine):
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     before = xhat * kernels.wide(gamma) + kernels.wide(beta) if affine else xhat
+    out = masked = None
+    if relu and summed:  # a layer's result, of which the kernels read the mask alone
+        before = kernels.normals(6).astype(np.float64)
+        out, masked = np.maximum(before, 0).astype(y.dtype), np.full(y.shape, np.nan, y.dtype)
     dout[np.abs(before) < 1e-4] = 0  # on which side of 0 these are may be a matter of rounding
     g = dout.astype(np.float64) * (before > 0) if relu else dout.astype(np.float64)
     dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
@@ -178,10 +191,12 @@ def test_backward(kernels, relu, of_batch, affine):
     less = (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m if of_batch else 0
     expected = kernels.wide(invstd) * (kernels.wide(gamma) if affine else 1) * (g - less)
     dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
-    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta), (dy, sums), relu, of_batch)
+    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, out), (dy, sums, masked), relu, of_batch, summed)
     near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g).sum(kernels.axes))
     near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g * xhat).sum(kernels.axes))
     near(dy, expected, 4 * EPS[kernels.pixels.dtype])
+    if masked is not None:
+        assert np.array_equal(masked.astype(np.float64), g)
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["all", "only statistics"])
@@ -204,7 +219,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     y[0, 2, 3], y[1, 4, 5] = np.nan, np.inf
     one, none = np.ones(17, "f"), np.zeros(17, "f")
     out = np.empty_like(y)
-    kernels.run(batch_norm.forward, (y, none, one, None, None), (out,), True)
+    kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out,), True)
     assert np.isnan(out[0, 2, 3]) and np.isposinf(out[1, 4, 5]) and np.isnan(out).sum() == 1 == np.isinf(out).sum()
     mean, invstd = kernels.poisoned(17), kernels.poisoned(17)
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
@@ -217,7 +232,7 @@ def test_the_kernels_twice_give_the_same_bits(kernels):
     for _ in range(2):
         dy, sums, m, i = np.empty_like(y), kernels.poisoned(2, kernels.pixels.K), kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
         kernels.run(batch_norm.statistics, (y, None), (m, i, None, None), 1e-5, 0.1)
-        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None), (dy, sums), True, True)
+        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None, None), (dy, sums, None), True, True)
         found.append([a.tobytes() for a in (dy, sums, m, i)])
     assert found[0] == found[1]
 
@@ -234,9 +249,9 @@ def test_64_bit_offsets(device, shape, monkeypatch):
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
     near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
     out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
-    kernels.run(batch_norm.forward, (y, mean, invstd, None, None), (out,), False)
+    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out,), False)
     near(out, (y - kernels.wide(mean)) * kernels.wide(invstd), 4 * EPS["float32"])
-    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None), (dy, sums), False, False)
+    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None, None), (dy, sums, None), False, False)
     near(dy, y * kernels.wide(invstd), 4 * EPS["float32"])
     compiled.cache_clear()
 
@@ -259,11 +274,12 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_spills(shape, dtype, tmp_path):
+def test_nothing_spills(shape, dtype, summed, tmp_path):
     layout, k, plane = SHAPES[shape]
-    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True)
+    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True, summed)
     file = tmp_path / "batch_norm.cu"
     file.write_text(step.source())
     command = ["nvcc", "-cubin", "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
@@ -590,6 +606,226 @@ def test_what_is_kept_for_the_backward_pass(place):
         out = fused(x)
     assert out.untyped_storage().data_ptr() not in kept
     assert sum(kept.values()) == x.numel() + out.numel() + fused.conv.weight.numel() + 4 * 17
+
+
+# ---- a residual
+
+SUMMED = ["general", "without affine", "cumulative", "without ReLU", "channels last", "one channel", "1-d, groups, channels last", "3-d", "circular"]
+
+
+def residual_for(out, seed: int = 4):
+    """A residual for a result like `out`: as wide as what a batch norm makes, and lying as it does."""
+    return torch.empty_like(out).copy_(torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+
+
+class Block(nn.Module):
+    """torch's modules and the sum, as a ResNet has them."""
+
+    def __init__(self, modules):
+        super().__init__()
+        self.conv, self.bn, *self.relu = modules
+
+    def forward(self, x, residual):
+        out = self.bn(self.conv(x))
+        out += residual
+        return torch.relu(out) if self.relu else out
+
+
+def check_summed_step(fused, block, x, residual, tolerance: float) -> None:
+    """One step forwards and backwards of both."""
+    wide = [a.detach().double().requires_grad_(a.requires_grad) for a in (x, residual)]
+    expected = block(*wide)
+    out = fused(x, residual)
+    near(out, expected, tolerance)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    if fused.relu:
+        dout[expected.detach().abs() < tolerance] = 0  # on which side of 0 these are may be a matter of rounding
+        dout[(out == 0) != (expected == 0)] = 0
+    fused.zero_grad(), block.zero_grad()
+    out.backward(dout)
+    expected.backward(dout.double())
+    for got, ref in zip((x, residual), wide, strict=True):
+        near(got.grad, ref.grad, tolerance)
+        assert got.grad.dtype is got.dtype
+    for (name, got), ref in zip(fused.named_parameters(), block.parameters(), strict=True):
+        if name == "conv.bias" and (fused.bn.training or fused.bn.running_mean is None):
+            assert not got.grad.any()
+        else:
+            near(got.grad, ref.grad, tolerance)
+    for got, ref in zip(fused.buffers(), block.buffers(), strict=True):
+        near(got, ref, tolerance)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, "float64") for name in SUMMED), *(("channels last", dtype) for dtype in TORCH_DTYPES if dtype != "float64")]
+)
+def test_a_residual_is_added_as_by_torch(place, name, dtype):
+    layer = LAYERS[name]
+    fused, reference = layer.pair(dtype, place)
+    block = Block(reference)
+    for seed, training in enumerate((True, True, False)):
+        x = layer.input(dtype, place, seed)
+        residual = residual_for(fused(x).detach(), seed)
+        block.load_state_dict(fused.state_dict())  # the call has moved the running statistics
+        fused.train(training), block.train(training)
+        check_summed_step(fused, block, x, residual, TOLERANCE[dtype])
+        assert x.grad.stride() == x.stride() and residual.grad.stride() == residual.stride()
+    with torch.no_grad():
+        near(fused(x, residual), block(x.double(), residual.double()), TOLERANCE[dtype])
+
+
+def test_a_residual_that_is_the_input_too(place):
+    """Both gradients come together in it; and the input's in-place sum with something later is noticed."""
+    layer = Layer(2, (8, 8, 3, 1, 1), (8, 5, 6), last=True)
+    fused, reference = layer.pair("float64", place)
+    x = layer.input("float64", place)
+    wide = x.detach().requires_grad_()
+    dout = residual_for(x.detach())
+    fused(x, x).backward(dout)
+    Block(reference)(wide, wide).backward(dout)
+    near(x.grad, wide.grad, TOLERANCE["float64"])
+
+
+def test_a_result_that_is_overwritten_is_noticed(place):
+    """The mask is read off it."""
+    fused, _ = LAYERS["general"].pair("float32", place)
+    x = LAYERS["general"].input("float32", place)
+    out = fused(x, residual_for(fused(x).detach()))
+    out += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    fused(x).add_(1).sum().backward()  # of which it is computed again
+
+
+@pytest.mark.parametrize("relu", [True, False])
+def test_only_the_gradient_of_the_residual(place, relu):
+    fused, _ = replace(LAYERS["general"], relu=relu).pair("float32", place)
+    fused.requires_grad_(False)
+    x = LAYERS["general"].input("float32", place).detach()
+    residual = residual_for(fused(x))
+    for training in (True, False):
+        out = fused.train(training)(x, residual)
+        dout = residual_for(out.detach(), 7).detach()
+        (got,) = torch.autograd.grad(out, residual, dout)
+        assert torch.equal(got, dout * (out > 0) if relu else dout)
+    out = fused(x, residual.detach())
+    assert not out.requires_grad
+
+
+def test_gradients_of_a_sum_by_differences(place):
+    layer = LAYERS["general"]
+    for training in (True, False):
+        fused, _ = layer.pair("float64", place)
+        fused.train(training)
+        names, values = zip(*fused.named_parameters(), strict=True)
+
+        def call(x, residual, *parameters, fused=fused, names=names):
+            return torch.func.functional_call(fused, dict(zip(names, parameters, strict=True)), (x, residual))
+
+        x = layer.input("float64", place, n=2)
+        residual = residual_for(fused(x).detach())
+        assert torch.autograd.gradcheck(call, (x, residual, *values), fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", ["another type", "one a channel", "larger", "a number", "other strides"])
+def test_a_residual_of_another_form_is_added_by_torch_s_rules(place, kind):
+    layer = LAYERS["channels last"]
+    fused, reference = layer.pair("float32", place)
+    x = layer.input("float32", place)
+    shape = fused(x).shape
+    residual = {
+        "another type": lambda: torch.randn(shape, dtype=torch.float64, device=place), "one a channel": lambda: torch.randn(8, 1, 1, device=place),
+        "larger": lambda: torch.randn(3, *shape, device=place), "a number": lambda: 0.5, "other strides": lambda: torch.randn(*shape[::-1], device=place).permute(3, 2, 1, 0),
+    }[kind]()  # fmt: skip
+    block = Block(reference).float()
+    block.load_state_dict(fused.state_dict())
+    out, expected = fused(x, residual), block.relu[0](block.bn(block.conv(x)) + residual)
+    assert out.shape == expected.shape and out.dtype is expected.dtype
+    near(out, expected, TOLERANCE["float32"])
+    assert int(fused.bn.num_batches_tracked) == int(block.bn.num_batches_tracked)
+    near(*(torch.autograd.grad(y.sum(), x)[0] for y in (out, expected)), 64 * TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("evaluated", [False, True], ids=["trained", "evaluated"])
+def test_a_residual_where_torch_sees_operators(place, monkeypatch, evaluated):
+    """There the sum is torch's, which rounds what the batch norm makes first."""
+    layer, found = LAYERS["general"], []
+    for traced in (False, True):
+        with monkeypatch.context() as patch:
+            if traced:
+                patch.setattr(fused_modules.fused, "_traced", lambda *tensors: True)
+            fused, _ = layer.pair("float32", place)
+            x = layer.input("float32", place)
+            residual = residual_for(fused(x).detach())
+            out = fused.train(not evaluated)(x, residual)
+            out.square().sum().backward()
+            with torch.no_grad():
+                found.append([out.detach(), x.grad, residual.grad, *(p.grad for p in fused.parameters()), *fused.buffers(), fused(x, residual)])
+    for one, other in zip(*found, strict=True):
+        near(one, other, TOLERANCE["float32"])
+
+
+def test_second_derivatives_of_a_sum_are_refused(place):
+    fused, _ = LAYERS["general"].pair("float32", place)
+    x = LAYERS["general"].input("float32", place)
+    residual = residual_for(fused(x).detach())
+    by_x, by_residual = torch.autograd.grad(fused(x, residual).square().sum(), (x, residual), create_graph=True)
+    assert by_residual.isfinite().all()
+    with pytest.raises(NotImplementedError, match="no second derivatives"):
+        by_x.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_autocast_of_a_sum(place, dtype):
+    layer = LAYERS["channels last"]
+    fused, reference = layer.pair("float32", place)
+    x = layer.input("float32", place)
+    with torch.no_grad(), torch.autocast(place, TORCH_DTYPES[dtype]):
+        like = copy.deepcopy(fused)(x)
+    residual = residual_for(like)
+    with torch.autocast(place, TORCH_DTYPES[dtype]):
+        out = fused(x, residual)
+        wide = copy.deepcopy(fused)(x, residual.detach().float())
+    assert out.dtype is TORCH_DTYPES[dtype] and wide.dtype is torch.float32
+    expected = Block(reference)(x.detach().double(), residual.detach().double())
+    near(out, expected, TOLERANCE[dtype])
+    out.float().sum().backward()
+    assert x.grad.dtype is torch.float32 and residual.grad.dtype is TORCH_DTYPES[dtype]
+    assert torch.equal(residual.grad, (out > 0).to(residual.grad))
+
+
+def test_infinities_and_nans_of_a_sum(place):
+    """As torch's: an infinity in dout is one in the residual's gradient where the mask lets it pass, and NaN in the result is no 0."""
+    fused, _ = LAYERS["without affine"].pair("float32", place)
+    fused.eval()
+    x = LAYERS["without affine"].input("float32", place)
+    residual = residual_for(fused(x).detach())
+    with torch.no_grad():
+        residual[0, 0, 0, 0], residual[0, 1, 0, 0], residual[0, 2, 0, 0] = math.inf, -math.inf, math.nan
+    out = fused(x, residual)
+    assert out[0, 0, 0, 0] == math.inf and out[0, 1, 0, 0] == 0 and out[0, 2, 0, 0].isnan() and not out[1:].isnan().any()
+    dout = torch.ones_like(out)
+    dout[0, :, 0, 0] = math.inf
+    (got,) = torch.autograd.grad(out, residual, dout)
+    assert torch.equal(got, torch.where(out <= 0, 0, dout))
+
+
+def test_what_is_kept_of_a_sum(place):
+    """Input, filter, the convolution's result, the layer's, and what there is one of a channel; of a sum without ReLU not the layer's."""
+    for relu in (True, False):
+        layer = replace(LAYERS["general"], relu=relu)
+        fused, _ = layer.pair("float32", place)
+        x, kept = layer.input("float32", place, n=40), {}
+        residual = residual_for(fused(x).detach())
+
+        def pack(tensor, kept=kept):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            out = fused(x, residual)
+        assert residual.untyped_storage().data_ptr() not in kept
+        assert sum(kept.values()) == x.numel() + (1 + relu) * out.numel() + fused.conv.weight.numel() + 4 * 17
 
 
 # ---- the two forms of the layer

@@ -134,8 +134,13 @@ def test_the_command_counts_and_lists(capsys):
     assert main(["kernels", "sm_5"]) == 2 and "architecture" in capsys.readouterr().err
 
 
-def test_moments_of_every_kind_are_listed():
-    pixels = batch_norm.Pixels("float16", "NHWC", 2, 64, 49)
+@pytest.mark.parametrize("channels", [64, 68, 65])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_follows_a_convolution_is_listed(dtype, channels):
+    pixels = batch_norm.Pixels(dtype, "NHWC", 2, channels, 49)
     of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
-    for launches, _ in (batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)):
+    made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)]
+    for residual in (False, True):
+        made += batch_norm.forward(pixels, 132, True, residual), batch_norm.backward(pixels, 132, True, True, residual)
+    for launches, _ in made:
         assert all(any(launch in family for family in of_bn) for launch in launches)

@@ -418,16 +418,32 @@ FUSED = {
     "channels last": lambda: pnn.FusedConvBnReLU2d(16, 64, 3, padding=1, precision="tf32").to(memory_format=channels_last),
     "half": lambda: half_convolution(pnn.FusedConvBnReLU2d(16, 64, 3, padding=1).to(memory_format=channels_last)),
     "double": lambda: pnn.FusedConvBnReLU2d(16, 24, 3, dtype=torch.float64),
+    "residual": lambda: Summed(16, 24, 3, padding=1),
+    "residual, no ReLU": lambda: Summed(16, 24, 3, padding=1, relu=False),
+    "residual, half": lambda: half_convolution(Summed(16, 64, 3, padding=1).to(memory_format=channels_last)),
 }
+
+
+class Summed(pnn.FusedConvBnReLU2d):
+    """A layer with a residual of its own."""
+
+    def __init__(self, inside, outside, *args, **options):
+        super().__init__(inside, outside, *args, **options)
+        self.residual = torch.nn.Parameter(torch.randn(2, outside, 9, 9))
+
+    def forward(self, input):
+        return super().forward(input, self.residual)
 
 
 def half_convolution(layer):
     layer.conv.half()
+    if isinstance(layer, Summed):
+        layer.residual.data = layer.residual.data.half()
     return layer
 
 
 def input_of(name, layer):
-    form = channels_last if name in ("channels last", "half") else torch.contiguous_format
+    form = channels_last if name in ("channels last", "half", "residual, half") else torch.contiguous_format
     return x.to(layer.conv.weight.dtype).contiguous(memory_format=form).clone()
 
 
@@ -539,7 +555,13 @@ def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
     def fused(images, filters):
         return layer(images)
 
-    for call, given in ((plain, (images, filters)), (plain, (images, filters, torch.randn(64))), (fused, (images, filters))):
+    residual = torch.randn(2, 64, 9, 9, dtype=torch.bfloat16).contiguous(memory_format=form).requires_grad_()
+
+    def summed(images, filters):
+        return layer(images, residual)
+
+    both = images, filters
+    for call, given in ((plain, both), (plain, (*both, torch.randn(64))), (fused, both), (summed, both)):
         cast = [a.detach().to(torch.bfloat16).requires_grad_() for a in given]
         with torch.autocast("cpu", torch.bfloat16):
             made = call(*given)
@@ -553,7 +575,7 @@ def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
                 warm.asked()
                 whole.clear()
                 with torch.autocast("cpu", torch.bfloat16, enabled=inside):
-                    made = call(*(given if inside or call is fused else cast))
+                    made = call(*(given if inside or call is not plain else cast))
                     made.backward(torch.ones_like(made))
                 if again and (inside or call is plain):
                     assert warm.whole == before and not whole

@@ -19,6 +19,7 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
+from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -168,6 +169,61 @@ NOTED += [*implicit.NOTED[::29], (pointwise.CASES[0], "fp32", Pointwise(32, 2, 3
 @pytest.mark.parametrize(("case", "mode", "config"), NOTED, ids=ids(NOTED))
 def test_moments(case, mode, config):
     check_moments(asked(case, mode), config, case.normals(dtype_of(mode)), partial(simt.run, seed=1))
+
+
+# ---- batch_norm.cu, with the loads that only CUDA has
+
+PIXELS = [
+    batch_norm.Pixels("bfloat16", "NHWC", 3, 16, 35), batch_norm.Pixels("float16", "NHWC", 2, 520, 9), batch_norm.Pixels("bfloat16", "NCHW", 3, 5, 24),
+    batch_norm.Pixels("bfloat16", "NHWC", 2, 12, 30), batch_norm.Pixels("float32", "NHWC", 2, 8, 30),
+]  # fmt: skip
+
+
+def lying(array, pixels):
+    return np.ascontiguousarray(np.swapaxes(array, 1, 2) if pixels.layout == "NHWC" else array).astype(pixels.dtype)
+
+
+def launched(made, *arrays):
+    """What launches leave in these arrays, or None, where a number stands for so many bytes."""
+    (steps, workspace), given = made, []
+    for array in arrays:
+        given.append(np.zeros(0, np.uint8) if array is None else np.full(array, 0xFF, np.uint8) if isinstance(array, int) else array.reshape(-1).view(np.uint8))
+    memory = SimpleNamespace(buffers=[*given, np.full(workspace, 0xFF, np.uint8)])
+    simt.run([steps], memory, 1)
+    return memory.buffers
+
+
+@pytest.mark.parametrize("pixels", PIXELS, ids=str)
+def test_batch_norm_with_a_residual(pixels):
+    rng, shape = np.random.default_rng(0), (pixels.N, pixels.K, pixels.plane)
+    y, residual, dout = (lying(rng.standard_normal(shape) + mean, pixels) for mean in (1, 0, 0))
+    gamma, beta = rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
+    axes, wide = ((0, 1), lambda v: v) if pixels.layout == "NHWC" else ((0, 2), lambda v: v[:, None])
+    exact = y.astype("d")
+    mean, invstd = exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)
+    *_, found_mean, found_invstd, _, _, _ = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None)
+    assert_close(found_mean.view("f"), mean, np.full_like(mean, 1e-6))
+    assert_close(found_invstd.view("f"), invstd, 1e-5 * invstd)
+    of_channel = mean.astype("f"), invstd.astype("f"), gamma, beta
+    xhat = (exact - wide(mean)) * wide(invstd)
+    out = np.maximum(xhat * wide(gamma) + wide(beta) + residual.astype("d"), 0)
+    for added in (None, residual):
+        expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
+        got = launched(batch_norm.forward(pixels, 3, True, added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
+        assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
+    rounded = out.astype(pixels.dtype)
+    for summed, mask in ((True, rounded > 0), (False, xhat * wide(gamma) + wide(beta) > 0)):
+        dout[np.abs(xhat * wide(gamma) + wide(beta)) < 1e-4] = 0
+        g = dout.astype("d") * mask
+        given = (rounded, y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
+        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, True, True, summed), y, dout, *of_channel, *given)
+        dbeta, dgamma = g.sum(axes), (g * xhat).sum(axes)
+        assert_close(sums.view("f").reshape(2, -1), np.stack((dbeta, dgamma)), np.full((2, pixels.K), 1e-3))
+        m = pixels.N * pixels.plane
+        expected = wide(invstd * gamma) * (g - wide(dbeta) / m - xhat * wide(dgamma) / m)
+        assert_close(dy.view(y.dtype).reshape(y.shape), expected, EPS[pixels.dtype] * np.abs(expected) + 1e-4)
+        if summed:
+            assert np.array_equal(masked.view(y.dtype).reshape(y.shape).astype("d"), g)
 
 
 # ---- dmma.cu, direct_reduce.cu

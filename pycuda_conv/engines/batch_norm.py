@@ -1,4 +1,4 @@
-"""Batch normalisation with ReLU behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
+"""Batch normalisation with a residual and ReLU behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
 
 These are no convolutions and have no plans. Each function here makes the launches of one thing to do, for buffers in the order
 that it names; :func:`compiled` keeps them compiled.
@@ -18,11 +18,11 @@ from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 
 THREADS = 128
-#: Columns of slices that a block adds.
-BESIDE = 8
-#: The same, and its threads, where a convolution noted the slices, which are many.
-NOTED_BESIDE, NOTED_THREADS = 2, 1024
-#: What a multiprocessor runs at once is 2048 threads, or fewer where they need many registers.
+#: Threads of a block that adds slices, or takes what there is one of a channel. Each adds few, one after the other.
+ADDING_THREADS = 1024
+#: Columns of slices that a block adds, and where a convolution noted the slices, which are more.
+BESIDE, NOTED_BESIDE = 8, 2
+#: Of an array, for each multiprocessor, which runs 2048 threads at once, or fewer where they need many registers.
 BLOCKS = 16
 
 
@@ -83,7 +83,9 @@ class _Cut:
 
     @classmethod
     def of(cls, pixels: Pixels, multiprocessors: int) -> _Cut:
-        vector = 1 if (pixels.K if pixels.channels_last else pixels.plane) % 4 else 4
+        neighbours = pixels.K if pixels.channels_last else pixels.plane
+        widest = 8 if pixels.dtype in ("float16", "bfloat16") else 4  # loads of 16 bytes, and of twice that in float64
+        vector = next(width for width in (widest, 4, 1) if neighbours % width == 0)
         if pixels.channels_last:
             columns = pixels.K // vector
             tiles = -(-columns // 32)
@@ -104,11 +106,10 @@ class _Cut:
         """Values of one channel in an item."""
         return 1 if self.pixels.channels_last else self.vector
 
-    @property
-    def _common(self) -> dict[str, int]:
-        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": THREADS}
+    def _defines(self, threads: int) -> dict[str, int]:
+        return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": threads}
 
-    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int) -> KernelLaunch:
+    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int, residual: bool = False) -> KernelLaunch:
         """A launch that reads the array."""
         pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
         across = -(-columns // self.tiles)
@@ -117,16 +118,15 @@ class _Cut:
             pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
             plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
         )  # fmt: skip
-        defines = self._common | {"NHWC": int(pixels.channels_last), "VEC": self.vector}
+        defines = self._defines(THREADS) | {"NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual)}
         return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
 
     def step_of_channels(
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
     ) -> KernelLaunch:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
-        threads = NOTED_THREADS if noted else THREADS
-        defines = self._common | {"THREADS": threads, "ROUNDED": int(rounded), "NOTED": int(noted)}
-        return KernelLaunch(kernel, defines, blocks, threads, buffers, scalars, "batch_norm")
+        defines = self._defines(ADDING_THREADS) | {"ROUNDED": int(rounded), "NOTED": int(noted)}
+        return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
 
 
 def _index_64(pixels: Pixels) -> bool:
@@ -137,9 +137,11 @@ def _index_64(pixels: Pixels) -> bool:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    yield TextFamily("batch_norm", common | {"THREADS": (THREADS,), "NHWC": FLAG, "VEC": (1, 4)})
-    yield TextFamily("batch_norm", common | {"THREADS": (THREADS,), "ROUNDED": FLAG, "NOTED": (0,)})
-    yield TextFamily("batch_norm", common | {"THREADS": (NOTED_THREADS,), "ROUNDED": (0,), "NOTED": (1,)})
+    arrays = {"THREADS": (THREADS,), "NHWC": FLAG, "HAS_RESIDUAL": FLAG}
+    yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
+    yield TextFamily("batch_norm", common | arrays | {"VEC": (8,), "DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"])})
+    yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": FLAG, "NOTED": (0,)})
+    yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": (0,), "NOTED": (1,)})
 
 
 #: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.
@@ -168,9 +170,13 @@ def statistics(
     return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def forward(pixels: Pixels, multiprocessors: int, relu: bool) -> tuple[Sequence[KernelLaunch], int]:
-    """The normalised y, with ReLU if asked for. Buffers: y, mean, invstd, gamma or None, beta or None | out."""
-    return (_Cut.of(pixels, multiprocessors).step("batch_norm_forward", (0, 1, 2, 3, 4, 5), int(relu)),), 0
+def forward(pixels: Pixels, multiprocessors: int, relu: bool, residual: bool = False) -> tuple[Sequence[KernelLaunch], int]:
+    """The normalised y, with a `residual` added and ReLU if asked for.
+
+    Buffers: y, mean, invstd, gamma or None, beta or None, residual or None | out.
+    """
+    cut = _Cut.of(pixels, multiprocessors)
+    return (cut.step("batch_norm_forward", (0, 1, 2, 3, 4, 5, 6), int(relu), residual=residual),), 0
 
 
 def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
@@ -179,20 +185,25 @@ def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Ker
     Buffers: mean, variance, gamma or None, beta or None, the convolution's bias or None | scale, shift. The bias and the results
     are of the arrays' dtype.
     """
-    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // THREADS)
+    cut, blocks = _Cut.of(pixels, multiprocessors), -(-pixels.K // ADDING_THREADS)
     return (cut.step_of_channels("batch_norm_fold", blocks, (0, 1, 2, 3, 4, 5, 6), pixels.K, bits(eps, pixels.sum_bytes)),), 0
 
 
-def backward(pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool) -> tuple[Sequence[KernelLaunch], int]:
+def backward(
+    pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool, residual: bool = False
+) -> tuple[Sequence[KernelLaunch], int]:
     """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself and were not given.
 
-    Buffers: y, dout, mean, invstd, gamma or None, beta or None | dy, sums | workspace. `sums` are 2 K: beta's gradient and gamma's.
+    Buffers: y, dout, mean, invstd, gamma or None, beta or None, out or None | dy, sums, masked or None | workspace. `sums` are 2 K: beta's
+    gradient and gamma's. After a sum with a residual the ReLU's mask is read off `out`, and `masked` is the residual's gradient: dout
+    where out is above 0. Without ReLU that is dout itself, and there are no such arrays.
     """
-    cut = _Cut.of(pixels, multiprocessors)
+    cut, summed = _Cut.of(pixels, multiprocessors), relu and residual
+    given, plain = (9, 0) if summed else (1, int(relu))  # what the second reads instead of dout has the mask already
     steps = (
-        cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 8), int(relu)),
-        cut.step_of_channels("add_slices", -(-2 * pixels.K // BESIDE), (8, 7), 2 * pixels.K, cut.slices),
-        cut.step("batch_norm_backward", (0, 1, 2, 3, 4, 5, 7, 6), int(relu), int(of_batch)),
+        cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), int(relu), residual=summed),
+        cut.step_of_channels("add_slices", -(-2 * pixels.K // BESIDE), (10, 8), 2 * pixels.K, cut.slices),
+        cut.step("batch_norm_backward", (0, given, 2, 3, 4, 5, 8, 7), plain, int(of_batch)),
     )
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
 

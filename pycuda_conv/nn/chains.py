@@ -587,12 +587,12 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: An
 
 def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
     """As :func:`fused`, in training."""
-    relu = residual is None and activation == "relu"
+    relu = activation == "relu"
     known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and _norm_base(type(norm)) is not None
     if not known or hooked(convolution) or hooked(norm):
         return _finished(_normalised(norm, convolution(input)), residual, activation)
-    result = conv_bn_relu(convolution, norm, input, relu, convolution.precision, len(convolution.kernel_size))
-    return _finished(result, residual, None if relu else activation)
+    result = conv_bn_relu(convolution, norm, input, relu, convolution.precision, len(convolution.kernel_size), residual)
+    return result if relu else activated(result, activation)
 
 
 def _normalised(norm: Any, y: Any) -> Any:

@@ -1,15 +1,18 @@
-"""Convolution, batch normalisation and ReLU as one torch module, trained and evaluated.
+"""Convolution, batch normalisation, the sum with a residual and ReLU as one torch module, trained and evaluated.
 
 In training each forward pass is the convolution, which on Hopper's tensor cores notes the statistics of its tiles while it has them
 (elsewhere they take a pass of their own), and one pass over its result; kept for the backward pass are the
-input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again.
+input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again. The mask of a
+sum with a residual is read off the layer's result, which what follows keeps anyway. The backward pass reads its arrays twice: one
+pass sums, and makes the residual's gradient; the other makes that of y, from which the gradients of input and filter are convolved.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
 A pass of a training step that was made before is one call into the launcher in C, which makes all its launches: see
 :mod:`pycuda_conv.quick`. Layers are called in one of two ways, as the convolutions are (see :mod:`pycuda_conv.nn.autograd`): through one
 ``torch.autograd.Function``, or, where torch has to see operators, as ``torch.ops.pycuda_conv.fused_*``, whose dispatch takes the
 host longer than all the rest. A forward pass with gradients takes two of these: the statistics, which change the running ones and
-have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it.
+have no gradient of their own, and the layer as a function of input, filter and parameters, which has all of it. A residual is then added
+by torch.
 
 S. Ioffe and C. Szegedy, 'Batch normalization: accelerating deep network training by reducing internal covariate shift' (2015).
 """
@@ -218,12 +221,15 @@ def _statistics(
     return y, statistics
 
 
-def _normalised(y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, relu: bool) -> Tensor:
+def _normalised(
+    y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, relu: bool
+) -> Tensor:
     """The layer's result, given what :func:`_statistics` found."""
     order = _order(y)
     out: Tensor = TORCH.empty(y.shape, y, None, order)
-    given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y))
-    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), relu)
+    added = None if residual is None else TORCH.ready(residual.detach(), order)
+    given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y), added)
+    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), relu, residual is not None)
     return out
 
 
@@ -247,12 +253,13 @@ class _Backward(NamedTuple):
 
 @remember_launches
 def _backward_launches(
-    y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool, how: _How
+    y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool,
+    summed: bool, how: _How,
 ) -> _Backward:
     *_, device, tune = how.settings
     own = TORCH.device(y, None)
     pixels = _pixels(y[0], TORCH.dtype_name(y[1]), layout)
-    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.relu, how.of_batch)
+    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.relu, how.of_batch, summed)
     by_x = by_weight = None
     if of_x:
         call = Call(*CONV_INPUT.asked(how.settings, x[0]))
@@ -267,8 +274,8 @@ def _backward_launches(
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
-        y, dout, mean, invstd, gamma, beta, x, w, dy, sums, dx, dw, scratch = buffers
-        normalised((y, dout, mean, invstd, gamma, beta, dy, sums, scratch), stream)
+        y, dout, mean, invstd, gamma, beta, out, x, w, dy, sums, masked, dx, dw, scratch = buffers
+        normalised((y, dout, mean, invstd, gamma, beta, out, dy, sums, masked, scratch), stream)
         if by_x is not None:
             by_x.launch((dy, w, 0, 0, 0, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
@@ -278,41 +285,47 @@ def _backward_launches(
     return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last)
 
 
-def _backward_of(x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, how: _How) -> _Backward:
+def _backward_of(x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, how: _How) -> _Backward:
     sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, how.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, how)
+    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, how)
 
 
 def _backward(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
-    of_weight: bool, how: _How,
-) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The gradients of input and filter, where asked for, and of beta and gamma as one array (2, K)."""
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
+    of_x: bool, of_weight: bool, how: _How,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
+    """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
+
+    The last is made where `out` is given, the layer's result after the sum and ReLU; it is dout in a sum without ReLU.
+    """
     relu, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
     asked = int(relu), int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
-    operands = dout, x, weight, gamma, beta, y, statistics
+    operands = dout, x, weight, gamma, beta, y, out, statistics
     again: _BackwardAgain | None = quick.find(_again, asked, *operands) if quick.possible() else None
     made = None if again is None else quick.perform(again.ready, *operands)
     order = _order(y)
-    dx = dweight = None
+    dx = dweight = masked = None
     if again is not None and made is not None:
         sums, *results = made
+        masked = None if out is None else results.pop(0)
         dy = results.pop(0) if again.makes_dy else None
         dx = results.pop(0) if again.makes_dx else None
         dweight = results.pop(0) if again.makes_dweight else None
     else:
         y = TORCH.ready(y, order)  # saved tensors may come back otherwise than they were saved
         dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
+        masked = None if out is None else TORCH.empty(y.shape, y, None, order)
         if y.numel():
-            found = _backward_of(x, weight, y, of_x, of_weight, how)
+            found = _backward_of(x, weight, y, of_x, of_weight, out is not None, how)
             by_x, by_weight = found.by_x is not None, found.by_weight is not None
             dx = TORCH.empty(x.shape, x, None, order) if by_x else None
             dweight = weight.new_empty(weight.shape) if by_weight else None
             given = (
                 y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-                TORCH.ready(x, order) if by_weight else None, TORCH.ready(weight, found.filter_order) if by_x else None,
+                None if out is None else TORCH.ready(out, order), TORCH.ready(x, order) if by_weight else None,
+                TORCH.ready(weight, found.filter_order) if by_x else None,
             )
-            execute.launch(TORCH, found.device, found.launch, given, (dy, sums, dx, dweight), found.workspace)
+            execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
             del given  # a copy of dout must be gone when what follows takes its memory
             if quick.possible():
                 _remember_backward(asked, operands, of_x, of_weight, how, found)
@@ -322,12 +335,12 @@ def _backward(
             dx = TORCH.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight and dweight is None:
         dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
-    return dx, dweight, sums
+    return dx, dweight, sums, masked
 
 
 def _inference(
-    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    eps: float, how: _How,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
+    running_mean: Tensor, running_var: Tensor, eps: float, how: _How,
 ) -> Tensor:
     """The layer with the running statistics, without gradients."""
     channels = weight.shape[0]
@@ -336,7 +349,7 @@ def _inference(
     _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
     *_, device, tune = how.settings
     call = Call(*CONV.asked(how.settings, ()))._replace(activation="relu" if how.relu else None)
-    return dispatch.convolve(call, (x, weight, shift, scale, None), None, (device, None, None, tune), True)
+    return dispatch.convolve(call, (x, weight, shift, scale, residual), None, (device, None, None, tune), True)
 
 
 # ---- steps that were made before
@@ -369,7 +382,7 @@ def _remember_forward(
     asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, made: Tensor
 ) -> None:
     """Put a forward pass that was just `made` into the table. `operands` are those of the key, as :class:`_Function` has them."""
-    x, weight, bias, gamma, beta, running_mean, running_var, _ = operands
+    x, weight, bias, gamma, beta, residual, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, how)
     plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
@@ -377,19 +390,19 @@ def _remember_forward(
         return
     ready = None
     layouts = {_layout(x, how.settings.ndim), _layout(made, how.settings.ndim), plan.problem.layout}
-    fit = _readable(x, plan.order) and _readable(weight, found.filter_order) and _readable(bias, None)
+    fit = _readable(x, plan.order) and _readable(weight, found.filter_order) and _readable(bias, None) and _readable(residual, plan.order)
     if fit and _count_as_sums(made, gamma, beta, running_mean, running_var) and len(layouts) == 1:
         count = len(operands)
-        # x, w, bias, gamma, beta, running mean and variance, batches | y, mean and invstd, out | workspace | none
-        ax, aw, ab, ag, at, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
+        # x, w, bias, gamma, beta, residual, running mean and variance, batches | y, mean and invstd, out | workspace | none
+        ax, aw, ab, ag, at, ar, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
-        normalised, _ = batch_norm.forward(pixels, processors, how.relu)
+        normalised, _ = batch_norm.forward(pixels, processors, how.relu, residual is not None)
         steps = [
             *_steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
             *quick.moved([[one] for one in statistics], (ay, an, mean, invstd, am, av, scratch)),
-            *quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ao)),
+            *quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao)),
         ]
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
@@ -414,15 +427,16 @@ def _remember_backward(
     name = quick.key(asked, *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
-    dout, x, weight, gamma, beta, y, statistics = operands
+    dout, x, weight, gamma, beta, y, out, statistics = operands
     order, pixels, ready = _order(y), found.pixels, None
     makes_dx, makes_dweight = found.by_x is not None, found.by_weight is not None
     makes_dy = of_x > makes_dx or of_weight > makes_dweight
-    fit = _readable(y, order) and _readable(dout, order) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
+    fit = all(_readable(one, order) for one in (y, dout, out)) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
     if fit and (not makes_dx or _readable(weight, found.filter_order)) and (not makes_dweight or _readable(x, order)):
         count = len(operands)
-        # dout, x, w, gamma, beta, y, mean and invstd | sums, and dy, dx, dw where they are made | workspace | none
-        ad, ax, aw, ag, at, ay, mean, sums, *more = ((i, 0) for i in range(count + 6))
+        # dout, x, w, gamma, beta, y, out, mean and invstd | sums, and masked dout, dy, dx, dw where they are made | workspace | none
+        ad, ax, aw, ag, at, ay, ao, mean, sums, *more = ((i, 0) for i in range(count + 7))
+        masked = None if out is None else more.pop(0)
         dy = more.pop(0) if makes_dy else None
         dx, dw = (more.pop(0) if made else None for made in (makes_dx, makes_dweight))
         scratch, none, *_ = more
@@ -431,9 +445,11 @@ def _remember_backward(
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
-        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, how.relu, how.of_batch)
-        steps = quick.moved([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, dy, sums, scratch))
+        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, how.relu, how.of_batch, out is not None)
+        steps = quick.moved([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
         results = [TORCH.maker((2, pixels.K), _sums_dtype(y), y.device, None)]
+        if masked is not None:
+            results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
         if makes_dy:
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
         if found.by_x is not None and dx is not None:
@@ -450,24 +466,29 @@ def _remember_backward(
 
 
 def _save(
-    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
-    how: _How,
+    ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
+    statistics: Tensor, how: _How,
 ) -> None:
     ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
-    ctx.save_for_backward(x, weight, gamma, beta, y, statistics)
+    ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """By x, weight, bias, gamma and beta."""
-    x, weight, gamma, beta, y, statistics = ctx.saved_tensors
+    """By x, weight, bias, gamma and beta, and what the gradient by a residual would be."""
+    x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    how, given = ctx.how, (dout, x, weight, gamma, beta, y, statistics, of_x, of_weight)
+    how, asked = ctx.how, (statistics, of_x, of_weight)
     dx: Tensor | None
     dweight: Tensor | None
+    masked: Tensor | None = None
     if torch.is_grad_enabled() or _traced(x, weight, gamma, beta, dout):  # the operator refuses the gradients of gradients
-        dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(*given, how.in_integers())
+        if out is not None:
+            dout, how = dout.masked_fill(out <= 0, 0), how._replace(relu=False)
+        dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
+            dout, x, weight, gamma, beta, y, *asked, how.in_integers()
+        )
     else:
-        dx, dweight, sums = _backward(*given, how)
+        dx, dweight, sums, masked = _backward(dout, x, weight, gamma, beta, y, out, *asked, how)
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
@@ -477,7 +498,7 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     of_beta_and_gamma = sums.unbind() if of_gamma or of_beta else None
     dgamma = _cast_to(gamma, of_beta_and_gamma[1]) if of_beta_and_gamma and of_gamma else None
     dbeta = _cast_to(beta, of_beta_and_gamma[0]) if of_beta_and_gamma and of_beta else None
-    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta
+    return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -489,19 +510,21 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, running: tuple[Any, Any, Any], momentum: float, eps: float,
-        how: _How, ready: Any,
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], momentum: float,
+        eps: float, how: _How, ready: Any,
     ) -> Any:
-        made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, *running)
+        made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, residual, *running)
         y, statistics, out = made or (*_statistics(x, weight, bias, *running, momentum, eps, how), None)
         if how.of_batch:  # torch doesn't see what kernels write
             increment_version([a for a in running[:2] if a is not None])
-        _save(ctx, x, weight, bias, gamma, beta, y, statistics, how)
-        return _normalised(y, statistics, gamma, beta, how.relu) if out is None else out
+        out = _normalised(y, statistics, gamma, beta, residual, how.relu) if out is None else out
+        _save(ctx, x, weight, bias, gamma, beta, y, out if how.relu and residual is not None else None, statistics, how)
+        return out
 
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
-        return *_gradients(ctx, dout), None, None, None, None, None
+        *others, by_residual = _gradients(ctx, dout)
+        return *others, by_residual if ctx.needs_input_grad[5] else None, None, None, None, None, None
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
@@ -541,7 +564,7 @@ def _fused_conv_bn_relu(
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
     y = TORCH.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
-    return _normalised(y, statistics, gamma, beta, _How.of(how).relu)
+    return _normalised(y, statistics, gamma, beta, None, _How.of(how).relu)
 
 
 @_fused_conv_bn_relu.register_fake
@@ -551,11 +574,12 @@ def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, st
 
 def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, gamma, beta, y, statistics, how = inputs
-    _save(ctx, x, weight, bias, gamma, beta, y, statistics, _How.of(how))
+    _save(ctx, x, weight, bias, gamma, beta, y, None, statistics, _How.of(how))
 
 
 def _operator_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-    return *_gradients(ctx, dout), None, None, None
+    *gradients, _ = _gradients(ctx, dout)
+    return *gradients, None, None, None
 
 
 _fused_conv_bn_relu.register_autograd(_operator_backward, setup_context=_operator_context)
@@ -572,7 +596,7 @@ def _fused_conv_bn_relu_backward(
     of_weight: bool, how: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_backward`; gradients that are not asked for are without elements."""
-    dx, dweight, sums = _backward(dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, _How.of(how))
+    dx, dweight, sums, _ = _backward(dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _How.of(how))
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
 
 
@@ -603,7 +627,7 @@ def _fused_inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
     eps: float, how: Sequence[int],
 ) -> Tensor:
-    return _inference(x, weight, bias, gamma, beta, running_mean, running_var, eps, _How.of(how))
+    return _inference(x, weight, bias, gamma, beta, None, running_mean, running_var, eps, _How.of(how))
 
 
 @_fused_inference.register_fake
@@ -701,32 +725,37 @@ class _FusedConvBnReLU(nn.Module):
     def extra_repr(self) -> str:
         return f"relu={self.relu}, precision={self.precision!r}"
 
-    def forward(self, input: Tensor) -> Tensor:
-        """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size)."""
-        return conv_bn_relu(self.conv, self.bn, input, self.relu, self.precision, self._ndim)
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size); a `residual` is added before the ReLU."""
+        return conv_bn_relu(self.conv, self.bn, input, self.relu, self.precision, self._ndim, residual)
 
 
-def conv_bn_relu(conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, ndim: int) -> Tensor:
-    """What `conv`, `bn` and, with `relu`, a ReLU make of `input`, which has `ndim` spatial axes; neither module is called."""
+def conv_bn_relu(
+    conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, ndim: int, residual: Tensor | None = None
+) -> Tensor:
+    """What `conv`, `bn`, the sum with a `residual` and, with `relu`, a ReLU make of `input`, which has `ndim` spatial axes.
+
+    Neither module is called.
+    """
     _refuse_sync(bn)
     if input.dim() != ndim + 2:
         raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
     weight, bias, *rest = _tensors(conv, bn)
     if not torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
-        return _conv_bn_relu(conv, bn, relu, precision, ndim, input, weight, bias, *rest)
-    operands = _cast(input, weight, bias)
+        return _conv_bn_relu(conv, bn, relu, precision, ndim, residual, input, weight, bias, *rest)
+    x, weight, bias = _cast(input, weight, bias)  # torch's sum does not cast the residual either
     with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
-        return _conv_bn_relu(conv, bn, relu, precision, ndim, *operands, *rest)
+        return _conv_bn_relu(conv, bn, relu, precision, ndim, residual, x, weight, bias, *rest)
 
 
 def _conv_bn_relu(
-    conv: Any, bn: Any, relu: bool, precision: str, ndim: int, input: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None,
-    beta: Tensor | None, running_mean: Any, running_var: Any, batches: Any,
+    conv: Any, bn: Any, relu: bool, precision: str, ndim: int, residual: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None,
+    gamma: Tensor | None, beta: Tensor | None, running_mean: Any, running_var: Any, batches: Any,
 ) -> Tensor:
     """The same, given the parameters and buffers of both, cast."""
     momentum, eps, asked = bn.momentum, bn.eps, None
     if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
-        given = input, weight, bias, gamma, beta, running_mean, running_var, batches if momentum is None else None
+        given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches if momentum is None else None
         padding = conv._reversed_padding_repeated_twice
         asked = int(relu), momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
         found = quick.find(_again, asked, *given)
@@ -734,15 +763,22 @@ def _conv_bn_relu(
             if batches is not None:
                 batches.add_(1)
             ready, how = found
-            return _apply(*given[:5], given[5:], momentum or 0.0, eps, how, ready)
+            return _apply(*given[:6], given[6:], momentum or 0.0, eps, how, ready)
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
     how, named = _How(relu, of_batch, settings), (x, weight, bias, gamma, beta)
-    traced = _traced(*named)
-    if not of_batch and not _differentiated(*named):
+    traced, differentiated = _traced(*named), _differentiated(*named)
+    if residual is not None:
+        size = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
+        if traced or not _is_added_as_it_is(residual, x, size):
+            tensors = input, weight, bias, gamma, beta, running_mean, running_var, batches
+            summed = _conv_bn_relu(conv, bn, False, precision, ndim, None, *tensors) + residual
+            return torch.relu_(summed) if relu else summed
+        differentiated = differentiated or (torch.is_grad_enabled() and residual.requires_grad)
+    if not of_batch and not differentiated:
         if not traced:
-            return _inference(*named, running_mean, running_var, eps, how)
+            return _inference(*named, residual, running_mean, running_var, eps, how)
         return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, how.in_integers())
     tracked = None
     if of_batch:
@@ -757,14 +793,22 @@ def _conv_bn_relu(
             tracked = batches if momentum is None else None
     running, momentum = (running_mean, running_var, tracked), momentum or 0.0
     if not traced:
-        made = _Function.apply(*named, running, momentum, eps, how, None)
-        if asked is not None and x is input:
-            _remember_forward(asked, (*named, *running), momentum, eps, how, made)
+        made = _Function.apply(*named, residual, running, momentum, eps, how, None)
+        if asked is not None:
+            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, made)
         return made
     flat = how.in_integers()
     with torch.no_grad():
         y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, eps, flat)
     return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
+
+
+def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
+    """True if the kernels can add `residual` to a result of that shape, of the type of `x`. Torch's sum takes others too, and scalars."""
+    return (
+        isinstance(residual, Tensor) and residual.shape == shape and residual.dtype is x.dtype and residual.device == x.device
+        and not _traced(residual, residual, None)
+    )
 
 
 def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
@@ -801,7 +845,8 @@ class FusedConvBnReLU2d(_FusedConvBnReLU):
     on them don't run. The statistics are the batch's where ``bn.training`` is set, as in ``nn.BatchNorm2d``.
 
     Less memory is taken than by the three modules: for the backward pass the convolution's result is kept, and neither its
-    normalised form nor the ReLU's mask, which are computed again. Evaluated without gradients, the running statistics become a
+    normalised form nor the ReLU's mask, which are computed again. A call ``layer(x, residual)`` adds the residual before the ReLU, as the
+    blocks of a ResNet do, and keeps its own result for the mask. Evaluated without gradients, the running statistics become a
     factor and a summand of the convolution, of the input's dtype: in float16, below 65504.
 
     There are no second derivatives, and no statistics over several processes: a ``SyncBatchNorm`` is refused.

@@ -44,6 +44,7 @@ float exp2f(float) noexcept;
 double exp(double) noexcept;
 double erf(double) noexcept;
 double fabs(double) noexcept;
+double sqrt(double) noexcept;
 void* memcpy(void*, const void*, unsigned long) noexcept;
 int abs(int) noexcept;
 }
@@ -64,6 +65,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float exp(float v) { return __builtin_expf(v); }
 inline float erf(float v) { return __builtin_erff(v); }
 inline float fabs(float v) { return __builtin_fabsf(v); }
+inline float sqrt(float v) { return __builtin_sqrtf(v); }
 inline double __longlong_as_double(long long v) { return bits_as<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(max(a, b), c); }
