@@ -38,6 +38,7 @@
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #endif
 #include "finish.cuh"
+#include "mma_sync.cuh"
 #include "truncation.cuh"
 
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
@@ -54,6 +55,7 @@ constexpr int PITCH = ACROSS + (NHWC ? 4 : 8);  // floats; free of bank conflict
 static_assert(8 * 16 * PITCH * 4 <= STAGES * STAGE_BYTES, "the stages' bytes hold a piece for each warp");
 
 typedef element<OUT> out_t;
+typedef element<BF16 ? 17 : 16> limb_t;  // of w and x
 
 // What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
@@ -79,35 +81,6 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
 };
-
-// ---- what the hardware is told in PTX
-
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
-// 16 bytes to shared memory, some time later: of `from`, or zeros
-DEVICE void copy_or_zero(uint32_t to, const uint4* from, bool copy) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copy ? 16 : 0) : "memory");
-}
-DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// until all but the last `groups` committed groups have arrived
-template <int groups> DEVICE void copies_wait() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-
-// four matrices of 8 rows x 16 bytes; lane l names row l % 8 of matrix l / 8 and gets two elements of row l / 4 of each
-DEVICE void load_matrices(uint32_t (&v)[4], uint32_t from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
-}
-
-#if BF16
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-#else
-#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-#endif
-// d += a * b; d[0], d[1] are row lane / 4, columns 2 * (lane % 4) and the next; d[2], d[3] are 8 rows below
-DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  asm(MMA "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
 
 // ---- loads
 
@@ -211,15 +184,15 @@ DEVICE void multiply_stage(Sums& sums, uint32_t a, uint32_t b) {
       float main[4] = {};  // hi.hi of this stage
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        multiply(main, w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
-        multiply(sums.cross[i][j], w[0][half], x[1][j][2 * half], x[1][j][2 * half + 1]);
-        multiply(sums.cross[i][j], w[1][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+        multiply<limb_t>(main, w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+        multiply<limb_t>(sums.cross[i][j], w[0][half], x[1][j][2 * half], x[1][j][2 * half + 1]);
+        multiply<limb_t>(sums.cross[i][j], w[1][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) sums.total[i][j][e] += main[e];
 #else
 #pragma unroll
-      for (int half = 0; half < 2; ++half) multiply(sums.total[i][j], w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
+      for (int half = 0; half < 2; ++half) multiply<limb_t>(sums.total[i][j], w[0][half], x[0][j][2 * half], x[0][j][2 * half + 1]);
 #endif
     }
   }
