@@ -227,7 +227,7 @@ void wgmma(float* const* sums, int count, const Product& product);
 
 void load_matrices(u32* const* to, int count, u32 row, bool turned);
 void store_matrices(u32 row, const u32* v, int count, bool turned);
-void mma(float* const* d, const u32* a, const u32* b, Operand type);                       // m16n8k16
+void mma(float* const* d, const u32* a, const u32* b, Operand type);                       // m16n8k16, of TF32 m16n8k8
 void mma_f64(double* const* d, int m, int k, const double* a, const double* b);  // m8n8k4, m16n8k16
 
 float from_half(u16 v);

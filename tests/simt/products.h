@@ -221,17 +221,19 @@ struct Fragments {
   const void *a, *b;
 };
 template <class T> static const T* registers_of(int lane, const void* Fragments::*which) { return (const T*)(((const Fragments*)simt::gathered(lane))->*which); }
-void mma(float* const* d, const u32* a, const u32* b, Operand type) {  // m16n8k16
+void mma(float* const* d, const u32* a, const u32* b, Operand type) {  // m16n8k16, of TF32 m16n8k8: 32 bytes of k
+  const int each = type == TF32 ? 1 : 2;  // of a register
   const Fragments own{a, b};
   const int lane = current->lane;
   simt::exchange(~0u, (unsigned long long)&own, lane, "mma");
   double sum[4];
   for (int i = 0; i < 4; ++i) {
     sum[i] = *d[i];
-    for (int k = 0; k < 16; ++k) {
-      const u32* const row = registers_of<u32>(lane / 4 * 4 + k % 8 / 2, &Fragments::a) + k / 8 * 2 + i / 2;
-      const u32* const column = registers_of<u32>((lane % 4 * 2 + i % 2) * 4 + k % 8 / 2, &Fragments::b) + k / 8;
-      sum[i] += number_of((const char*)row + k % 2 * 2, type) * number_of((const char*)column + k % 2 * 2, type);
+    for (int k = 0; k < 8 * each; ++k) {
+      const int from = k / each % 4, half = k / (4 * each), byte = k % each * 2;
+      const u32* const row = registers_of<u32>(lane / 4 * 4 + from, &Fragments::a) + half * 2 + i / 2;
+      const u32* const column = registers_of<u32>((lane % 4 * 2 + i % 2) * 4 + from, &Fragments::b) + half;
+      sum[i] += number_of((const char*)row + byte, type) * number_of((const char*)column + byte, type);
     }
   }
   simt::meet(~0u, "mma's end");

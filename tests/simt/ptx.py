@@ -76,7 +76,8 @@ def wgmma(found: re.Match, sums: list[str], a: str | list[str], b: str, accumula
 def mma(found: re.Match, d: list, a: list, b: list, c: list) -> str:
     assert c == d
     arrays = f"{references('d', 'float', d)} {array('a', 'ptx::u32', a)} {array('b', 'ptx::u32', b)}"
-    return f"{{ {arrays} ptx::mma(d, a, b, ptx::{found[1].upper()}); }}"
+    assert found[1] == ("8" if found[2] == "tf32" else "16")
+    return f"{{ {arrays} ptx::mma(d, a, b, ptx::{found[2].upper()}); }}"
 
 
 def mma_f64(found: re.Match, d: list, a: list, b: list, c: list) -> str:
@@ -155,7 +156,7 @@ INSTRUCTIONS = {
     r"wgmma\.commit_group\.sync\.aligned": "ptx::wgmma_commit()",
     r"wgmma\.wait_group\.sync\.aligned": "ptx::wgmma_wait({0})",
     r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)": wgmma,
-    r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(\w+)\.\1\.f32": mma,
+    r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.\2\.f32": mma,
     r"mma\.sync\.aligned\.m(\d+)n8k(\d+)\.row\.col\.f64\.f64\.f64\.f64": mma_f64,
     r"ldmatrix\.sync\.aligned\.m8n8\.x(\d)(\.trans)?\.shared\.b16": lambda found, to, at: (
         f"{{ {references('v', 'ptx::u32', to)} ptx::load_matrices(v, {found[1]}, {at[0]}, {'true' if found[2] else 'false'}); }}"

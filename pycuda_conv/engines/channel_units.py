@@ -1,0 +1,78 @@
+"""How the engines for few channels a group cut channels: into units of 16 of the array written, of whole groups or of a part of one."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.geometry import ceil
+
+UNIT = 16
+STEP = 32  # bytes of channels of the array read that a product takes
+MOST_STEPS = 8  # of a unit: with more channels a group nothing is gained
+
+
+class Units(NamedTuple):
+    """How channels are cut into units. A unit is in C++ ``Unit`` of ``cu/grouped.cuh``."""
+
+    total: int
+    groups: int  # of a unit
+    a_group: int  # units of a group, where that has several
+    steps: int
+    mixed: bool  # whether steps have channels of other groups
+    read: int  # channels of a group
+    written: int
+    aligned: int  # channels of 16 bytes
+
+    def first_read(self, unit: int) -> int:
+        """The first channel that a unit reads, at a multiple of 16 bytes."""
+        return unit // self.a_group * self.groups * self.read // self.aligned * self.aligned
+
+    def first_written(self, unit: int) -> int:
+        """The first channel that a unit writes."""
+        return unit // self.a_group * self.groups * self.written + unit % self.a_group * UNIT
+
+
+@lru_cache(maxsize=256)
+def cut(groups: int, read: int, written: int, itemsize: int) -> Units | None:
+    """The units of so many groups, each of so many channels that are read and written; None if they don't begin at multiples of four."""
+    if groups * written % 4:
+        return None
+    shared = read, written, 16 // itemsize
+    if written > UNIT:
+        if written % 4:
+            return None
+        a_group = ceil(written, UNIT)
+        return Units(groups * a_group, 1, a_group, *_steps(groups, read, itemsize), *shared)
+    found = []
+    for together in range(1, UNIT // written + 1):
+        if together * written % 4 == 0:
+            steps, mixed = _steps(ceil(groups, together), together * read, itemsize)
+            found.append(Units(ceil(groups, together), together, 1, steps, mixed or together > 1, *shared))
+    return min(found, key=lambda units: (units.steps > MOST_STEPS, units.total * units.steps, units.total), default=None)
+
+
+def _steps(units: int, read: int, itemsize: int) -> tuple[int, bool]:
+    """Steps of units that read so many channels each, at multiples of as many, and whether some of a step's are not of its unit."""
+    each, aligned = STEP // itemsize, 16 // itemsize
+    steps = max(ceil(unit * read % aligned + read, each) for unit in range(min(units, aligned)))
+    return steps, steps * each != read
+
+
+@lru_cache(maxsize=256)  # the planner asks for them once a configuration
+def chunks_read(units: Units, count: int) -> int:
+    """16 bytes of the channels that a slab of so many units reads."""
+    firsts = range(0, units.total, count)
+    return max(units.first_read(first + count - 1) - units.first_read(first) for first in firsts) // units.aligned + 2 * units.steps
+
+
+@lru_cache(maxsize=256)
+def chunks_written(units: Units, count: int) -> int:
+    """16 bytes of the channels that a slab of so many units writes."""
+    firsts = range(0, units.total, count)
+    return ceil(max(units.first_written(first + count - 1) - units.first_written(first) for first in firsts) + UNIT, units.aligned)
+
+
+def pitch(chunks: int) -> int:
+    """Bytes from one pixel to the next in shared memory: an odd number of 16."""
+    return 16 * (chunks | 1)

@@ -1,0 +1,452 @@
+"""Grouped convolutions of arrays with their channels last, as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
+
+They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group. A block takes neighbouring channels of
+several groups, and multiplies with zeros what is of others: memory bounds such layers, not arithmetic. Nothing is packed. One launch does
+everything, but for gradients of the input with more than four stride phases.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, row_major
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+THREADS = 256
+BLOCKS = 2   # that share a multiprocessor
+COUNTS = (1, 2, 4, 8)  # units of a slab
+ROWS = 4     # of the result, whose sums a warp has
+COLUMNS = 16
+UNROLLED = 3  # rows of a filter that share loads
+PHASES = 4   # in a launch, or one
+SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
+MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
+
+
+@dataclass(frozen=True)
+class GroupedNhwc(Config):
+    """One tile of ``grouped_nhwc.cu``: its units of 16 channels, its images, rows and columns of the result."""
+
+    UNITS: int = 2
+    IMAGES: int = 1
+    TILE_P: int = 8
+    TILE_Q: int = 32
+
+
+CONFIGS = (GroupedNhwc,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    if device.backend != "cuda" or device.capability < (8, 0):
+        return "it takes a GPU of compute capability 8.0 or more"
+    return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout != "NHWC" or problem.groups < 2:
+        return "it takes arrays with their channels last, of several groups"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    depths = problem.input_size[0], problem.filter_size[0], problem.output_size[0]
+    if depths != (1, 1, 1) or problem.padding_before[0]:
+        return "it takes at most two spatial axes"
+    if problem.operand_channels * problem.itemsize % 16:
+        return "it loads a pixel's channels by 16 bytes"
+    units = _units(problem)
+    if units is None:
+        return "it stores four channels at once"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: GroupedNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.UNITS not in COUNTS:
+        return f"UNITS must be one of {', '.join(map(str, COUNTS))}"
+    if config.TILE_P % ROWS:
+        return f"TILE_P must be a multiple of {ROWS}"
+    if _chunks(problem, config.UNITS) > 32:
+        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+    nbytes = _shared_bytes(problem, config)
+    if nbytes > SHARED_BYTES:
+        return f"it takes {nbytes:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if _slabs(problem, config) * _phase_count(problem) * max(_tiles(walk, config) for walk in _walks(problem)) > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+# ---- channels
+
+
+def _units(problem: ConvProblem) -> Units | None:
+    """The units of `problem`; None if their channels don't begin at multiples of four."""
+    groups = problem.groups
+    return cut(groups, problem.operand_channels // groups, problem.result_channels // groups, problem.itemsize)
+
+
+def _chunks(problem: ConvProblem, count: int) -> int:
+    """16 bytes of channels of a slab of so many units."""
+    units = _units(problem)
+    assert units is not None
+    return chunks_read(units, count)
+
+
+def _slabs(problem: ConvProblem, config: GroupedNhwc) -> int:
+    units = _units(problem)
+    assert units is not None
+    return ceil(units.total, config.UNITS)
+
+
+# ---- pixels
+
+
+class _Axis(NamedTuple):
+    """One axis of a phase: pixel j reads with tap i at j * stride + low + i * dilation; in the filter tap i is number base + i * step."""
+
+    size: int
+    taps: int
+    stride: int
+    low: int
+    dilation: int
+    base: int
+    step: int
+
+
+class _Walk(NamedTuple):
+    """A phase as the kernel sees it: of `images` images, whose rows may be those of several."""
+
+    phase: Phase
+    images: int
+    operand: tuple[int, int]
+    down: _Axis
+    right: _Axis
+
+
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def _walks(problem: ConvProblem) -> tuple[_Walk, ...]:
+    """The phases; their dilation is positive."""
+    return tuple(_walk(problem, phase) for phase in phases(problem))
+
+
+def _walk(problem: ConvProblem, phase: Phase) -> _Walk:
+    down, right = (_axis(phase, axis) for axis in (1, 2))
+    _, height, width = problem.operand_size
+    images = problem.N
+    if down.size == height == problem.result_size[1] and (down.taps, down.stride, down.low) == (1, 1, 0):
+        # rows know nothing of each other: all images are one
+        images, height, down = 1, images * height, down._replace(size=images * height)
+    return _Walk(phase, images, (height, width), down, right)
+
+
+def _axis(phase: Phase, axis: int) -> _Axis:
+    taps, dilation, every = phase.taps[axis], phase.dilation[axis], phase.every[axis]
+    low, base = -phase.pad[axis], phase.first[axis]
+    if dilation < 0:
+        back = max(taps - 1, 0)
+        low, base, dilation, every = low + back * dilation, base + back * every, -dilation, -every
+    return _Axis(phase.size[axis], taps, phase.stride[axis], low, dilation, base, every)
+
+
+def _phase_count(problem: ConvProblem) -> int:
+    """Phases of a launch."""
+    return 1 if len(_walks(problem)) == 1 else PHASES
+
+
+def _unrolled(problem: ConvProblem) -> int:
+    """Rows of the filter that share loads: all, or one."""
+    down = _walks(problem)[0].down
+    one = len(_walks(problem)) == 1
+    return UNROLLED if one and down.taps == UNROLLED and down.stride <= 2 and down.dilation == 1 else 1
+
+
+def _tiles(walk: _Walk, config: GroupedNhwc) -> int:
+    """Tiles of pixels."""
+    return ceil(walk.images, config.IMAGES) * ceil(walk.down.size, config.TILE_P) * ceil(walk.right.size, config.TILE_Q)
+
+
+def _tile_size(walk: _Walk, config: GroupedNhwc) -> tuple[int, int]:
+    """Rows and columns of the input that a tile of an image meets."""
+    height, width = (
+        (size - 1) * axis.stride + max(axis.taps - 1, 0) * axis.dilation + 1
+        for size, axis in zip((config.TILE_P, config.TILE_Q), (walk.down, walk.right), strict=True)
+    )
+    return height, width
+
+
+def _filter_bytes(problem: ConvProblem, config: GroupedNhwc, walk: _Walk) -> int:
+    units = _units(problem)
+    assert units is not None
+    return config.UNITS * units.steps * walk.down.taps * walk.right.taps * 512
+
+
+def _shared_bytes(problem: ConvProblem, config: GroupedNhwc) -> int:
+    """Shared memory of a block: the filter, and two tiles."""
+    pixel = pitch(_chunks(problem, config.UNITS))
+    return max(
+        _filter_bytes(problem, config, walk) + 2 * config.IMAGES * math.prod(_tile_size(walk, config)) * pixel for walk in _walks(problem)
+    )
+
+
+# ---- launches
+
+
+class GroupedPhase(NamedTuple):
+    """What the kernel is told of a phase, which its text explains."""
+
+    slabs: int
+    by_slabs: int
+    blocks: int
+    tiles: int
+    tiles_p: int
+    by_tiles_p: int
+    tiles_q: int
+    by_tiles_q: int
+    units: int
+    unit_groups: int
+    units_group: int
+    by_units_group: int
+    groups: int
+    read: int
+    written: int
+    by_written: int
+    steps: int
+    by_steps: int
+    chunks: int
+    by_chunks: int
+    pitch: int
+    images: int
+    rows: int
+    columns: int
+    by_columns: int
+    tile_h: int
+    by_tile_h: int
+    tile_w: int
+    rows_x: int
+    jobs_q: int
+    by_jobs_q: int
+    jobs: int
+    n: int
+    c: int
+    h: int
+    w: int
+    pixel: int
+    stride_h: int
+    stride_w: int
+    low_h: int
+    low_w: int
+    dilation_h: int
+    dilation_w: int
+    taps: int
+    tap_r: int
+    tap_s: int
+    tap_base: int
+    tap_step_r: int
+    tap_step_s: int
+    group_step: int
+    row_step: int
+    channel_step: int
+    tap_step: int
+    k: int
+    p: int
+    q: int
+    out_size: int
+    out_base: int
+    out_h: int
+    out_w: int
+    next_row: int
+    mixed: int
+    has_bias: int
+    has_scale: int
+    activation: int
+    slope: int
+
+
+def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
+    group, row, channel = filter_strides(problem)
+    steps = _products(problem, config, device, (group, row, channel, 1))
+    # with its second axis last
+    last = (taps * width, 1) if problem.direction == "fprop" else (1, taps * width)
+    return Schedule([], steps, steps, 0, 0, filter_last=_products(problem, config, device, (group, *last, width)))
+
+
+def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:
+    """The launches, with elements of the filter from one group, channel of the result, of the input, and tap to the next."""
+    return [[_product(problem, config, device, lying, walks) for walks in _launches(problem)]]
+
+
+def _launches(problem: ConvProblem) -> Iterator[tuple[_Walk, ...]]:
+    """Phases that share a launch."""
+    walks, count = _walks(problem), _phase_count(problem)
+    return (walks[first : first + count] for first in range(0, len(walks), count))
+
+
+def _product(
+    problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int], walks: tuple[_Walk, ...]
+) -> KernelLaunch:
+    """The launch of some phases."""
+    count, unrolled = _phase_count(problem), _unrolled(problem)
+    slabs, blocks = _slabs(problem, config), _blocks(problem, config, device, walks)
+    told = tuple(_arguments(problem, config, lying, walk, blocks) for walk in walks)
+    told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # of which there is nothing to compute
+    defines = {
+        "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
+        "HAS_RESIDUAL": int(problem.has_residual),
+    }  # fmt: skip
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    shared = _shared_bytes(problem, config)
+    return KernelLaunch("grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told)
+
+
+def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tuple[_Walk, ...]) -> int:
+    """Blocks of a slab and phase: as many as leave all with the same number of tiles, one after the other, while they fill the machine."""
+    tiles = max(_tiles(walk, config) for walk in walks)
+    jobs = _slabs(problem, config) * len(walks)
+    rounds = ceil(tiles * jobs, max(BLOCKS * device.multiprocessors, jobs))
+    return ceil(tiles, rounds)
+
+
+def _arguments(problem: ConvProblem, config: GroupedNhwc, lying: tuple[int, int, int, int], walk: _Walk, blocks: int) -> GroupedPhase:
+    """The kernel's arguments of a phase."""
+    units, down, right, phase = _units(problem), walk.down, walk.right, walk.phase
+    assert units is not None
+    groups, chunks, (tile_h, tile_w) = problem.groups, _chunks(problem, config.UNITS), _tile_size(walk, config)
+    jobs_q = ceil(config.IMAGES * config.TILE_Q, COLUMNS)
+    _, row, _ = row_major(problem.result_size)
+    group_step, row_step, channel_step, tap_step = lying
+    width = problem.filter_size[2]
+    return arguments(
+        GroupedPhase, slabs=_slabs(problem, config), blocks=blocks, tiles=_tiles(walk, config), tiles_p=ceil(down.size, config.TILE_P),
+        tiles_q=ceil(right.size, config.TILE_Q), units=config.UNITS, unit_groups=units.groups, units_group=units.a_group, groups=groups,
+        read=problem.operand_channels // groups, written=problem.result_channels // groups, steps=units.steps, chunks=chunks,
+        pitch=pitch(chunks), images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q, tile_h=tile_h, tile_w=tile_w,
+        rows_x=config.IMAGES * tile_h, jobs_q=jobs_q, jobs=jobs_q * config.TILE_P // ROWS, n=walk.images, c=problem.operand_channels,
+        h=walk.operand[0], w=walk.operand[1], pixel=problem.operand_channels * problem.itemsize // 16, stride_h=down.stride,
+        stride_w=right.stride, low_h=down.low, low_w=right.low, dilation_h=down.dilation, dilation_w=right.dilation,
+        taps=down.taps * right.taps, tap_r=down.taps, tap_s=right.taps, tap_base=down.base * width + right.base,
+        tap_step_r=down.step * width, tap_step_s=right.step, group_step=group_step, row_step=row_step, channel_step=channel_step,
+        tap_step=tap_step, k=problem.result_channels, p=down.size, q=right.size, out_size=math.prod(problem.result_size),
+        out_base=phase.origin[1] * row + phase.origin[2], out_h=phase.step[1] * row, out_w=phase.step[2],
+        next_row=phase.step[1] * row * problem.result_channels, mixed=int(units.mixed), **finish(problem),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: GroupedNhwc) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
+    """The same for all tiles."""
+    return GroupedNhwc
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the type, and for how rows of the filter share loads."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES), "HAS_RESIDUAL": FLAG}
+    yield TextFamily("grouped_nhwc", choices, _made)
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever chosen."""
+    return d["PHASES"] == 1 if d["TAPS_R"] == UNROLLED else d["STRIDE_H"] == 1
+
+
+# ---- the choice
+
+#: Products of 16-bit numbers, a cycle and multiprocessor, as seen through mma.sync; implicit_gemm_sm80.py says where they are from.
+RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
+OTHER_RATE = 256
+CLOCK = 1700.0     # cycles a microsecond
+SHARED_RATE = 128  # bytes a cycle into or out of shared memory
+ISSUED = 2.4       # instructions a cycle
+JOB, LOADED, LAID = 240, 23, 10  # instructions of a job beside its products, of a load of 16 bytes, of a word of the filter
+TILE, BLOCK = 600, 2000          # cycles of a tile and of a block that nothing hides: barriers, waits
+MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
+HALO = 0.25        # the part that comes from memory of what tiles load beside their own pixels
+BEGIN = 3.0        # microseconds of a launch with its first loads
+HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
+    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
+    units = _units(problem)
+    if why_not(problem) or units is None:
+        return
+    walk = max(_walks(problem), key=lambda one: one.down.taps * one.right.taps)
+    p, q = walk.down.size, walk.right.size
+    heights = sorted({ceil(ceil(p, ceil(p, rows)), ROWS) * ROWS for rows in HEIGHTS})
+    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
+    widths += [(images, q) for images in IMAGES if images <= walk.images and images * q <= 2 * WIDEST]
+    for count, rows, (images, columns) in product(COUNTS, heights, widths):
+        config = GroupedNhwc(count, images, rows, columns)
+        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+            yield config
+
+
+def time(problem: ConvProblem, config: GroupedNhwc, device: Device) -> float:
+    """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes from and to memory."""
+    walks, slabs, multiprocessors = _walks(problem), _slabs(problem, config), device.multiprocessors
+    us = loaded = 0.0
+    for group in _launches(problem):
+        blocks = _blocks(problem, config, device, group)
+        works = [_work(problem, config, walk, device) for walk in group]
+        cycles = max(ceil(_tiles(walk, config), blocks) * work.tile + work.block for walk, work in zip(group, works, strict=True))
+        us += BEGIN + ceil(slabs * blocks * len(group), multiprocessors) * cycles / CLOCK
+        loaded += sum(_tiles(walk, config) * slabs * work.loaded for walk, work in zip(group, works, strict=True)) / len(walks)
+    operand = problem.itemsize * problem.N * math.prod(problem.operand_size) * problem.operand_channels
+    return max(us, BEGIN + (problem.bytes + HALO * max(loaded - operand, 0)) / MEMORY * 132 / multiprocessors)
+
+
+class _Work(NamedTuple):
+    """What a block does, in cycles of a multiprocessor that has another one to go on with."""
+
+    tile: float
+    block: float  # beside its tiles
+    loaded: int  # bytes of a tile
+
+
+def _work(problem: ConvProblem, config: GroupedNhwc, walk: _Walk, device: Device) -> _Work:
+    units, unrolled = _units(problem), _unrolled(problem)
+    assert units is not None
+    jobs = config.UNITS * ceil(config.IMAGES * config.TILE_Q, COLUMNS) * config.TILE_P // ROWS
+    taps, loads = walk.down.taps * walk.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(walk, config))
+    rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, of which a column of the filter's taps loads
+    reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
+    multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / RATES.get(device.capability, OTHER_RATE)
+    lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes: a cycle each
+    shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
+    issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED
+    words = _filter_bytes(problem, config, walk) / 4
+    return _Work(max(multiplied, shared, issued) + TILE / BLOCKS, LAID * words / 32 / ISSUED + BLOCK, 16 * loads)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
