@@ -15,6 +15,7 @@ import numpy as np
 import test_dense_nhwc as dense
 import test_epilogue as epilogue
 import test_grouped_nhwc as grouped
+import test_grouped_nhwc_wgrad as grouped_wgrad
 import test_lines as lines
 import test_patch_wgrad as patches
 import test_pointwise as pointwise
@@ -124,7 +125,7 @@ def main(wanted: str = "") -> int:
             good = run(Plan(problem, device, config=config), (*patches.operands(problem, np.ones, "float32"), None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
-    for case, dtype, config in wgrad.RUNS[::7] if device.capability == (9, 0) else ():
+    for case, dtype, config in (*wgrad.RUNS[::7], *grouped_wgrad.RUNS[::19]) if device.capability == (9, 0) else ():
         line = f"{config} gradient by the filter {case} {dtype}"
         if wanted in line:
             given = (np.moveaxis(a, 1, -1) for a in case.integers(dtype))

@@ -40,6 +40,7 @@ LISTS = {
         "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },
     "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}, "HAS_RESIDUAL": FLAG},
+    "grouped_nhwc_wgrad": {"TYPE": {16, 17}, "TAPS": {1, 9}, "WHOLE": FLAG},
     "patch_wgrad": {
         "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
         "CHANNELS_LAST": FLAG,

@@ -1,0 +1,329 @@
+"""Gradients of grouped filters from 16-bit arrays with their channels last, as they lie (``cu/grouped_nhwc_wgrad.cu``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+THREADS, WARPS = 256, 8
+BLOCKS = 2   # that share a multiprocessor
+COUNTS = (1, 2, 4, 8)  # units of a slab
+COLUMNS = 16
+TAPS = (1, 9)  # of a block
+SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
+ZEROS = 32  # bytes that stand for pixels that there are not
+MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
+
+
+@dataclass(frozen=True)
+class GroupedWgrad(Config):
+    """One tile of ``grouped_nhwc_wgrad.cu``: its units of 16 channels, its images, rows and columns, and the parts of the sum."""
+
+    UNITS: int = 2
+    IMAGES: int = 1
+    TILE_P: int = 4
+    TILE_Q: int = 32
+    PARTS: int = 1
+
+
+CONFIGS = (GroupedWgrad,)
+LAYOUTS = ("CHWN",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    if device.backend != "cuda" or device.capability < (8, 0):
+        return "it takes a GPU of compute capability 8.0 or more"
+    return None
+
+
+@lru_cache(maxsize=64)  # the planner asks for it once a configuration
+def _forward(problem: ConvProblem) -> ConvProblem:
+    """The convolution whose filter's gradient `problem` is: what :attr:`ConvProblem.launched` did is undone."""
+    return replace(
+        problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
+        output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
+    )  # fmt: skip
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.layout not in LAYOUTS or problem.groups < 2:
+        return "it takes gradients of filters of several groups, from arrays with their channels last"
+    if problem.itemsize != 2:
+        return "it takes float16 and bfloat16 arrays"
+    forward = _forward(problem)
+    if 0 in (forward.N, forward.C, forward.K):
+        return "there is nothing to compute"
+    depths = forward.input_size[0], forward.filter_size[0], forward.output_size[0]
+    if depths != (1, 1, 1) or forward.padding_before[0]:
+        return "it takes at most two spatial axes"
+    units = _units(problem)
+    if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):
+        return "it loads a pixel's channels, and those of 16 or of a group, by 16 bytes"
+    if units.steps > MOST_STEPS:
+        return f"it takes at most {MOST_STEPS * STEP // problem.itemsize} channels of the input a group"
+    if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
+        return "it counts pixels in 32 bits"
+    return "it counts elements of the filter in 32 bits" if math.prod(problem.result_shape) >= 2**31 else None
+
+
+def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    units = _units(problem)
+    assert units is not None
+    if config.UNITS not in COUNTS or config.UNITS * units.steps > WARPS:
+        return f"a slab has {', '.join(map(str, COUNTS))} units, of up to {WARPS} steps together"
+    if max(chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)) > 32:
+        return "a warp loads a pixel's channels of a slab at once, up to 512 bytes"
+    if _shared_bytes(problem, config) > SHARED_BYTES:
+        return f"it takes {_shared_bytes(problem, config):,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if config.PARTS > _tiles(problem, config):
+        return "each part has a tile"
+    if _grid(problem, config) > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+def _units(problem: ConvProblem) -> Units | None:
+    """The units of channels of dy."""
+    forward = _forward(problem)
+    return cut(forward.groups, forward.C // forward.groups, forward.K // forward.groups, forward.itemsize)
+
+
+def _taps(problem: ConvProblem) -> int:
+    """Taps of a block."""
+    return TAPS[math.prod(problem.output_size) > 1]
+
+
+def _tiles(problem: ConvProblem, config: GroupedWgrad) -> int:
+    _, p, q = problem.filter_size
+    return ceil(_forward(problem).N, config.IMAGES) * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
+
+
+def _blocks(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Slabs, and blocks of taps."""
+    units = _units(problem)
+    assert units is not None
+    return ceil(units.total, config.UNITS), ceil(math.prod(problem.output_size), _taps(problem))
+
+
+def _grid(problem: ConvProblem, config: GroupedWgrad) -> int:
+    return math.prod(_blocks(problem, config)) * config.PARTS
+
+
+def _tile_size(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Rows and columns of x that a tile of an image meets."""
+    forward = _forward(problem)
+    height, width = (
+        (size - 1) * forward.stride[axis] + (forward.filter_size[axis] - 1) * forward.dilation[axis] + 1
+        for axis, size in ((1, config.TILE_P), (2, config.TILE_Q))
+    )
+    return height, width
+
+
+def _loads(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
+    """Pixels of x and of dy that a tile loads."""
+    return config.IMAGES * math.prod(_tile_size(problem, config)), config.IMAGES * config.TILE_P * config.TILE_Q
+
+
+def _shared_bytes(problem: ConvProblem, config: GroupedWgrad) -> int:
+    """Shared memory of a block: zeros and two tiles, or the sums of a warp for each step."""
+    units, (of_x, of_y) = _units(problem), _loads(problem, config)
+    assert units is not None
+    tiles = of_x * pitch(chunks_read(units, config.UNITS)) + of_y * pitch(chunks_written(units, config.UNITS))
+    return max(ZEROS + 2 * tiles, config.UNITS * units.steps * _taps(problem) * 8 * 32 * 4)
+
+
+# ---- launches
+
+
+class GroupedWgradArguments(NamedTuple):
+    """The struct of ``grouped_nhwc_wgrad.cu``, which says what its members are."""
+
+    slabs: int
+    by_slabs: int
+    tap_blocks: int
+    by_tap_blocks: int
+    parts: int
+    tiles: int
+    tiles_p: int
+    by_tiles_p: int
+    tiles_q: int
+    by_tiles_q: int
+    units: int
+    unit_groups: int
+    units_group: int
+    by_units_group: int
+    groups: int
+    read: int
+    written: int
+    by_written: int
+    units_all: int
+    steps: int
+    by_steps: int
+    jobs: int
+    by_jobs: int
+    beside: int
+    images: int
+    rows: int
+    by_rows: int
+    columns: int
+    by_columns: int
+    columns_all: int
+    chunks_y: int
+    by_chunks_y: int
+    pitch_y: int
+    rows_y: int
+    chunks_x: int
+    by_chunks_x: int
+    pitch_x: int
+    rows_x: int
+    tile_h: int
+    by_tile_h: int
+    tile_w: int
+    n: int
+    h: int
+    w: int
+    pixel_x: int
+    p: int
+    q: int
+    pixel_y: int
+    stride_h: int
+    stride_w: int
+    pad_h: int
+    pad_w: int
+    dilation_h: int
+    dilation_w: int
+    taps: int
+    tap_s: int
+    by_tap_s: int
+    size: int
+
+
+def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": _taps(problem), "WHOLE": int(config.PARTS == 1)}
+    buffers = INPUT, WEIGHT, RESULT if config.PARTS == 1 else WORKSPACE
+    launch = KernelLaunch(
+        "grouped_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), shared=_shared_bytes(problem, config),
+        arguments=_arguments(problem, config),
+    )  # fmt: skip
+    if config.PARTS == 1:
+        return Schedule.plain([[launch]])
+    parts = 4 * config.PARTS * math.prod(problem.result_shape)
+    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, config.PARTS, WORKSPACE)]], parts)
+
+
+def _arguments(problem: ConvProblem, config: GroupedWgrad) -> GroupedWgradArguments:
+    """The kernel's arguments."""
+    forward, units, (slabs, tap_blocks) = _forward(problem), _units(problem), _blocks(problem, config)
+    assert units is not None
+    (_, h, w), (_, p, q), (tile_h, tile_w) = forward.input_size, forward.output_size, _tile_size(problem, config)
+    (_, stride_h, stride_w), (_, dilation_h, dilation_w), (_, pad_h, pad_w) = forward.stride, forward.dilation, forward.padding_before
+    jobs, chunks_x, chunks_y = config.UNITS * units.steps, chunks_read(units, config.UNITS), chunks_written(units, config.UNITS)
+    return arguments(
+        GroupedWgradArguments, slabs=slabs, tap_blocks=tap_blocks, parts=config.PARTS, tiles=_tiles(problem, config),
+        tiles_p=ceil(p, config.TILE_P), tiles_q=ceil(q, config.TILE_Q), units=config.UNITS, unit_groups=units.groups,
+        units_group=units.a_group, groups=forward.groups, read=units.read, written=units.written, units_all=units.total, steps=units.steps,
+        jobs=jobs, beside=WARPS // jobs, images=config.IMAGES, rows=config.TILE_P, columns=config.TILE_Q,
+        columns_all=config.IMAGES * config.TILE_Q, chunks_y=chunks_y, pitch_y=pitch(chunks_y), rows_y=config.IMAGES * config.TILE_P,
+        chunks_x=chunks_x, pitch_x=pitch(chunks_x), rows_x=config.IMAGES * tile_h, tile_h=tile_h, tile_w=tile_w, n=forward.N, h=h, w=w,
+        pixel_x=forward.C // 8, p=p, q=q, pixel_y=forward.K // 8, stride_h=stride_h, stride_w=stride_w, pad_h=pad_h, pad_w=pad_w,
+        dilation_h=dilation_h, dilation_w=dilation_w, taps=math.prod(forward.filter_size), tap_s=forward.filter_size[2],
+        size=math.prod(problem.result_shape),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: GroupedWgrad) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: GroupedWgrad) -> Hashable:
+    """Where a sum is cut: into tiles, which warps and parts share."""
+    return config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the type, for one tap and for several, and for whole sums."""
+    yield TextFamily("grouped_nhwc_wgrad", {"TYPE": (HALF, BFLOAT), "TAPS": TAPS, "WHOLE": FLAG})
+
+
+# ---- the choice
+
+#: Products of 16-bit numbers, a cycle and multiprocessor, as seen through mma.sync; implicit_gemm_sm80.py says where they are from.
+RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
+OTHER_RATE = 256
+CLOCK = 1700.0     # cycles a microsecond
+SHARED_RATE = 128  # bytes a cycle into or out of shared memory
+ISSUED = 2.4       # instructions a cycle
+ROW, LOADED = 22, 23  # instructions of a row of 16 pixels beside its products, and of a load of 16 bytes
+TILE, BLOCK = 600, 3000  # cycles of a tile and of a block that nothing hides: barriers, waits, stores of sums
+MEMORY = 4.0e6     # bytes a microsecond, of 132 multiprocessors
+HALO = 0.25        # the part that comes from memory of what tiles load beside their own pixels
+BEGIN = 3.0        # microseconds of a launch with its first loads
+HEIGHTS, WIDEST, IMAGES = (2, 4, 8), 64, (2, 4, 7, 8)  # rows, most columns of an image, and images of tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
+    """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the machine."""
+    if why_not(problem):
+        return
+    units, images, (_, p, q) = _units(problem), _forward(problem).N, problem.filter_size
+    assert units is not None
+    heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
+    widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
+    widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
+    for count, rows, (together, columns) in product(COUNTS, heights, widths):
+        config = GroupedWgrad(count, together, rows, columns)
+        if (count == 1 or count < 2 * units.total) and refusal(problem, config) is None:
+            tiles, filling = _tiles(problem, config), max(BLOCKS * device.multiprocessors // math.prod(_blocks(problem, config)), 1)
+            for wanted in sorted({1, ceil(filling, 2), filling}):
+                yield replace(config, PARTS=ceil(tiles, ceil(tiles, min(wanted, tiles))))
+
+
+def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
+    """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes; and adding the parts."""
+    units, (slabs, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
+    assert units is not None
+    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), _forward(problem)
+    taps = _taps(problem)
+    rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)
+    multiplied = rows * taps * 2 * 16 * 8 * 16 / RATES.get(device.capability, OTHER_RATE)
+    loads = of_x * chunks_read(units, config.UNITS) + of_y * chunks_written(units, config.UNITS)
+    lines = of_x * ceil(chunks_read(units, config.UNITS), 8) + of_y * ceil(chunks_written(units, config.UNITS), 8)  # of 128 bytes
+    shared = (512 * rows * (1 + taps) + 16 * loads) / SHARED_RATE + lines
+    issued = (rows * (ROW + 6 * taps) + LOADED * loads / 32) / ISSUED
+    tiles = _tiles(problem, config)
+    cycles = ceil(tiles, config.PARTS) * (max(multiplied, shared, issued) + TILE / BLOCKS) + BLOCK
+    us = BEGIN + ceil(slabs * tap_blocks * config.PARTS, multiprocessors) * cycles / CLOCK
+    read = 2.0 * (math.prod(forward.input_shape) + math.prod(forward.result_shape))
+    moved = read + HALO * max(16 * loads * tiles * slabs - read, 0) + read * (tap_blocks - 1)
+    us = max(us, BEGIN + moved / MEMORY * 132 / multiprocessors)
+    return us if config.PARTS == 1 else us + split_sum.time(size, config.PARTS, 4, multiprocessors)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, GroupedWgrad] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
