@@ -32,6 +32,7 @@ from pycuda_conv.engines.hopper import (
     image_map,
     load_base,
     map_type,
+    pixel_cycles,
     stage_channels,
     unsupported,
 )
@@ -389,13 +390,17 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
                 yield config
 
 
+MULTIPLIED = 1.15  # of the tensor core's cycles: what products take beside loads
+
+
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     channels = problem.result_channels  # what a tile has more of is not loaded
-    rows = min(_stage_rows(config, mn_major), config.BLOCK_M + (ceil(channels, 64) * 64 if mn_major else channels))
-    step = max(2 * config.BLOCK_N * config.BLOCK_M / 64, ROW_CYCLES * rows) / CLOCK
+    rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
+    loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
+    step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
     slots = at_once(device, config.CLUSTER)
     us = 0.0

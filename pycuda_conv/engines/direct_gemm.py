@@ -247,7 +247,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
 
     It runs in rounds of blocks, of which the last may leave multiprocessors half empty.
 
-    A block costs its multiplications and 7 more steps of the loop for its start and its stores. A multiprocessor with
+    A block costs its multiplications and 3 more steps of the loop for its start and its stores. A multiprocessor with
     n of the m blocks that fit runs at (n/m)^0.15 of its full rate. Phases of dgrad run side by side, the longest
     first, and what is left over at the end is most of one long block. A split sum is written and read once more, twice
     the bytes where a phase writes every other pixel.
@@ -262,7 +262,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
     lengths = [
-        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + 7) / rate for phase in phases(problem)
+        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + 3) / rate for phase in phases(problem)
     ]
     if len(blocks) == 1:
         rounds, rest = divmod(blocks[0], multiprocessors * fit)

@@ -18,6 +18,7 @@ ROW = 128  # bytes of a row of an operand that lies in shared memory as TMA brin
 # Measured on an H200 for dense_nhwc_sm90.cu, fitted to 329 times of 47 problems: root mean square of the error 12%.
 CLOCK = 1850.0  # cycles a microsecond
 ROW_CYCLES = 3.1  # of a tensor load, for each row
+FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same of rows shorter than 128 bytes, of a multiple of 32 bytes, and of others
 MEMORY = 3.5e6  # bytes a microsecond
 STORED = 18.6e3  # bytes of a 16-bit result a microsecond and multiprocessor
 BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of blocks, where they do not persist
@@ -56,6 +57,12 @@ def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: Phas
         upper = [walk.low[i] + (walk.phase.size[i] - 1) * walk.stride[i] - (lying.size[i] - 1) for i in inner]
     walked = Im2col(tuple(low), tuple(upper), tuple(stride), lying.load, pixels)
     return TensorMap(buffer, 0, (channels, *axes, images), tuple(strides), walked, ROW, map_type(problem))
+
+
+def pixel_cycles(nbytes: int) -> float:
+    """Of a load of pixels of so many bytes, for each row of a stage: rows that it has to fill take longer, odd ones most."""
+    whole, rest = divmod(nbytes, ROW)
+    return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
 
 
 def map_type(problem: ConvProblem) -> str:

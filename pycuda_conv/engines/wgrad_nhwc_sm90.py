@@ -24,12 +24,12 @@ from pycuda_conv.engines.hopper import (
     CLOCK,
     MEMORY,
     ROW,
-    ROW_CYCLES,
     SHARED_BYTES,
     STORED,
     at_once,
     image_map,
     load_base,
+    pixel_cycles,
     unsupported,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
@@ -112,7 +112,7 @@ def _level(problem: ConvProblem) -> int:
     def microseconds(level: int) -> float:
         folded = _folded(problem, level)
         blocks = ceil(folded.C, CHANNELS) * math.prod(folded.filter_size)
-        loading = blocks * _positions(problem) * FEW_CYCLES / CLOCK / 132
+        loading = blocks * _positions(problem) * pixel_cycles(2 * folded.C) / CLOCK / 132
         size = math.prod(folded.input_shape)
         return loading + (0 if folded.C == forward.C and not level else COPY + 2 * (math.prod(forward.input_shape) + 2 * size) / MEMORY)
 
@@ -440,7 +440,6 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 REDUCE, WAIT = 2.0, 0.6  # microseconds of the launch that adds the parts, and of a thread that waits for 8 of them, beside their bytes
 COPY = 2.0  # microseconds of a launch that folds, beside its bytes
-FEW_CYCLES = 6.0  # of a tensor load, for each row that it has to fill
 LEAST_STAGES = 4  # of a block that shares a sum
 
 
@@ -468,12 +467,6 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
     return [size for i, size in enumerate(sizes) if i == 0 or sizes[i - 1] < needed]
 
 
-def _row_cycles(channels: int) -> float:
-    """Of a tensor load, for each row of 64 channels of so many."""
-    whole, rest = divmod(channels, CHANNELS)
-    return (whole * ROW_CYCLES + (FEW_CYCLES if rest else 0)) / (whole + (rest > 0))
-
-
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, sums that leave the block, rounds; or bytes from and to memory."""
     forward = _forward(problem)
@@ -481,7 +474,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, CHANNELS) * CHANNELS)
     columns = min(config.BLOCK_N, _column_blocks(problem) * CHANNELS)
     loaded = _loaded(problem)
-    loads = channels * _row_cycles(loaded.K // loaded.groups) + columns * _row_cycles(loaded.C // loaded.groups)
+    loads = channels * pixel_cycles(2 * loaded.K // loaded.groups) + columns * pixel_cycles(2 * loaded.C // loaded.groups)
     step = max(2 * config.BLOCK_M * config.BLOCK_N / 64, loads * POSITIONS / CHANNELS) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if config.CLUSTER > 1 else 2 / STORED)
     work, blocks = _part(problem, config) * step + end, down * across * problem.groups * config.SPLIT * config.CLUSTER
