@@ -50,6 +50,9 @@ LISTS = {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17}, "CLUSTER": {1, 2, 4, 8},
     },
     "wgrad_nhwc_reduce": {"TYPE": {16, 17}},
+    "few_channels": {
+        "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG, "HAS_RESIDUAL": FLAG,
+    },
     "pointwise_sm90": {
         "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },

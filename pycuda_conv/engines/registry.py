@@ -10,6 +10,7 @@ from pycuda_conv.engines import (
     direct,
     direct_gemm,
     dmma,
+    few_channels,
     grouped_nhwc,
     grouped_nhwc_wgrad,
     implicit_gemm_sm80,
@@ -30,8 +31,8 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, grouped_nhwc, grouped_nhwc_wgrad, dense_nhwc_sm90, wgrad_nhwc_sm90,
-    implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
+    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, dense_nhwc_sm90,
+    wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most
