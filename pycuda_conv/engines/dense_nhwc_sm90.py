@@ -390,7 +390,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
                 yield config
 
 
-MULTIPLIED = 1.15  # of the tensor core's cycles: what products take beside loads
+MULTIPLIED = 1.5  # of the tensor core's cycles: what products take beside loads
 
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:

@@ -443,6 +443,9 @@ def _made(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
+STRIPS = 0.85  # of what is counted for them: so long strips took on an H200, in 16 layers
+
+
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     """Roughly the microseconds; None for filters whose loops are not unrolled, but where channels have several results each.
 
@@ -458,6 +461,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     at_once = work.blocks * multiprocessors
     us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
     us = 3 + us / min(1.0, blocks / at_once) + work.steps / 4
+    if isinstance(config, DepthwiseStrips):
+        us *= STRIPS
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us

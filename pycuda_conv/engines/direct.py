@@ -437,7 +437,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         _, p, q = problem.output_size
         planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
-        return 3 + planes * (pixels * taps / 12e6 + _tile_loads(problem, config) / 0.5e6) * 132 / device.multiprocessors
+        us = planes * (pixels * taps / 12e6 + _tile_loads(problem, config) / 0.5e6) * 132 / device.multiprocessors
+        return 3 + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
     if not isinstance(config, Batched | Dgrad):

@@ -805,9 +805,11 @@ LOADED = 110e3  # bytes a microsecond into one multiprocessor's shared memory: 6
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 STORED = 17.4e3  # bytes of the result a microsecond and multiprocessor, all of them writing at once
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
-#: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of pixels and of the filter, microseconds
-#: of each launch. Fitted to 153 times.
-LYING = 1860.0, 3.64, 1.18, 1.2
+#: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
+#: cycles of a pixel's row of so many bytes. Fitted to some 700 times.
+LYING = 1860.0, 1.18, 1.2
+PIXEL_CYCLES = {128: 3.2, 64: 2.5, 32: 3.0, 16: 3.0}
+SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.08, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
@@ -847,6 +849,12 @@ def _steps(problem: ConvProblem) -> int:
     return ceil(ceil(packed.group, packed.load) * math.prod(walks[0].taps), 64 // packed.load)
 
 
+def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
+    """Of a load of a pixel's channels from an array as it lies: rows that it has to fill take longer, odd ones most."""
+    row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
+    return PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
+
+
 def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles.
 
@@ -854,13 +862,16 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """
     packed, walks = _form(problem)
     count, lying = products(problem), _reads_filter(problem, config)
-    clock, of_pixel, of_filter, launch_time = LYING if lying else (CLOCK, ROW_CYCLES, 0.0, 0.0)
+    clock, of_filter, launch_time = LYING if lying else (CLOCK, 0.0, 0.0)
+    of_pixel = _pixel_cycles(problem, packed) if lying else ROW_CYCLES
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
     cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128
     step = max(cycles / clock, loads / clock, stage_bytes(problem, config) / LOADED)
     if config.reads_planes:  # limited by memory for each tile of pixels' first use
         step = max(cycles / CLOCK, 64 * config.BLOCK_N * problem.itemsize / READ)
     stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / STORED
+    if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
+        stores *= SCATTERED
     between = TILE_TIME + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / CLOCK, 0

@@ -255,7 +255,8 @@ def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tupl
     """As :func:`pycuda_conv.dispatch.convolve`, inside ``torch.autocast``: of tensors of its dtype, a call like those outside of it."""
     given = operands if recorded else _cast(*operands)  # gradients are of the dtype in which the result was made
     with without_autocast(operands[0]):
-        return dispatch.convolve(asked, given, None, place, recorded)
+        made = quick.call(quick.table, asked, recorded, *given, None)
+        return dispatch.convolve(asked, given, None, place, recorded) if made is None else made
 
 
 class without_autocast:
