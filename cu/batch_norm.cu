@@ -185,14 +185,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
 
 // The slices of channel_moments together, of so many channels, whose first values are `apart`; an item has `values` of a channel.
 // Running statistics, where there are some, move towards this batch's by `momentum`, or with `tracked`, the number of batches so
-// far, by a share that makes them the mean over batches.
+// far, by a share that makes them the mean over batches. `counted` is that number too, where this launch is to count the batch.
 // NOTED    the convolution noted the slices while it had its sums at hand (implicit_gemm_sm90.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. Where `redone` says that results were computed again since, which is
 //          rare (direct_gemm.cu), all y is read here: `images` of `plane` pixels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT part, const GLOBAL_MEM long_t* RESTRICT tracked,
     GLOBAL_MEM acc_t* RESTRICT mean, GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean,
-    GLOBAL_MEM acc_t* RESTRICT running_var,
+    GLOBAL_MEM acc_t* RESTRICT running_var, GLOBAL_MEM long_t* RESTRICT counted,
 #if NOTED
     const int* redone, const long_t blocks, const long_t sets, const long_t images, const long_t plane, const long_t y_image, const long_t y_pixel,
 #endif
@@ -265,6 +265,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
       running_mean[channel] = (1 - share) * running_mean[channel] + share * centre;
       running_var[channel] = (1 - share) * running_var[channel] + share * (squares[LID_0] / (m - 1));
     }
+    if (counted && channel == 0) counted[0] += 1;
   }
 }
 

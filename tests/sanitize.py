@@ -71,7 +71,7 @@ def batch_norm(pixels: Pixels, relu: bool = True) -> bool:
     some = np.ones(pixels.K, pixels.dtype)
     good = True
     for maker, options, inputs, outs in (
-        (engine.statistics, (1e-5, 0.1), (array, count), (ones, ones, ones, ones)), (engine.channel_sums, (), (array,), (some,)),
+        (engine.statistics, (1e-5, 0.1), (array, count), (ones, ones, ones, ones, count.copy())), (engine.channel_sums, (), (array,), (some,)),
         (engine.forward, (relu,), (array, ones, ones, ones, ones), (array,)), (engine.fold, (1e-5,), (ones,) * 4 + (some,), (some, some)),
         (engine.backward, (relu, True), (array, array, ones, ones, ones, ones), (array, sums)),
     ):  # fmt: skip

@@ -123,7 +123,9 @@ def test_statistics(kernels, tracked):
     expected_mean, var, unbiased = wide.mean(kernels.axes), wide.var(kernels.axes), wide.var(kernels.axes, ddof=1)
     moved = [(1 - share) * old.astype(np.float64) + share * new for old, new in ((running_mean, expected_mean), (running_var, unbiased))]
     count = None if tracked is None else np.array(tracked, np.int64)
-    kernels.run(batch_norm.statistics, (y, count), (mean, invstd, running_mean, running_var), eps, momentum)
+    counted = None if tracked else np.array([2**40 + 6])
+    kernels.run(batch_norm.statistics, (y, count), (mean, invstd, running_mean, running_var, counted), eps, momentum)
+    assert counted is None or counted[0] == 2**40 + 7
     tolerance = 16 * SUM_EPS[kernels.pixels.dtype]
     near(mean, expected_mean, tolerance, scale=1)
     near(invstd, 1 / np.sqrt(var + eps), tolerance)
@@ -134,7 +136,7 @@ def test_statistics(kernels, tracked):
 def test_statistics_without_running_ones_leave_nothing_else(kernels):
     y = kernels.normals()
     mean, invstd = kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
     near(mean, y.astype(np.float64).mean(kernels.axes), 16 * SUM_EPS[kernels.pixels.dtype], scale=1)
 
 
@@ -146,7 +148,7 @@ def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dty
     y = kernels.normals(mean=1e4)
     mean, invstd, running_mean, running_var = (kernels.poisoned(k) for _ in range(4))
     running_mean[:] = running_var[:] = 0
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, running_mean, running_var), 1e-30, 1.0)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, running_mean, running_var, None), 1e-30, 1.0)
     wide = y.astype(np.float64)
     tolerance = 32 * SUM_EPS[dtype]
     near(invstd, 1 / wide.std(kernels.axes), tolerance)
@@ -222,7 +224,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out,), True)
     assert np.isnan(out[0, 2, 3]) and np.isposinf(out[1, 4, 5]) and np.isnan(out).sum() == 1 == np.isinf(out).sum()
     mean, invstd = kernels.poisoned(17), kernels.poisoned(17)
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
     assert np.array_equal(np.flatnonzero(~np.isfinite(mean)), [2, 4])
 
 
@@ -231,7 +233,7 @@ def test_the_kernels_twice_give_the_same_bits(kernels):
     found = []
     for _ in range(2):
         dy, sums, m, i = np.empty_like(y), kernels.poisoned(2, kernels.pixels.K), kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
-        kernels.run(batch_norm.statistics, (y, None), (m, i, None, None), 1e-5, 0.1)
+        kernels.run(batch_norm.statistics, (y, None), (m, i, None, None, None), 1e-5, 0.1)
         kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None, None), (dy, sums, None), True, True)
         found.append([a.tobytes() for a in (dy, sums, m, i)])
     assert found[0] == found[1]
@@ -246,7 +248,7 @@ def test_64_bit_offsets(device, shape, monkeypatch):
     kernels = Kernels(device, Pixels("float32", layout, 40, k, plane))
     assert batch_norm.forward(kernels.pixels, 2, True)[0][0].defines["INDEX_64"] == 1
     y, mean, invstd = kernels.normals(mean=1), kernels.poisoned(k), kernels.poisoned(k)
-    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None), 1e-5, 0.1)
+    kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
     near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
     out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
     kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out,), False)

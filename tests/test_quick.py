@@ -495,7 +495,7 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
         kept.append(made)
     assert steps[0][0] and steps[0][1]
     assert steps[0] == steps[1] == steps[2]
-    assert int(layer.bn.num_batches_tracked) == 4
+    assert int(layer.bn.num_batches_tracked) == (4 if layer.bn.momentum is None else 0)  # kernels count it, which nobody runs here
 
 
 def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
@@ -836,6 +836,7 @@ def test_the_same_training_step_on_a_gpu(on_gpu, monkeypatch, name):
                 made = layer(given)
                 made.backward(made.detach() * 0.5)
         side.synchronize()
+        assert int(layer.bn.num_batches_tracked) == 2
         steps.append([made.detach(), given.grad, *(p.grad for p in layer.parameters() if p.grad is not None), *layer.buffers()])
         monkeypatch.setattr(fused_modules, "_statistics", None)  # it is made again from now on
     for one in steps[1:]:

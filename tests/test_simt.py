@@ -25,6 +25,7 @@ from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.pointwise_sm90 import Pointwise
+from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.runtime.base import TensorMap
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -193,6 +194,23 @@ def launched(made, *arrays):
     return memory.buffers
 
 
+def test_statistics_of_moments_that_a_convolution_noted():
+    """The launch that adds them, and counts the batch."""
+    pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
+    y = np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1
+    parts = np.array([[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32)
+    workspace = np.concatenate([np.zeros(64, np.float32), parts.ravel()])  # nothing was computed again
+    moments = Moments(1, len(y), per, pixels.K, parts=256, redone=0, blocks=2)
+    ((launch,), nothing), none = batch_norm.statistics(pixels, 3, 1e-5, 0.1, moments), np.zeros(0, np.uint8)
+    empty = np.full(4 * pixels.K, 0xFF, np.uint8)
+    buffers = [none, none, empty, empty.copy(), none, none, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
+    simt.run([[launch]], SimpleNamespace(buffers=buffers), 1)
+    assert nothing == 0 and buffers[6].view(np.int64)[0] == 42
+    assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))
+    invstd = 1 / np.sqrt(y.var(0) + 1e-5)
+    assert_close(buffers[3].view("f"), invstd, 1e-5 * invstd)
+
+
 @pytest.mark.parametrize("pixels", PIXELS, ids=str)
 def test_batch_norm_with_a_residual(pixels):
     rng, shape = np.random.default_rng(0), (pixels.N, pixels.K, pixels.plane)
@@ -201,7 +219,8 @@ def test_batch_norm_with_a_residual(pixels):
     axes, wide = ((0, 1), lambda v: v) if pixels.layout == "NHWC" else ((0, 2), lambda v: v[:, None])
     exact = y.astype("d")
     mean, invstd = exact.mean(axes), 1 / np.sqrt(exact.var(axes) + 1e-5)
-    *_, found_mean, found_invstd, _, _, _ = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None)
+    *_, found_mean, found_invstd, _, _, counted, _ = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, None, 4 * pixels.K, 4 * pixels.K, None, None, np.array([41]))
+    assert counted.view(np.int64)[0] == 42
     assert_close(found_mean.view("f"), mean, np.full_like(mean, 1e-6))
     assert_close(found_invstd.view("f"), invstd, 1e-5 * invstd)
     of_channel = mean.astype("f"), invstd.astype("f"), gamma, beta

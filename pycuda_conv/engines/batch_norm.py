@@ -153,21 +153,22 @@ def statistics(
 ) -> tuple[Sequence[KernelLaunch], int]:
     """The mean and 1 / sqrt(variance + eps) of each channel.
 
-    Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None | workspace.
-    Running statistics move by `momentum` towards this batch's, or, where `num_batches_tracked` (int64, this batch counted) is
-    given, are the mean over batches. All there is one of a channel is of the type of sums: float64 for float64, else float32.
+    Buffers: y, num_batches_tracked or None | mean, invstd, running_mean or None, running_var or None, num_batches_tracked or None |
+    workspace. Running statistics move by `momentum` towards this batch's, or, where the first `num_batches_tracked` (int64, this batch
+    counted) is given, are the mean over batches. The second one is raised by 1. All there is one of a channel is of the type of sums:
+    float64 for float64, else float32.
     With `moments` the workspace is the convolution's, which holds them, and y is not read.
     """
     cut, last = _Cut.of(pixels, multiprocessors), (bits(eps, pixels.sum_bytes), bits(momentum, pixels.sum_bytes))
     apart = 1 if pixels.channels_last else pixels.plane
     if moments is not None:
-        places = (0, (6, moments.parts), 1, 2, 3, 4, 5, (6, moments.redone))
+        places = (0, (7, moments.parts), 1, 2, 3, 4, 5, 6, (7, moments.redone))
         as_it_lies = pixels.N, pixels.plane, pixels.K * pixels.plane, pixels.K if pixels.channels_last else 1
         noted = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
         return (cut.step_of_channels("batch_norm_statistics", -(-pixels.K // NOTED_BESIDE), places, *noted, noted=True),), 0
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
-    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 6, 1, 2, 3, 4, 5), *scalars)
-    return (cut.step("channel_moments", (0, 6)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
+    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 7, 1, 2, 3, 4, 5, 6), *scalars)
+    return (cut.step("channel_moments", (0, 7)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
 def forward(pixels: Pixels, multiprocessors: int, relu: bool, residual: bool = False) -> tuple[Sequence[KernelLaunch], int]:

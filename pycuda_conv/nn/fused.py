@@ -173,10 +173,10 @@ def _forward_launches(
         statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.schedule.moments)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
-        x, w, b, tracked, y, mean, invstd, running_mean, running_var, scratch = buffers
+        x, w, b, tracked, y, mean, invstd, running_mean, running_var, counted, scratch = buffers
         plan.launch((x, w, b, 0, 0, y, scratch), stream, filter_last=filter_last)
         if statistics is not None:
-            statistics((y, tracked, mean, invstd, running_mean, running_var, scratch), stream)
+            statistics((y, tracked, mean, invstd, running_mean, running_var, counted, scratch), stream)
 
     return _Forward(plan, launch, max(plan.workspace_bytes, workspace), filter_last)
 
@@ -188,12 +188,12 @@ def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float,
 
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    momentum: float, eps: float, how: _How,
+    momentum: float, eps: float, how: _How, counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
 
     Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
-    the mean over batches.
+    the mean over batches. `counted`, the number of batches too, is raised by 1.
     """
     layout = _layout(x, how.settings.ndim)
     found = _forward_of(x, weight, bias, momentum, eps, how)
@@ -211,7 +211,9 @@ def _statistics(
     if launch is not None:
         of_bias = None if bias is None else TORCH.ready(bias, None)
         given = TORCH.ready(x, plan.order), TORCH.ready(weight, found.filter_order), of_bias, tracked
-        execute.launch(TORCH, plan.device, launch, given, (y, mean, invstd, new_mean, new_var), workspace)
+        execute.launch(TORCH, plan.device, launch, given, (y, mean, invstd, new_mean, new_var, counted), workspace)
+    elif counted is not None:
+        counted.add_(1)
     if running_mean is not None and new_mean is not None and new_mean is not running_mean:
         running_mean.copy_(new_mean)
     if running_var is not None and new_var is not None and new_var is not running_var:
@@ -379,9 +381,9 @@ def _steps_of(plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]]) 
 
 
 def _remember_forward(
-    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, made: Tensor
+    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, counts: bool, made: Tensor
 ) -> None:
-    """Put a forward pass that was just `made` into the table. `operands` are those of the key, as :class:`_Function` has them."""
+    """Put a forward pass that was just `made` into the table. `operands` are those of the key; it `counts` batches if it should."""
     x, weight, bias, gamma, beta, residual, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, how)
@@ -398,10 +400,11 @@ def _remember_forward(
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
+        tracked, counted = (none, an) if counts else (an, none)
         normalised, _ = batch_norm.forward(pixels, processors, how.relu, residual is not None)
         steps = [
             *_steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
-            *quick.moved([[one] for one in statistics], (ay, an, mean, invstd, am, av, scratch)),
+            *quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch)),
             *quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao)),
         ]
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
@@ -506,17 +509,24 @@ def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """The layer with gradients where torch need not see operators. `running` are the arguments of :func:`_statistics` of that name."""
+    """The layer with gradients where torch need not see operators.
+
+    `running` are the running mean and variance and the number of batches, which a pass counts where `counts`. Else it is counted already,
+    and where it is not None the running ones are the mean over batches.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], momentum: float,
-        eps: float, how: _How, ready: Any,
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], counts: bool,
+        momentum: float, eps: float, how: _How, ready: Any,
     ) -> Any:
         made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, residual, *running)
-        y, statistics, out = made or (*_statistics(x, weight, bias, *running, momentum, eps, how), None)
+        if made is None:
+            tracked, counted = (None, running[2]) if counts else (running[2], None)
+            made = *_statistics(x, weight, bias, *running[:2], tracked, momentum, eps, how, counted), None
+        y, statistics, out = made
         if how.of_batch:  # torch doesn't see what kernels write
-            increment_version([a for a in running[:2] if a is not None])
+            increment_version([a for a in running[: 3 if counts else 2] if a is not None])
         out = _normalised(y, statistics, gamma, beta, residual, how.relu) if out is None else out
         _save(ctx, x, weight, bias, gamma, beta, y, out if how.relu and residual is not None else None, statistics, how)
         return out
@@ -524,7 +534,7 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any) -> Any:
         *others, by_residual = _gradients(ctx, dout)
-        return *others, by_residual if ctx.needs_input_grad[5] else None, None, None, None, None, None
+        return *others, by_residual if ctx.needs_input_grad[5] else None, *(None,) * 6
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
@@ -755,15 +765,15 @@ def _conv_bn_relu(
     """The same, given the parameters and buffers of both, cast."""
     momentum, eps, asked = bn.momentum, bn.eps, None
     if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
-        given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches if momentum is None else None
+        given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches
         padding = conv._reversed_padding_repeated_twice
         asked = int(relu), momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
         found = quick.find(_again, asked, *given)
         if found is not None:
-            if batches is not None:
+            if momentum is None:
                 batches.add_(1)
             ready, how = found
-            return _apply(*given[:6], given[6:], momentum or 0.0, eps, how, ready)
+            return _apply(*given[:6], given[6:], momentum is not None, momentum or 0.0, eps, how, ready)
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
@@ -780,7 +790,7 @@ def _conv_bn_relu(
         if not traced:
             return _inference(*named, residual, running_mean, running_var, eps, how)
         return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, how.in_integers())
-    tracked = None
+    counts, tracked = False, None
     if of_batch:
         if x.shape[0] == 1:
             shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
@@ -789,18 +799,27 @@ def _conv_bn_relu(
         if not bn.track_running_stats:
             running_mean = running_var = None
         elif batches is not None:
-            batches.add_(1)
-            tracked = batches if momentum is None else None
-    running, momentum = (running_mean, running_var, tracked), momentum or 0.0
+            counts = not traced and momentum is not None and _counted_by_kernels(batches, x)
+            if not counts:
+                batches.add_(1)
+            tracked = batches if counts or momentum is None else None
+    momentum = momentum or 0.0
     if not traced:
-        made = _Function.apply(*named, residual, running, momentum, eps, how, None)
-        if asked is not None:
-            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, made)
+        running = running_mean, running_var, tracked
+        made = _Function.apply(*named, residual, running, counts, momentum, eps, how, None)
+        if asked is not None and tracked is batches:
+            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, counts, made)
         return made
+    running = running_mean, running_var, tracked
     flat = how.in_integers()
     with torch.no_grad():
         y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, eps, flat)
     return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
+
+
+def _counted_by_kernels(batches: Tensor, x: Tensor) -> bool:
+    """Whether the kernels can count the batches: torch's sum of a number takes the host as long as two of their launches."""
+    return TORCH.on_gpu(x) and batches.device == x.device and batches.dtype is torch.int64 and not _traced(batches, batches, None)
 
 
 def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
