@@ -164,7 +164,7 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in TILES.items())
         return f"a tile has {shown}"
     if config.SPLIT == 1 and _loaded(problem).C != _forward(problem).C:
-        return "channels that are no multiple of 8 are written by the launch that adds the parts of several"
+        return "channels that are filled up or folded are written by the launch that adds the parts of several"
     if config.CLUSTER not in CLUSTERS:
         return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
     tiles = math.prod(_tiles(problem, config)) * problem.groups * config.CLUSTER * config.SPLIT
