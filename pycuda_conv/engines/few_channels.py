@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Strides, arguments, ceil, filter_strides, read_strides, written_strides
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
@@ -19,13 +20,17 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewChannels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
 WARPS = 4  # of a block
 STEP_BYTES, LANE_BYTES = 64, 16  # of a pixel's channels: of a step, of a lane
 #: By the eights of gemm n: rows of the result and sixteens of columns of the input of a warp, as many as registers hold.
 TILES = {1: (6, 2), 2: (3, 2), 3: (4, 1), 6: (2, 1)}
 #: Warps beside one another in a row, and parts of the channels; the others have rows of their own.
 SHAPES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
-SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
 #: Shared memory of a multiprocessor, in KiB.
 SHARED_KIB = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}
 OTHER_SHARED_KIB = 100
@@ -118,13 +123,6 @@ class FewChannelsArguments(NamedTuple):
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    if device.capability < (8, 0):
-        return "it takes a GPU of compute capability 8.0 or more"
-    return None
 
 
 def why_not(problem: ConvProblem) -> str | None:

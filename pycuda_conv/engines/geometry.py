@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from struct import pack, unpack
@@ -66,6 +66,15 @@ def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
 def accumulator_bytes(problem: ConvProblem) -> int:
     """Bytes of one sum."""
     return 8 if problem.dtype == "float64" else 4
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it once a configuration
+def forward_of(problem: ConvProblem) -> ConvProblem:
+    """The convolution whose filter's gradient `problem` is, channels last: what :attr:`ConvProblem.launched` did is undone."""
+    return replace(
+        problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
+        output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
+    )  # fmt: skip
 
 
 def needs_64_bits(problem: ConvProblem, parts: int = 0) -> bool:

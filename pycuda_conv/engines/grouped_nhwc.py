@@ -14,14 +14,21 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, row_major
+from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
 
 THREADS = 256
 BLOCKS = 2   # that share a multiprocessor
@@ -30,8 +37,6 @@ ROWS = 4     # of the result, whose sums a warp has
 COLUMNS = 16
 UNROLLED = 3  # rows of a filter that share loads
 PHASES = 4   # in a launch, or one
-SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
-MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,6 @@ TENSOR_CORES = True
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    if device.backend != "cuda" or device.capability < (8, 0):
-        return "it takes a GPU of compute capability 8.0 or more"
-    return None
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -380,9 +378,6 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-#: Products of 16-bit numbers, a cycle and multiprocessor, as seen through mma.sync; implicit_gemm_sm80.py says where they are from.
-RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
-OTHER_RATE = 256
 CLOCK = 1700.0     # cycles a microsecond
 MEASURED = 1.4     # times what is counted here: so long blocks took on an H200, in 26 layers, most within a quarter
 SHARED_RATE = 128  # bytes a cycle into or out of shared memory
@@ -440,7 +435,7 @@ def _work(problem: ConvProblem, config: GroupedNhwc, walk: _Walk, device: Device
     taps, loads = walk.down.taps * walk.right.taps, _chunks(problem, config.UNITS) * config.IMAGES * math.prod(_tile_size(walk, config))
     rows = (ROWS - 1) * walk.down.stride + unrolled if unrolled > 1 else ROWS  # of the input, of which a column of the filter's taps loads
     reads, products = jobs * units.steps * taps * (1 + rows / unrolled), jobs * units.steps * taps * ROWS * 2
-    multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / RATES.get(device.capability, OTHER_RATE)
+    multiplied = products * 16 * 8 * 16 * problem.itemsize // 2 / product_rate(device)
     lines = config.IMAGES * math.prod(_tile_size(walk, config)) * ceil(_chunks(problem, config.UNITS), 8)  # of 128 bytes: a cycle each
     shared = (512 * reads + 16 * loads) / SHARED_RATE + lines
     issued = (jobs * JOB + products + 3 * reads + LOADED * loads / 32) / ISSUED

@@ -5,28 +5,32 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
+from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch
-from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.geometry import arguments, ceil, forward_of
+from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "GroupedWgrad", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
 THREADS, WARPS = 256, 8
 BLOCKS = 2   # that share a multiprocessor
 COUNTS = (1, 2, 4, 8)  # units of a slab
 COLUMNS = 16
 TAPS = (1, 9)  # of a block
-SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
 ZEROS = 32  # bytes that stand for pixels that there are not
-MOST_PIXELS = 2**31 - 2**20  # they are counted in 32 bits, up to the end of a tile
 
 
 @dataclass(frozen=True)
@@ -48,29 +52,13 @@ TENSOR_CORES = True
 # ---- what runs
 
 
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    if device.backend != "cuda" or device.capability < (8, 0):
-        return "it takes a GPU of compute capability 8.0 or more"
-    return None
-
-
-@lru_cache(maxsize=64)  # the planner asks for it once a configuration
-def _forward(problem: ConvProblem) -> ConvProblem:
-    """The convolution whose filter's gradient `problem` is: what :attr:`ConvProblem.launched` did is undone."""
-    return replace(
-        problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
-        output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
-    )  # fmt: skip
-
-
 def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout not in LAYOUTS or problem.groups < 2:
         return "it takes gradients of filters of several groups, from arrays with their channels last"
     if problem.itemsize != 2:
         return "it takes float16 and bfloat16 arrays"
-    forward = _forward(problem)
+    forward = forward_of(problem)
     if 0 in (forward.N, forward.C, forward.K):
         return "there is nothing to compute"
     depths = forward.input_size[0], forward.filter_size[0], forward.output_size[0]
@@ -108,7 +96,7 @@ def refusal(problem: ConvProblem, config: GroupedWgrad) -> str | None:
 
 def _units(problem: ConvProblem) -> Units | None:
     """The units of channels of dy."""
-    forward = _forward(problem)
+    forward = forward_of(problem)
     return cut(forward.groups, forward.C // forward.groups, forward.K // forward.groups, forward.itemsize)
 
 
@@ -119,7 +107,7 @@ def _taps(problem: ConvProblem) -> int:
 
 def _tiles(problem: ConvProblem, config: GroupedWgrad) -> int:
     _, p, q = problem.filter_size
-    return ceil(_forward(problem).N, config.IMAGES) * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
+    return ceil(forward_of(problem).N, config.IMAGES) * ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
 
 
 def _blocks(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
@@ -135,7 +123,7 @@ def _grid(problem: ConvProblem, config: GroupedWgrad) -> int:
 
 def _tile_size(problem: ConvProblem, config: GroupedWgrad) -> tuple[int, int]:
     """Rows and columns of x that a tile of an image meets."""
-    forward = _forward(problem)
+    forward = forward_of(problem)
     height, width = (
         (size - 1) * forward.stride[axis] + (forward.filter_size[axis] - 1) * forward.dilation[axis] + 1
         for axis, size in ((1, config.TILE_P), (2, config.TILE_Q))
@@ -238,7 +226,7 @@ def schedule(problem: ConvProblem, config: GroupedWgrad, device: Device, noted: 
 
 def _arguments(problem: ConvProblem, config: GroupedWgrad) -> GroupedWgradArguments:
     """The kernel's arguments."""
-    forward, units, (slabs, tap_blocks) = _forward(problem), _units(problem), _blocks(problem, config)
+    forward, units, (slabs, tap_blocks) = forward_of(problem), _units(problem), _blocks(problem, config)
     assert units is not None
     (_, h, w), (_, p, q), (tile_h, tile_w) = forward.input_size, forward.output_size, _tile_size(problem, config)
     (_, stride_h, stride_w), (_, dilation_h, dilation_w), (_, pad_h, pad_w) = forward.stride, forward.dilation, forward.padding_before
@@ -272,9 +260,6 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-#: Products of 16-bit numbers, a cycle and multiprocessor, as seen through mma.sync; implicit_gemm_sm80.py says where they are from.
-RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
-OTHER_RATE = 256
 CLOCK = 1700.0     # cycles a microsecond
 MEASURED = 1.85    # times what is counted here: so long blocks took on an H200, in 13 layers, most within a quarter
 SHARED_RATE = 128  # bytes a cycle into or out of shared memory
@@ -291,7 +276,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the machine."""
     if why_not(problem):
         return
-    units, images, (_, p, q) = _units(problem), _forward(problem).N, problem.filter_size
+    units, images, (_, p, q) = _units(problem), forward_of(problem).N, problem.filter_size
     assert units is not None
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
     widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
@@ -308,10 +293,10 @@ def time(problem: ConvProblem, config: GroupedWgrad, device: Device) -> float:
     """Microseconds that `config` should take: what the multiprocessor with most blocks does, or bytes; and adding the parts."""
     units, (slabs, tap_blocks), (of_x, of_y) = _units(problem), _blocks(problem, config), _loads(problem, config)
     assert units is not None
-    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), _forward(problem)
+    multiprocessors, size, forward = device.multiprocessors, math.prod(problem.result_shape), forward_of(problem)
     taps = _taps(problem)
     rows = config.UNITS * units.steps * config.TILE_P * ceil(config.IMAGES * config.TILE_Q, COLUMNS)
-    multiplied = rows * taps * 2 * 16 * 8 * 16 / RATES.get(device.capability, OTHER_RATE)
+    multiplied = rows * taps * 2 * 16 * 8 * 16 / product_rate(device)
     loads = of_x * chunks_read(units, config.UNITS) + of_y * chunks_written(units, config.UNITS)
     lines = of_x * ceil(chunks_read(units, config.UNITS), 8) + of_y * ceil(chunks_written(units, config.UNITS), 8)  # of 128 bytes
     shared = (512 * rows * (1 + taps) + 16 * loads) / SHARED_RATE + lines

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import ClassVar, NamedTuple
 
+from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
 from pycuda_conv.engines.packing import (
@@ -38,7 +39,11 @@ from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
-SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ImplicitGemm80", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
 THREADS = 256
 STEP = 32  # of gemm k, in a stage
 
@@ -66,13 +71,6 @@ TENSOR_CORES = True
 
 
 # ---- what runs
-
-
-def unsupported(device: Device) -> str | None:
-    """Why the engine can't run on `device`, or None if it can."""
-    if device.capability < (8, 0):
-        return "it takes a GPU of compute capability 8.0 or more"
-    return None
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -283,10 +281,6 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-#: Products of 16-bit numbers with float32 sums, a cycle and multiprocessor, from NVIDIA's tables; Hopper's as seen through
-#: mma.sync. GeForce cards have half of what workstation cards of the same capability have, and are not told apart.
-RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
-OTHER_RATE = 256
 SUSTAINED = 0.8     # of that rate, by tiles that nothing else holds up
 CLOCK = 1450.0      # cycles a microsecond
 SHARED_RATE = 128   # bytes a cycle into or out of shared memory
@@ -315,7 +309,7 @@ def time(problem: ConvProblem, config: ImplicitGemm80, device: Device) -> float:
     packed, walks = packed_layout(problem)
     tile, filled = config.BLOCK_M * config.BLOCK_N, stage_bytes(problem, config)
     read = 8 * limbs(problem) * sum(_warp(config)) * 2 * STEP
-    multiplying = products(problem) * tile * STEP / (SUSTAINED * RATES.get(device.capability, OTHER_RATE))
+    multiplying = products(problem) * tile * STEP / (SUSTAINED * product_rate(device))
     step = max(multiplying, (filled + read) / SHARED_RATE, filled / FILL)
     cycles = 0.0
     for walk in walks:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, phases
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases
 from pycuda_conv.engines.hopper import (
     ADDED,
     AGAIN,
@@ -77,18 +77,9 @@ TENSOR_CORES = True
 # ---- what runs
 
 
-@lru_cache(maxsize=1024)
-def _forward(problem: ConvProblem) -> ConvProblem:
-    """The convolution whose filter's gradient `problem` is: what :attr:`ConvProblem.launched` did is undone."""
-    return replace(
-        problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
-        output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
-    )  # fmt: skip
-
-
 def _folded(problem: ConvProblem, level: int) -> ConvProblem:
-    """:func:`_forward`, with so many channels as tensor loads read, and with the taps of so many innermost axes as channels of x."""
-    forward = _forward(problem)
+    """:func:`forward_of`, with so many channels as tensor loads read, and with the taps of so many innermost axes as channels of x."""
+    forward = forward_of(problem)
     if forward.groups > 1:
         return forward
 
@@ -107,7 +98,7 @@ def _folded(problem: ConvProblem, level: int) -> ConvProblem:
 @lru_cache(maxsize=1024)
 def _level(problem: ConvProblem) -> int:
     """How many innermost axes are folded: so many that folding and loading take the least time."""
-    forward = _forward(problem)
+    forward = forward_of(problem)
 
     def microseconds(level: int) -> float:
         folded = _folded(problem, level)
@@ -142,7 +133,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes gradients of filters, from arrays with their channels last"
     if problem.itemsize != 2:
         return "it takes float16 and bfloat16 arrays"
-    forward = _forward(problem)
+    forward = forward_of(problem)
     if 0 in (forward.N, forward.C, forward.K):
         return "there is nothing to compute"
     channels = forward.C // forward.groups, forward.K // forward.groups
@@ -163,7 +154,7 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     if config.BLOCK_N not in TILES.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in TILES.items())
         return f"a tile has {shown}"
-    if config.SPLIT == 1 and _loaded(problem).C != _forward(problem).C:
+    if config.SPLIT == 1 and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
     if config.CLUSTER not in CLUSTERS:
         return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
@@ -313,9 +304,10 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
     return Schedule.plain(steps, scratch.used)
 
 
-def _copies(problem: ConvProblem) -> list[tuple[int, FoldChannelsArguments]]:
+@lru_cache(maxsize=1024)
+def _copies(problem: ConvProblem) -> tuple[tuple[int, FoldChannelsArguments], ...]:
     """The arrays that are copied to as many channels as :func:`_loaded` has: their buffers, and how."""
-    forward, loaded, level = _forward(problem), _loaded(problem), _level(problem)
+    forward, loaded, level = forward_of(problem), _loaded(problem), _level(problem)
     found: list[tuple[int, FoldChannelsArguments]] = []
     if loaded.C != forward.C:
         _, r, s = (tap if i >= 3 - level else 1 for i, tap in enumerate(forward.filter_size))
@@ -337,18 +329,18 @@ def _copies(problem: ConvProblem) -> list[tuple[int, FoldChannelsArguments]]:
             FoldChannelsArguments, words=positions * chunks, chunks=chunks, h=1, w=positions, p=1, q=positions, channels=forward.K,
             folded=forward.K, fold_s=1, **within,
         )))  # fmt: skip
-    return found
+    return tuple(found)
 
 
 def _sums(problem: ConvProblem) -> int:
     """Those of a part: dw's, with zeros for the channels that x is filled up with."""
     loaded = _loaded(problem)
-    return _forward(problem).K * (loaded.C // loaded.groups) * math.prod(loaded.filter_size)
+    return forward_of(problem).K * (loaded.C // loaded.groups) * math.prod(loaded.filter_size)
 
 
 def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
-    forward, loaded, form = _forward(problem), _loaded(problem), _form(problem)
+    forward, loaded, form = forward_of(problem), _loaded(problem), _form(problem)
     assert form is not None
     lying, walk = form
     positions = _positions(problem)
@@ -395,7 +387,7 @@ def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaun
 
 def _positions(problem: ConvProblem) -> int:
     """Of the convolution's result."""
-    forward = _forward(problem)
+    forward = forward_of(problem)
     return forward.N * math.prod(forward.output_size)
 
 
@@ -447,7 +439,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     """The configurations worth comparing for `problem`: runs of positions that fill the machine once."""
     if why_not(problem):
         return
-    stages, least = ceil(_positions(problem), POSITIONS), 1 if _loaded(problem).C == _forward(problem).C else 2
+    stages, least = ceil(_positions(problem), POSITIONS), 1 if _loaded(problem).C == forward_of(problem).C else 2
     for rows in _useful(tuple(TILES), problem.K // problem.groups):
         for columns in _useful(TILES[rows], _column_blocks(problem) * CHANNELS):
             for cluster in CLUSTERS:
@@ -469,7 +461,7 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, sums that leave the block, rounds; or bytes from and to memory."""
-    forward = _forward(problem)
+    forward = forward_of(problem)
     down, across = _tiles(problem, config)
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, CHANNELS) * CHANNELS)
     columns = min(config.BLOCK_N, _column_blocks(problem) * CHANNELS)

@@ -1,0 +1,24 @@
+"""What the engines on ``mma.sync`` (compute capability 8.0 and more) share: what they run on, its limits and its rate."""
+
+from __future__ import annotations
+
+from pycuda_conv.runtime.base import Device
+
+SHARED_BYTES = 99 * 1024  # what a block may have on every GPU of compute capability 8.0 and more
+
+#: Products of 16-bit numbers with float32 sums, a cycle and multiprocessor, from NVIDIA's tables; Hopper's as seen through
+#: mma.sync. GeForce cards have half of what workstation cards of the same capability have, and are not told apart.
+RATES = {(8, 0): 1024, (8, 7): 512, (9, 0): 1270, (10, 0): 1024, (10, 3): 1024}
+OTHER_RATE = 256
+
+
+def unsupported(device: Device) -> str | None:
+    """Why kernels on ``mma.sync`` can't run on `device`, or None if they can."""
+    if device.capability < (8, 0):
+        return "it takes a GPU of compute capability 8.0 or more"
+    return None
+
+
+def product_rate(device: Device) -> int:
+    """Products of 16-bit numbers with float32 sums, a cycle and multiprocessor."""
+    return RATES.get(device.capability, OTHER_RATE)
