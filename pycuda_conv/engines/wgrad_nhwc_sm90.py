@@ -1,9 +1,10 @@
 """Gradients of filters from channels-last arrays of 16 bits as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
 They are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks
-of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``. Arrays whose channels are no
-multiple of 8 are copied to such a one first (``cu/fold_channels.cu``); and few channels of x are folded so with those that a row of taps,
-or all taps of an image, meet beside them. That takes a fraction of the time that loading single taps of few channels takes.
+of a cluster share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``.
+
+An array whose channels are no multiple of 8 is copied first, with zeros behind them (``cu/fold_channels.cu``). Where x has few channels,
+the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
 """
 
 from __future__ import annotations
