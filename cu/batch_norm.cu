@@ -76,10 +76,9 @@ typedef struct Walk {
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
-// the launches that add slices, some thousand: 8 channels side by side, so that reads are whole sectors; fewer where a convolution noted
-// the slices, which are more
-#define BESIDE (NOTED ? 2 : 8)
-#define LANES (THREADS / BESIDE)
+// The launches that add slices, of which there are few or thousands: `beside` channels side by side, a power of two; so many threads
+// share the slices of a channel.
+#define LANES (THREADS / (int)beside)
 
 #if VEC == 8
 #define LOAD_ITEM(d, p, i) LOAD_VEC8(d, p, i)
@@ -124,13 +123,17 @@ typedef struct { acc_t of[VEC]; } item_t;
   }
 
 // Halve the lanes of each column until one is left: `to` takes what `from` has.
-#define FOLD(lanes, across, take)                                     \
-  for (int half_ = THREADS / 2; half_ > 0; half_ /= 2) {              \
-    local_barrier();                                                  \
-    if (half_ < (lanes) && lane < half_ && lane + half_ < (lanes)) {  \
-      const int to = LID_0, from = LID_0 + half_ * (across);          \
-      take                                                            \
-    }                                                                 \
+#define FOLD(lanes, across, take)                                    \
+  {                                                                  \
+    int half_ = THREADS / 2;                                         \
+    while (half_ >= (lanes)) half_ /= 2;                             \
+    for (; half_ > 0; half_ /= 2) {                                  \
+      local_barrier();                                               \
+      if (lane < half_ && lane + half_ < (lanes)) {                  \
+        const int to = LID_0, from = LID_0 + half_ * (across);       \
+        take                                                         \
+      }                                                              \
+    }                                                                \
   }
 
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
@@ -197,11 +200,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const int* redone, const long_t blocks, const long_t sets, const long_t images, const long_t plane, const long_t y_image, const long_t y_pixel,
 #endif
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
-    const long_t momentum) {
+    const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
-  const index_t channel = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
-  const int lane = LID_0 / BESIDE;
+  const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
+  const index_t channel = (index_t)GID_0 * beside + own;
   acc_t n = 0, sum = 0, m2 = 0;
 #if NOTED
 #define SETS sets
@@ -226,9 +229,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
       sum += count * (parts[(index_t)slice * step] - one);
     }
     means[LID_0] = sum;
-    FOLD(LANES, BESIDE, { means[to] += means[from]; })
+    FOLD(LANES, (int)beside, { means[to] += means[from]; })
     local_barrier();
-    const acc_t centre = one + means[LID_0 % BESIDE] / ((acc_t)total * sets);
+    const acc_t centre = one + means[own] / ((acc_t)total * sets);
     local_barrier();
     sum = 0;
 #pragma unroll 8
@@ -243,6 +246,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 #define SETS 1
 #define SHIFT LOAD(y, channel * (index_t)apart)
   if (channel < channels)
+#pragma unroll 4
     for (long_t slice = lane; slice * per < total; slice += LANES) {
       const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
       COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
@@ -252,7 +256,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   counts[LID_0] = n;
   means[LID_0] = sum;
   squares[LID_0] = m2;
-  FOLD(LANES, BESIDE, {
+  FOLD(LANES, (int)beside, {
     COMBINE(counts[to], means[to], squares[to], counts[from], means[from], squares[from]);
     counts[to] += counts[from];
   })
@@ -448,15 +452,16 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
 
 // The slices together: the columns of part[slices][columns]; ROUNDED to the type of the arrays, or as they are.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM SUM_T* RESTRICT sums,
-                                                 const long_t columns, const long_t slices) {
+                                                 const long_t columns, const long_t slices, const long_t beside) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t folded[THREADS];
-  const index_t column = (index_t)GID_0 * BESIDE + LID_0 % BESIDE;
-  const int lane = LID_0 / BESIDE;
+  const int lane = LID_0 / (int)beside;
+  const index_t column = (index_t)GID_0 * beside + (LID_0 & ((int)beside - 1));
   acc_t sum = 0;
   if (column < columns)
+#pragma unroll 8
     for (index_t slice = lane; slice < slices; slice += LANES) sum += part[slice * (index_t)columns + column];
   folded[LID_0] = sum;
-  FOLD(LANES, BESIDE, { folded[to] += folded[from]; })
+  FOLD(LANES, (int)beside, { folded[to] += folded[from]; })
   if (column < columns && lane == 0) STORE_SUM(sums, column, folded[LID_0]);
 }

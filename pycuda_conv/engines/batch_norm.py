@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from pycuda_conv.engines.geometry import bits, divider
+from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES
@@ -20,8 +20,8 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 THREADS = 128
 #: Threads of a block that adds slices, or takes what there is one of a channel. Each adds few, one after the other.
 ADDING_THREADS = 1024
-#: Columns of slices that a block adds, and where a convolution noted the slices, which are more.
-BESIDE, NOTED_BESIDE = 8, 2
+#: Slices that such a thread adds, if there are enough of them, and the fewest and most threads that share the slices of a column.
+ADDED, LANES = 8, (32, 512)
 #: Of an array, for each multiprocessor, which runs 2048 threads at once, or fewer where they need many registers.
 BLOCKS = 16
 
@@ -121,6 +121,14 @@ class _Cut:
         defines = self._defines(THREADS) | {"NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual)}
         return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
 
+    def adding_step(
+        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
+    ) -> KernelLaunch:
+        """A launch that adds the slices of each column."""
+        wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
+        beside = ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
+        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, rounded=rounded, noted=noted)
+
     def step_of_channels(
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
     ) -> KernelLaunch:
@@ -164,10 +172,11 @@ def statistics(
     if moments is not None:
         places = (0, (7, moments.parts), 1, 2, 3, 4, 5, 6, (7, moments.redone))
         as_it_lies = pixels.N, pixels.plane, pixels.K * pixels.plane, pixels.K if pixels.channels_last else 1
+        slices = moments.sets * ceil(moments.span, moments.per)
         noted = moments.blocks, moments.sets, *as_it_lies, moments.span, moments.per, pixels.K, 1, apart, *last
-        return (cut.step_of_channels("batch_norm_statistics", -(-pixels.K // NOTED_BESIDE), places, *noted, noted=True),), 0
+        return (cut.adding_step("batch_norm_statistics", pixels.K, slices, places, *noted, noted=True),), 0
     scalars = cut.total, cut.per, pixels.K, cut.values, apart, *last
-    add = cut.step_of_channels("batch_norm_statistics", -(-pixels.K // BESIDE), (0, 7, 1, 2, 3, 4, 5, 6), *scalars)
+    add = cut.adding_step("batch_norm_statistics", pixels.K, cut.slices, (0, 7, 1, 2, 3, 4, 5, 6), *scalars)
     return (cut.step("channel_moments", (0, 7)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
@@ -203,7 +212,7 @@ def backward(
     given, plain = (9, 0) if summed else (1, int(relu))  # what the second reads instead of dout has the mask already
     steps = (
         cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), int(relu), residual=summed),
-        cut.step_of_channels("add_slices", -(-2 * pixels.K // BESIDE), (10, 8), 2 * pixels.K, cut.slices),
+        cut.adding_step("add_slices", 2 * pixels.K, cut.slices, (10, 8), 2 * pixels.K, cut.slices),
         cut.step("batch_norm_backward", (0, given, 2, 3, 4, 5, 8, 7), plain, int(of_batch)),
     )
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
@@ -212,7 +221,7 @@ def backward(
 def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelLaunch], int]:
     """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
-    add = cut.step_of_channels("add_slices", -(-pixels.K // BESIDE), (2, 1), pixels.K, cut.slices, rounded=True)
+    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=True)
     return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
 
 
