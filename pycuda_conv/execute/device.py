@@ -59,9 +59,9 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
             x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
         result = kind.empty(plan.result_shape, input, device, plan.result_order) if out is None else out
         if not plan.empty:
-            if not (x and w):
-                name = "weight" if x else "input"
-                raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
+            for name, at, array in ("input", x, input), ("weight", w, weight):
+                if not at and 0 not in array.shape:
+                    raise ConvArgumentError(f"{name} has no memory: its address is 0; was its storage freed or resized?")
             nbytes, at = (plan.workspace_bytes, 0) if packed is None else (plan.schedule.workspace_bytes, pointer(packed))
             workspace = kind.workspace(nbytes, input, device) if nbytes else None
             buffers = (x, w, b, s, r, pointer(result), 0 if workspace is None else pointer(workspace))
