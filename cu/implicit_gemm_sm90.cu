@@ -387,13 +387,15 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
     for (int round = 0; round < rounds; ++round) {
       float v[8];
       take(v);
-      __syncwarp();  // all lanes have taken theirs
-      load();
       const int item = round * CONVERTERS + warp, pixel = item / 8 * run + lane;
       if (is_met(pixel)) {
         found.add(v);
         store(v, scale, pixel, item % 8);
       }
+      // All lanes have theirs: what they made of it is stored. A load that was only issued may wait behind the consumers' stores for so
+      // long that it finds what comes next: nothing orders TMA's writes after it.
+      __syncwarp();
+      load();
     }
     together(found, of_warps[at.stage][0]);
     together(sample(tile + gridDim.x), of_warps[at.stage][1]);

@@ -66,10 +66,10 @@ def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], dev
 BATCHES = (4.0, 2.0, 0.5, 0.25)
 #: Sizes of images beside a problem's own, as parts of it; and of all of them, multiples which they are the next of, with a rest.
 SIZES, FORMS = (0.5, 2.0), ((8, 0), (4, 1))
-#: Channels and pixels of a common network's layers, each with these filters and strides.
+#: Channels and pixels of a common network's layers, each with these filters and strides, and so many times the images.
 PYRAMID = ((64, 56), (128, 28), (256, 14), (512, 7))
-LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
-MOST_LIKELY = 32  # kernels
+LAYERS, NETWORK_BATCHES = ((3, 1), (1, 1), (3, 2), (1, 2)), (1, 4)
+MOST_LIKELY = 48  # kernels
 SPARE_CORES = 8  # that a machine has to have: on fewer, such kernels would slow down those that are waited for
 
 _foreseen: set[Hashable] = set()
@@ -107,11 +107,11 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
         return
     _foreseen.add(kind)
     fused = problem.has_scale or problem.activation is not None
-    for (k, size), (taps, stride) in product(PYRAMID, LAYERS):
+    for more, (k, size), (taps, stride) in product(NETWORK_BATCHES, PYRAMID, LAYERS):
         pad, written = (0, taps // 2, taps // 2), (1, size, size)
         c, read = (k, written) if stride == 1 else (k // 2, (1, stride * size, stride * size))
         one = replace(
-            problem, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written, stride=(1, stride, stride),
+            problem, N=more * problem.N, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written, stride=(1, stride, stride),
             dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
         )  # fmt: skip
         yield one

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+#: How far such a thread, with the compiler that it starts, stands back behind others: somebody waits for those.
+NICENESS = 10
 
 
 class Workers:
@@ -38,6 +43,9 @@ class Workers:
         return future
 
     def _run(self) -> None:
+        if sys.platform == "linux":  # where it is a thread's own
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
             future, work = self._queue.get()
             if not future.set_running_or_notify_cancel():
