@@ -423,6 +423,7 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 
 
 STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
+CHUNK = 1.0  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -449,11 +450,15 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         block, start, channel = config.BLOCK_K, 2.0, max(0.45, 0.075 * taps)
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
         met = taps / math.prod(_every(problem.stride, problem.dilation))
-        block, start, channel = config.BLOCK_C, 0.4, max(0.6, 0.09 * met) if _unrolled_dgrad(problem) else max(0.1, 0.09 * met)
-    split, _, run, size = _parts(problem, config.SPLIT, read, config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K)
+        block, start = config.BLOCK_C, 0.4
+        channel = max(0.6, 0.09 * met) if _unrolled_dgrad(problem) else max(0.1, (0.07 + 0.014 * block) * met)
+    at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
+    split, _, run, size = _parts(problem, config.SPLIT, read, at_once)
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
     channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
-    us = 1 + max(1.0, threads / (1024 * device.multiprocessors)) * (start + min(run, read) * channel)
+    walked = min(run, read)
+    rounds = max(1.0, threads / ((512 if block == 8 else 768) * device.multiprocessors))  # a thread of 8 sums has more registers
+    us = 1 + rounds * (start + walked * channel + CHUNK * (ceil(walked, at_once) - 1))
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
