@@ -965,10 +965,14 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
     wgmma_arrived(sum[1]);
     const bool any = range.first < range.last;
     if (any) give_back();
+    [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) sum[half][i] = any ? sum[half][i] : 0;
+      for (int i = 0; i < WGMMA_N / 2; ++i) {
+        sum[half][i] = any ? sum[half][i] : 0;
+        if (SCALED) sum[half][i] += give_back_lost(sum[half][i], part);
+      }
       const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
       if (half == 0) look_up(rows, shape, consumer, scales, places, scale_n);
       store_sums(sum[half], rows, shape, tile, consumer, staging, scales, places, residual, map_y, moments, y);

@@ -60,7 +60,7 @@ PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
 )  # fmt: skip
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
 #: loaded once for all taps, and that are split then.
-PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
+PINGPONG_PIXELS = ((128, 160), (128, 192), (128,), (128,))
 PLANES, PINGPONG_PLANES = ((64, 128), (64, 256), (128, 64), (128, 128)), ((128, 64), (128, 128))
 HALOS, SPLIT_HALOS = ((64, 224), (128, 128)), ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
@@ -677,7 +677,7 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
-    how = config.SPLIT, config.loader, config.schedule
+    how = config.SPLIT, config.loader
     return (*how, config.BLOCK_N) if config.splits_images else how
 
 
@@ -811,7 +811,7 @@ LYING = 1860.0, 1.18, 1.2
 PIXEL_CYCLES = {128: 3.2, 64: 2.5, 32: 3.0, 16: 3.0}
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
-PINGPONG_PRODUCT, PINGPONG_STORE = 1.08, 0.54  # of a tile's products and stores, where consumers take tiles by turns
+PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
@@ -825,6 +825,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
         if tile.splits_images and products(problem) == 1:  # which does not take as long as its loads
             continue
         if tile.takes_turns and problem.layout == "NHWC" and tile.BLOCK_N % 32:  # rows of channels by TMA: multiples of 32
+            continue
+        if tile.takes_turns and problem.has_residual and tile.BLOCK_N > 160:  # there are no registers for both
             continue
         depths = _DEPTHS[tile.loader, tile.schedule]
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
@@ -909,5 +911,5 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] |
     """
     timed = [(time(problem, config, device), config) for config in configs(problem, device)]
     best = fastest(timed)
-    usual = fastest(one for one in timed if (one[1].loader, one[1].schedule) == ("im2col", "cooperative"))
+    usual = fastest(one for one in timed if one[1].loader == "im2col")
     return usual if best and usual and usual[0] <= CLEARLY * best[0] else best
