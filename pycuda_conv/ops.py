@@ -97,7 +97,8 @@ def conv2d(
     precision : {"fp32", "tf32"}
         The arithmetic for float32 arrays. ``"fp32"`` is as accurate as fp32 units are, for all numbers; on tensor cores it takes three
         products. ``"tf32"`` permits products of 10-bit mantissas, as TF32 does: one product on tensor cores, and fp32
-        elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32.
+        elsewhere. Sums of float16 and bfloat16 arrays are always kept in float32. Filters of a hundred taps and more may be computed by
+        Fourier transforms on a GPU: then errors are relative to the norms of the filter and of the pixels that it meets.
     device : None, int or str
         Where host arrays are convolved: a GPU (0, ``"cuda:1"``) or ``"opencl"`` (also ``"cpu"``). The default is the first GPU, and
         OpenCL where there is none. Arrays on a GPU are convolved where they lie.

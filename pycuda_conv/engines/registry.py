@@ -11,6 +11,7 @@ from pycuda_conv.engines import (
     direct_gemm,
     dmma,
     few_channels,
+    fft,
     grouped_nhwc,
     grouped_nhwc_wgrad,
     implicit_gemm_sm80,
@@ -31,7 +32,7 @@ from pycuda_conv.runtime.base import Device
 
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
-    depthwise_nhwc, direct, patch_wgrad, direct_gemm, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, dense_nhwc_sm90,
+    depthwise_nhwc, fft, direct, patch_wgrad, direct_gemm, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, dense_nhwc_sm90,
     wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 

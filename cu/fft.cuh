@@ -1,0 +1,73 @@
+// fft.cuh: what the kernels of the FFT engine share: their arguments, complex numbers, where tiles lie.
+//
+//   y[i] = sum over m of v[i + base - m] * f[m]     f: the filter's taps, reversed for a forward convolution; v: an image, 0 outside
+//
+// A tile is TILE_H x TILE_W pixels of v, or, with LINEAR, TILE_H * TILE_W of a line. Its circular convolution with f is right for all
+// pixels but the first R - 1 rows and S - 1 columns: the tiles overlap by so much (overlap-save).
+//
+// A transform takes two tiles at once, a pair: one as the real part of complex numbers, the other as the imaginary one. The filter is real, so
+// both parts of the product's inverse transform are the tiles' results, and nothing has to be taken apart. The tiles of a channel are
+// numbered through all images, and every two neighbours are a pair.
+//
+// Frequencies stay in the order in which the forward transform leaves them, which is the order that the inverse one wants.
+#pragma once
+
+#if DTYPE == 64
+typedef double2 complex_t;
+#else
+typedef float2 complex_t;
+#endif
+#ifdef __OPENCL_VERSION__
+#define COMPLEX(re, im) ((complex_t)(re, im))
+#define TURN(angle, s, c) { s = sinpi(angle); c = cospi(angle); }
+#elif DTYPE == 64
+#define COMPLEX(re, im) make_double2(re, im)
+#define TURN(angle, s, c) sincospi(angle, &s, &c);
+#else
+#define COMPLEX(re, im) make_float2(re, im)
+#define TURN(angle, s, c) sincospif(angle, &s, &c);
+#endif
+
+typedef struct FftArguments {
+  // what is read, images or filters: elements from one to the next, and channels of a group; size of a plane, and the row and column where tile 0
+  // begins; elements from a plane's start to its first pixel, and from one row and column to the next: filters may be read backwards
+  long_t image_stride, group_stride, channel_stride, channels, by_channels;
+  long_t h, w, first_h, first_w, start, row_step, column_step;
+  long_t gain;  // an acc_t's bits: what is read is multiplied by it
+  // tiles of a plane, in rows of tiles_w; of all images; 2 where they are paired, 1 where each is alone; pairs of a channel;
+  // results of a tile in each direction, so that tiles begin so far apart
+  long_t tiles, by_tiles, tiles_w, by_tiles_w, all_tiles, at_once, pairs, by_pairs, used_h, used_w;
+  // fft_range.cu: parts of a tile, their size, and parts that lie in any window of the filter
+  long_t parts_w, by_parts_w, part_h, part_w, box_h, box_w;
+  // what is written: channels of images, of groups; results of a plane
+  long_t k, per_group, by_per_group, p, q;
+  // the filter: elements from one group, result channel and read channel to the next; taps; whether windows take the last one first
+  long_t f_group, f_written, f_read, r, s, flipped;
+  // acc_t from the start of a buffer: spectra that are read and written, flags of tiles, flags of filters
+  long_t read_at, written_at, flags_at, filter_flags_at;
+  long_t has_scale, has_bias, activation, slope;  // the epilogue; slope: an acc_t's bits
+} FftArguments;
+
+WITHIN_KERNEL complex_t times(complex_t a, complex_t b) { return COMPLEX(a.x * b.x - a.y * b.y, a.x * b.y + a.y * b.x); }
+WITHIN_KERNEL complex_t times_conjugate(complex_t a, complex_t b) { return COMPLEX(a.x * b.x + a.y * b.y, a.y * b.x - a.x * b.y); }
+
+// Where the tile of this number is.
+typedef struct Tile {
+  int image, row, column;  // its place among those of its plane, in tiles
+} Tile;
+WITHIN_KERNEL Tile tile_of(const FftArguments* arg, int number) {
+  Tile tile;
+  tile.image = divided(number, arg->by_tiles);
+  const int in_plane = number - tile.image * (int)arg->tiles;
+  tile.row = divided(in_plane, arg->by_tiles_w);
+  tile.column = in_plane - tile.row * (int)arg->tiles_w;
+  return tile;
+}
+
+// An element of a plane that is read, 0 outside, and unless it is `wanted`. A value chosen, not a branch taken: several loads are under way at once.
+WITHIN_KERNEL acc_t element(const GLOBAL_MEM data_t* plane, const FftArguments* arg, int wanted, int row, int column) {
+  const int inside = wanted && (unsigned)row < (unsigned)arg->h && (unsigned)column < (unsigned)arg->w;
+  acc_t v = 0;
+  if (inside) v = LOAD(plane, (int)arg->start + row * (int)arg->row_step + column * (int)arg->column_step);
+  return v;
+}

@@ -1,0 +1,300 @@
+// fft_tiles.cu: transforms of pairs of tiles: forwards, backwards, or there and back again. fft.cuh says what a tile and a pair are.
+//
+//   FORWARD  spectrum[channel][pair] = transform of the two tiles of x, or of a filter alone, times `gain`
+//   BACKWARD  y = epilogue(inverse transform of spectrum[k][pair])
+//   WHOLE    y = epilogue(inverse transform of (transform of the tiles * spectrum of filter k)), where a group has one channel of x
+//
+// A tile that fft_range.cu has flagged, or one of a filter that it has flagged, counts as zeros, and its results are sums of products, one
+// after the other. They are slow, and they are what they would be without transforms.
+//
+// A transform of a tile is one of its columns, then one of its rows. With LINEAR the tile is one line, row after row, and numbers are turned by
+// their row and column in between, which makes it a transform of the line (Bailey 1990, the four-step method). A column of TILE_H = RADIX_H * REST_H
+// numbers takes two steps: RADIX_H numbers that are REST_H apart are transformed in registers, and turned; then REST_H neighbours. The inverse
+// transform takes the same steps backwards. Nothing is ever put in order: a place holds the frequency that comes to it.
+//
+// Mapping  block -> a pair of tiles of a channel. thread -> in each step some columns, or rows, of RADIX or REST numbers each. Neighbouring
+//          threads have neighbouring columns, and rows that are an odd number of numbers apart: no two need the same bank.
+// Memory   shared: the pair as complex numbers, a row TILE_W + 1 apart; the turns of a row and of a column. The first step takes its numbers from
+//          global memory, the last one brings them there.
+//
+// By hand: nvcc -cubin cu/fft_tiles.cu
+#include "portable.cuh"
+
+#ifndef TILE_H
+#define TILE_H 64
+#define TILE_W 64
+#define LINEAR 0
+#define THREADS 256
+#define MODE 2
+#define HAS_RESIDUAL 0
+#endif
+
+#include "fft.cuh"
+
+#define FORWARD 0
+#define BACKWARD 1
+#define WHOLE 2
+
+#define LONGEST (TILE_H > TILE_W ? TILE_H : TILE_W)
+#define RADIX_OF(size) ((size) >= 128 ? 16 : 8)
+#define RADIX_H RADIX_OF(TILE_H)
+#define RADIX_W RADIX_OF(TILE_W)
+#define REST_H (TILE_H / RADIX_H)
+#define REST_W (TILE_W / RADIX_W)
+#define PITCH (TILE_W + 1)
+#define FREQUENCIES (TILE_H * TILE_W)
+
+// cos and sin of pi * i / 8
+#define COS_8(i) ((acc_t)((i) == 1 ? 0.92387953251128675613 : (i) == 2 ? 0.70710678118654752440 : (i) == 3 ? 0.38268343236508977173 : \
+    (i) == 5 ? -0.38268343236508977173 : (i) == 6 ? -0.70710678118654752440 : -0.92387953251128675613))
+#define SIN_8(i) COS_8((i) < 4 ? 4 - (i) : (i) - 4)
+
+// v turned by -pi * i / 8, i from 0 to 7, a constant
+WITHIN_KERNEL complex_t turned(complex_t v, const int i) {
+  if (i == 0) return v;
+  if (i == 4) return COMPLEX(v.y, -v.x);
+  return times_conjugate(v, COMPLEX(COS_8(i), SIN_8(i)));
+}
+WITHIN_KERNEL complex_t turned_back(complex_t v, const int i) {
+  if (i == 0) return v;
+  if (i == 4) return COMPLEX(-v.y, v.x);
+  return times(v, COMPLEX(COS_8(i), SIN_8(i)));
+}
+
+// The frequency that lies at place i of `count`, a power of 2.
+WITHIN_KERNEL int frequency_at(int i, const int count) {
+  int reversed = 0;
+#pragma unroll
+  for (int bit = 1; bit < count; bit *= 2) {
+    reversed = 2 * reversed + (i & 1);
+    i >>= 1;
+  }
+  return reversed;
+}
+
+// The transform of COUNT numbers in registers, and its inverse times COUNT.
+#define TRANSFORM(v, COUNT)                                                    \
+  _Pragma("unroll") for (int half_ = (COUNT) / 2; half_; half_ /= 2)           \
+    _Pragma("unroll") for (int i_ = 0; i_ < (COUNT) / 2; ++i_) {               \
+      const int in_ = i_ & (half_ - 1), at_ = 2 * i_ - in_;                    \
+      const complex_t a_ = v[at_], b_ = v[at_ + half_];                        \
+      v[at_] = COMPLEX(a_.x + b_.x, a_.y + b_.y);                              \
+      v[at_ + half_] = turned(COMPLEX(a_.x - b_.x, a_.y - b_.y), in_ * (8 / half_)); \
+    }
+#define TRANSFORM_BACK(v, COUNT)                                               \
+  _Pragma("unroll") for (int half_ = 1; half_ < (COUNT); half_ *= 2)           \
+    _Pragma("unroll") for (int i_ = 0; i_ < (COUNT) / 2; ++i_) {               \
+      const int in_ = i_ & (half_ - 1), at_ = 2 * i_ - in_;                    \
+      const complex_t a_ = v[at_], b_ = turned_back(v[at_ + half_], in_ * (8 / half_)); \
+      v[at_] = COMPLEX(a_.x + b_.x, a_.y + b_.y);                              \
+      v[at_ + half_] = COMPLEX(a_.x - b_.x, a_.y - b_.y);                      \
+    }
+#define EACH(count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
+#define SMALLER(a, b) ((a) < (b) ? (a) : (b))
+#define RESIDUAL_AT(there, at) (HAS_RESIDUAL && (there) ? LOAD(residual, at) : 0)
+#define ALL(number) for (int at = LID_0; at < (number); at += THREADS)
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                                                const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                                                const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* y, const GLOBAL_MEM acc_t* spectra,
+                                                GLOBAL_MEM acc_t* written, const GLOBAL_MEM acc_t* flags, const GLOBAL_MEM acc_t* filter_flags,
+                                                const FftArguments arg) {
+  AFTER_LAST_LAUNCH
+#ifdef __OPENCL_VERSION__
+  LOCAL_MEM complex_t z[TILE_H * PITCH];
+#else
+  extern __shared__ complex_t z[];
+#endif
+  LOCAL_MEM complex_t turns[LONGEST];  // e^(-2 pi i at / LONGEST)
+#define TURN_H(at) turns[(at) * (LONGEST / TILE_H)]
+#define TURN_W(at) turns[(at) * (LONGEST / TILE_W)]
+  ALL(LONGEST) {
+    acc_t s, c;
+    TURN(at * ((acc_t)2 / LONGEST), s, c)
+    turns[at] = COMPLEX(c, -s);
+  }
+  const int channel = divided((int)GID_0, arg.by_pairs), pair = (int)GID_0 - channel * (int)arg.pairs;
+#if MODE == FORWARD
+  const int group = divided(channel, arg.by_channels), c = channel - group * (int)arg.channels;
+#else
+  const int group = divided(channel, arg.by_per_group), c = 0;
+#endif
+  const int number0 = (int)arg.at_once * pair, alone = arg.at_once == 1 || number0 + 1 == (int)arg.all_tiles, number1 = alone ? number0 : number0 + 1;
+  const Tile tile0 = tile_of(&arg, number0), tile1 = tile_of(&arg, number1);
+  const GLOBAL_MEM data_t* plane = x + (group * (index_t)arg.group_stride + c * (index_t)arg.channel_stride);
+  const GLOBAL_MEM data_t *from0 = plane + tile0.image * (index_t)arg.image_stride, *from1 = plane + tile1.image * (index_t)arg.image_stride;
+  // whether they are computed by a transform
+  const GLOBAL_MEM acc_t* flag = flags + (arg.flags_at + group * (index_t)arg.all_tiles);
+  const int fits0 = flag[number0] == 0, fits1 = !alone && flag[number1] == 0;
+  local_barrier();
+
+#if MODE != BACKWARD
+  {  // columns, from global memory
+    const acc_t gain = BITS_TO_ACC(arg.gain);
+    const int row0 = (int)(arg.first_h + tile0.row * arg.used_h), column0 = (int)(arg.first_w + tile0.column * arg.used_w);
+    const int row1 = (int)(arg.first_h + tile1.row * arg.used_h), column1 = (int)(arg.first_w + tile1.column * arg.used_w);
+    ALL(REST_H * TILE_W) {
+      const int j = at / TILE_W, column = at % TILE_W;
+      complex_t v[RADIX_H];
+      EACH(RADIX_H) {
+        const int row = j + i * REST_H;
+#if LINEAR
+        const acc_t re = element(from0, &arg, fits0, row0, column0 + row * TILE_W + column);
+        const acc_t im = element(from1, &arg, fits1, row1, column1 + row * TILE_W + column);
+#else
+        const acc_t re = element(from0, &arg, fits0, row0 + row, column0 + column);
+        const acc_t im = element(from1, &arg, fits1, row1 + row, column1 + column);
+#endif
+        v[i] = COMPLEX(re * gain, im * gain);
+      }
+      TRANSFORM(v, RADIX_H)
+      EACH(RADIX_H) z[(j + i * REST_H) * PITCH + column] = times(v[i], TURN_H(j * frequency_at(i, RADIX_H)));
+    }
+  }
+  local_barrier();
+  ALL(RADIX_H * TILE_W) {
+    const int j = at / TILE_W, column = at % TILE_W;
+    complex_t v[REST_H];
+    EACH(REST_H) v[i] = z[(j * REST_H + i) * PITCH + column];
+    TRANSFORM(v, REST_H)
+    EACH(REST_H) {
+#if LINEAR
+      acc_t s, c;
+      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((acc_t)2 / FREQUENCIES), s, c)
+      v[i] = times(v[i], COMPLEX(c, -s));
+#endif
+      z[(j * REST_H + i) * PITCH + column] = v[i];
+    }
+  }
+  local_barrier();
+  ALL(REST_W * TILE_H) {  // rows
+    const int j = at / TILE_H, row = at % TILE_H;
+    complex_t v[RADIX_W];
+    EACH(RADIX_W) v[i] = z[row * PITCH + j + i * REST_W];
+    TRANSFORM(v, RADIX_W)
+    EACH(RADIX_W) z[row * PITCH + j + i * REST_W] = times(v[i], TURN_W(j * frequency_at(i, RADIX_W)));
+  }
+  local_barrier();
+#endif
+
+  {  // where the spectrum is: at [column][row], as neighbouring threads have it
+#if MODE == FORWARD
+    GLOBAL_MEM complex_t* to = (GLOBAL_MEM complex_t*)(written + arg.written_at) + (long_t)GID_0 * FREQUENCIES;
+#elif MODE == BACKWARD
+    const GLOBAL_MEM complex_t* spectrum = (const GLOBAL_MEM complex_t*)(spectra + arg.read_at) + (long_t)GID_0 * FREQUENCIES;
+#else
+    const GLOBAL_MEM complex_t* spectrum = (const GLOBAL_MEM complex_t*)(spectra + arg.read_at) + (long_t)channel * FREQUENCIES;
+#endif
+    ALL(RADIX_W * TILE_H) {
+      const int j = at / TILE_H, row = at % TILE_H, first = j * REST_W * TILE_H + row;
+      complex_t v[REST_W];
+#if MODE != BACKWARD
+      EACH(REST_W) v[i] = z[row * PITCH + j * REST_W + i];
+      TRANSFORM(v, REST_W)
+#endif
+#if MODE == FORWARD
+      EACH(REST_W) to[first + i * TILE_H] = v[i];
+#else
+#if MODE == BACKWARD
+      EACH(REST_W) v[i] = spectrum[first + i * TILE_H];
+#else
+      EACH(REST_W) v[i] = times(v[i], spectrum[first + i * TILE_H]);
+#endif
+      TRANSFORM_BACK(v, REST_W)
+      EACH(REST_W) z[row * PITCH + j * REST_W + i] = v[i];
+#endif
+    }
+  }
+
+#if MODE != FORWARD
+  local_barrier();
+  ALL(REST_W * TILE_H) {
+    const int j = at / TILE_H, row = at % TILE_H;
+    complex_t v[RADIX_W];
+    EACH(RADIX_W) v[i] = times_conjugate(z[row * PITCH + j + i * REST_W], TURN_W(j * frequency_at(i, RADIX_W)));
+    TRANSFORM_BACK(v, RADIX_W)
+    EACH(RADIX_W) z[row * PITCH + j + i * REST_W] = v[i];
+  }
+  local_barrier();
+  ALL(RADIX_H * TILE_W) {
+    const int j = at / TILE_W, column = at % TILE_W;
+    complex_t v[REST_H];
+    EACH(REST_H) {
+      v[i] = z[(j * REST_H + i) * PITCH + column];
+#if LINEAR
+      acc_t s, c;
+      TURN((column * (frequency_at(j, RADIX_H) + RADIX_H * frequency_at(i, REST_H))) * ((acc_t)2 / FREQUENCIES), s, c)
+      v[i] = times(v[i], COMPLEX(c, s));
+#endif
+    }
+    TRANSFORM_BACK(v, REST_H)
+    EACH(REST_H) z[(j * REST_H + i) * PITCH + column] = v[i];
+  }
+  local_barrier();
+
+  EPILOGUE_FLAGS
+  const int p = (int)arg.p, q = (int)arg.q, used_h = (int)arg.used_h, used_w = (int)arg.used_w, r = (int)arg.r, s = (int)arg.s;
+  const int fits = filter_flags[arg.filter_flags_at + channel] == 0;
+  const acc_t factor = SCALE_OF(channel), summand = BIAS_OF(channel);
+  // planes of the result
+  const index_t result0 = (tile0.image * (index_t)arg.k + channel) * (p * q), result1 = (tile1.image * (index_t)arg.k + channel) * (p * q);
+  // rows and columns of results that a transform gives: none of a tile that is not its
+  const int rows0 = fits && fits0 ? SMALLER(used_h, p - tile0.row * used_h) : 0, columns0 = SMALLER(used_w, q - tile0.column * used_w);
+  const int rows1 = fits && fits1 ? SMALLER(used_h, p - tile1.row * used_h) : 0, columns1 = SMALLER(used_w, q - tile1.column * used_w);
+  const index_t corner0 = result0 + (tile0.row * used_h * q + tile0.column * used_w), corner1 = result1 + (tile1.row * used_h * q + tile1.column * used_w);
+  ALL(REST_H * TILE_W) {
+    const int j = at / TILE_W, column = at % TILE_W;
+    complex_t v[RADIX_H];
+    EACH(RADIX_H) v[i] = times_conjugate(z[(j + i * REST_H) * PITCH + column], TURN_H(j * frequency_at(i, RADIX_H)));
+    TRANSFORM_BACK(v, RADIX_H)
+    EACH(RADIX_H) {
+      // the result of the tile: the first right ones of a circular convolution are behind r - 1 rows and s - 1 columns
+#if LINEAR
+      const int h = 0, in_w = (j + i * REST_H) * TILE_W + column - (s - 1);
+#else
+      const int h = j + i * REST_H - (r - 1), in_w = column - (s - 1);
+#endif
+      const int stored0 = (unsigned)h < (unsigned)rows0 && (unsigned)in_w < (unsigned)columns0;
+      const int stored1 = (unsigned)h < (unsigned)rows1 && (unsigned)in_w < (unsigned)columns1;
+      const index_t at0 = corner0 + (h * q + in_w), at1 = corner1 + (h * q + in_w);
+      acc_t both[2] = {v[i].x, v[i].y};
+      FINISH(both[0], factor, summand, RESIDUAL_AT(stored0, at0))
+      FINISH(both[1], factor, summand, RESIDUAL_AT(stored1, at1))
+      ACTIVATE(both, 2)
+      if (stored0) STORE(y, at0, both[0]);
+      if (stored1) STORE(y, at1, both[1]);
+    }
+  }
+
+  for (int second = 0; second < 2; ++second) {  // what was flagged
+    if ((second && alone) || (fits && (second ? fits1 : fits0))) continue;
+    const Tile tile = second ? tile1 : tile0;
+    const int in_group = channel - group * (int)arg.per_group;
+    const GLOBAL_MEM data_t *from = second ? from1 : from0, *filter = w + (group * (index_t)arg.f_group + in_group * (index_t)arg.f_written);
+    const int row0 = tile.row * used_h, column0 = tile.column * used_w;
+    const int left_h = SMALLER(used_h, p - row0), left_w = SMALLER(used_w, q - column0);
+    ALL(left_h * left_w) {
+      const int row = row0 + at / left_w, column = column0 + at % left_w;
+      acc_t sum = 0;
+      for (int c = 0; c < (int)arg.channels; ++c) {
+        const GLOBAL_MEM data_t* image = from + c * (index_t)arg.channel_stride;
+        const GLOBAL_MEM data_t* taps = filter + c * (index_t)arg.f_read;
+        for (int i = 0; i < r; ++i) {
+          const int at_h = row + (int)arg.first_h + i;
+          if (at_h < 0 || at_h >= (int)arg.h) continue;
+          acc_t part = 0;
+          for (int l = 0; l < s; ++l) {
+            const int at_w = column + (int)arg.first_w + l, tap = i * s + l;
+            if (at_w >= 0 && at_w < (int)arg.w) part += LOAD(image, at_h * (int)arg.w + at_w) * LOAD(taps, arg.flipped ? r * s - 1 - tap : tap);
+          }
+          sum += part;
+        }
+      }
+      const index_t to = (second ? result1 : result0) + (row * q + column);
+      FINISH(sum, factor, summand, RESIDUAL_AT(1, to))
+      ACTIVATE(&sum, 1)
+      STORE(y, to, sum);
+    }
+  }
+#endif
+}

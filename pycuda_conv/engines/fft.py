@@ -1,0 +1,391 @@
+"""Large filters by Fourier transforms of tiles in shared memory: ``cu/fft_tiles.cu``, ``cu/fft_range.cu``, ``cu/fft_product.cu``.
+
+The error of a transform is relative to the norm of the pair of tiles that it takes at once, not to each product. A result's window is
+the pixels that it is computed from. A tile is transformed only if the pair's norm is at most :data:`RANGE` times that of any of its
+windows; other results are sums of products, one after the other. ``docs/design.md`` says what follows for the error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, bits, ceil, filter_strides, needs_64_bits
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    GRID_LIMIT,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Schedule,
+    finish,
+)
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+
+@dataclass(frozen=True)
+class Fft(Config):
+    """Pixels of a tile, of a line TILE_H * TILE_W: ``fft_tiles.cu``."""
+
+    TILE_H: int = 64
+    TILE_W: int = 64
+
+
+class FftArguments(NamedTuple):
+    """The struct of ``fft.cuh``, which says what its members are."""
+
+    image_stride: int
+    group_stride: int
+    channel_stride: int
+    channels: int
+    by_channels: int
+    h: int
+    w: int
+    first_h: int
+    first_w: int
+    start: int
+    row_step: int
+    column_step: int
+    gain: int
+    tiles: int
+    by_tiles: int
+    tiles_w: int
+    by_tiles_w: int
+    all_tiles: int
+    at_once: int
+    pairs: int
+    by_pairs: int
+    used_h: int
+    used_w: int
+    parts_w: int
+    by_parts_w: int
+    part_h: int
+    part_w: int
+    box_h: int
+    box_w: int
+    k: int
+    per_group: int
+    by_per_group: int
+    p: int
+    q: int
+    f_group: int
+    f_written: int
+    f_read: int
+    r: int
+    s: int
+    flipped: int
+    read_at: int
+    written_at: int
+    flags_at: int
+    filter_flags_at: int
+    has_scale: int
+    has_bias: int
+    activation: int
+    slope: int
+
+
+CONFIGS = (Fft,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = False
+#: Threads of a block, by its tile.
+TILES = {(64, 64): 256, (64, 128): 512, (128, 128): 512}
+FORWARD, BACKWARD, WHOLE = range(3)  # fft_tiles.cu's MODE
+#: fft_range.cu's PARTS: of a tile; in a plane they are in a square.
+PARTS, SIDE = 1024, 32
+#: fft_range.cu's: the norm of a pair of tiles is at most so many times that of any window in them, or the tile is not transformed.
+RANGE = 256
+#: fft_product.cu's: threads, and channels and pairs of tiles of each.
+THREADS, ROWS, COLUMNS = 128, 4, 4
+MOST_SHARED_BYTES = 227 << 10
+SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227}  # of a block
+OTHER_SHARED_KIB = 99
+MOST_WORKSPACE = 4 << 30
+#: Filters of fewer taps are left to other engines, unless a configuration is given.
+LEAST_TAPS = 100
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """None: the kernels run on every device."""
+    return None
+
+
+def _is_line(problem: ConvProblem) -> bool:
+    """Whether all sizes but those along the last axis are 1, so that a tile is a piece of a line."""
+    return problem.input_size[1] == problem.output_size[1] == problem.filter_size[1] == 1
+
+
+def _shared_bytes(problem: ConvProblem, config: Fft) -> int:
+    """Of a block of ``fft_tiles.cu``, the turns included."""
+    return (config.TILE_H * (config.TILE_W + 1) + max(config.TILE_H, config.TILE_W)) * 2 * accumulator_bytes(problem)
+
+
+def refusal(problem: ConvProblem, config: Fft) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    if (config.TILE_H, config.TILE_W) not in TILES:
+        return f"(TILE_H, TILE_W) must be one of {', '.join(map(str, TILES))}"
+    if max(problem.stride) > 1 or max(problem.dilation) > 1:
+        return "it takes filters without stride and dilation"
+    if problem.input_size[0] != 1 or problem.filter_size[0] != 1 or problem.output_size[0] != 1:
+        return "it takes at most two spatial axes"
+    if 0 in problem.result_shape or not problem.operand_channels:
+        return "there is nothing to transform"
+    if _shared_bytes(problem, config) > MOST_SHARED_BYTES:
+        return f"it needs {_shared_bytes(problem, config):,} bytes of shared memory; a block has {MOST_SHARED_BYTES:,}"
+    tiles = _Tiles.of(problem, config)
+    if min(tiles.used) < 1:
+        return f"a filter must fit in a tile: it has {problem.filter_size[1]} x {problem.filter_size[2]} taps"
+    if min(tiles.box) < 1:
+        return f"a filter must be larger: it must cover one of the parts of {tiles.part[0]} x {tiles.part[1]} pixels wherever it lies"
+    if _workspace_bytes(problem, tiles) > MOST_WORKSPACE:
+        return f"its spectra take {_workspace_bytes(problem, tiles):,} bytes; at most {MOST_WORKSPACE:,} are taken"
+    if _largest_grid(problem, tiles) > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """How a plane is cut into tiles; each pair of numbers is of rows and columns.
+
+    Attributes
+    ----------
+    used : (int, int)
+        Results of a tile.
+    count : (int, int)
+        Tiles of a plane.
+    pairs : int
+        Pairs of tiles of a channel, of all images; the last tile may be alone.
+    part, box : (int, int)
+        Pixels of a part of a tile, and parts that lie in any window.
+    frequencies : int
+        Of a tile.
+    """
+
+    used: tuple[int, int]
+    count: tuple[int, int]
+    pairs: int
+    part: tuple[int, int]
+    box: tuple[int, int]
+    frequencies: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: Fft) -> _Tiles:
+        """The tiles of `problem`."""
+        (_, r, s), (_, p, q), frequencies = problem.filter_size, problem.result_size, config.TILE_H * config.TILE_W
+        if _is_line(problem):
+            used, part = (1, frequencies - s + 1), (1, frequencies // PARTS)
+        else:
+            used, part = (config.TILE_H - r + 1, config.TILE_W - s + 1), (config.TILE_H // SIDE, config.TILE_W // SIDE)
+        box = ((r + 1) // part[0] - 1, (s + 1) // part[1] - 1)
+        count = ceil(p, max(used[0], 1)), ceil(q, max(used[1], 1))
+        return cls(used, count, ceil(problem.N * math.prod(count), 2), part, box, frequencies)
+
+
+def _dense(problem: ConvProblem) -> bool:
+    """Whether a result is a sum over several channels, so that spectra are kept and added up."""
+    return problem.operand_channels > problem.groups
+
+
+def _workspace_bytes(problem: ConvProblem, tiles: _Tiles) -> int:
+    """Of the spectra of filters, and of tiles where these are kept."""
+    spectra = (problem.operand_channels + problem.result_channels) * tiles.pairs if _dense(problem) else 0
+    return (spectra + _filters(problem)) * tiles.frequencies * 2 * accumulator_bytes(problem)
+
+
+def _largest_grid(problem: ConvProblem, tiles: _Tiles) -> int:
+    """Blocks of the largest launch."""
+    transforms = max(max(problem.operand_channels, problem.result_channels) * tiles.pairs, _filters(problem))
+    return max(transforms, _product_grid(problem, tiles))
+
+
+def _filters(problem: ConvProblem) -> int:
+    """Planes of the filter."""
+    return problem.K * (problem.C // problem.groups)
+
+
+def _product_grid(problem: ConvProblem, tiles: _Tiles) -> int:
+    rows, columns = ceil(problem.result_channels // problem.groups, ROWS), ceil(tiles.pairs, COLUMNS)
+    return columns * tiles.frequencies // THREADS * rows * problem.groups
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config` for `problem`.
+
+    On a GPU the filter's spectrum is its packed form. OpenCL's launches take whole buffers, so there it lies in the workspace.
+    """
+    most = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
+    if device.backend == "cuda" and _shared_bytes(problem, config) > most:
+        needed = _shared_bytes(problem, config)
+        raise ValueError(f"{config} can't run {problem}: it needs {needed:,} bytes of shared memory; a block has {most:,}")
+    tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
+    groups, written = problem.groups, problem.result_channels // problem.groups
+    spectrum, filters = 2 * tiles.frequencies * size, _filters(problem)
+    scratch = Arena(WORKSPACE)
+    packed = Arena(PACKED) if device.backend == "cuda" else scratch
+    (_, filter_spectra), (_, filter_flags) = packed.take(filters * spectrum), packed.take(groups * written * size)
+    (_, flags) = scratch.take(problem.N * groups * math.prod(tiles.count) * size)
+    kept = tiles.pairs if _dense(problem) else 0
+    (_, spectra), (_, sums) = (scratch.take(channels * kept * spectrum) for channels in (problem.operand_channels, problem.result_channels))
+
+    types = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem))}
+    tile = {"TILE_H": config.TILE_H, "TILE_W": config.TILE_W}
+    line, threads = {"LINEAR": int(_is_line(problem))}, TILES[config.TILE_H, config.TILE_W]
+    of_filter = _arguments(problem, tiles, True)._replace(
+        written_at=filter_spectra // size, flags_at=filter_flags // size, gain=bits(1 / tiles.frequencies, size),
+    )
+    of_image = _arguments(problem, tiles, False)._replace(
+        read_at=filter_spectra // size, flags_at=flags // size, filter_flags_at=filter_flags // size, gain=bits(1.0, size),
+    )
+
+    def ranges(told: FftArguments, x: int, into: int) -> KernelLaunch:
+        return KernelLaunch("fft_range", types, groups * told.pairs, PARTS, (x, into), (), arguments=told)
+
+    def tiled(mode: int, told: FftArguments, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
+        residual = {"HAS_RESIDUAL": int(problem.has_residual and mode != FORWARD)}
+        buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
+        return KernelLaunch(
+            "fft_tiles", types | tile | line | residual | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
+            shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,
+        )
+
+    prepare = [
+        [ranges(of_filter, WEIGHT, packed.buffer)],
+        [tiled(FORWARD, of_filter, filters, WEIGHT, packed.buffer, packed.buffer, packed.buffer)],
+    ]
+    checked = ranges(of_image, INPUT, WORKSPACE)
+    results = problem.result_channels * tiles.pairs
+    if _dense(problem):
+        there = of_image._replace(written_at=spectra // size)
+        product = of_image._replace(read_at=spectra // size, written_at=sums // size)
+        defines = types | {"FREQUENCIES": tiles.frequencies, "THREADS": THREADS, "ROWS": ROWS, "COLUMNS": COLUMNS}
+        buffers = WORKSPACE, packed.buffer, WORKSPACE
+        steps = [
+            [checked], [tiled(FORWARD, there, problem.operand_channels * tiles.pairs, INPUT, WORKSPACE, WORKSPACE, WORKSPACE)],
+            [KernelLaunch("fft_product", defines, _product_grid(problem, tiles), THREADS, buffers, (), arguments=product)],
+            [tiled(BACKWARD, of_image._replace(read_at=sums // size), results, INPUT, WORKSPACE, WORKSPACE, WORKSPACE)],
+        ]  # fmt: skip
+    else:
+        steps = [[checked], [tiled(WHOLE, of_image, results, INPUT, packed.buffer, WORKSPACE, WORKSPACE)]]
+    if packed is scratch:
+        return Schedule.plain([*prepare, *steps], scratch.used)
+    return Schedule(prepare, steps, [*prepare, *steps], scratch.used, packed.used)
+
+
+def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> FftArguments:
+    """Of launches that read the filter, or the image."""
+    (_, r, s), (_, p, q), (_, h, w) = problem.filter_size, problem.result_size, problem.operand_size
+    groups, read, written = problem.groups, problem.operand_channels // problem.groups, problem.result_channels // problem.groups
+    f_group, f_written, f_read = filter_strides(problem)
+    forward, (_, pad_h, pad_w) = problem.direction == "fprop", problem.padding_before
+    if of_filter:  # its "images" are those of a group's channels of the result
+        what = {
+            "image_stride": f_written, "group_stride": f_group, "channel_stride": f_read, "h": r, "w": s, "first_h": 0, "first_w": 0,
+            "start": r * s - 1 if forward else 0, "row_step": -s if forward else s, "column_step": -1 if forward else 1, "tiles": 1,
+            "tiles_w": 1, "all_tiles": written, "at_once": 1, "pairs": written, "box_h": 0, "box_w": 0,
+        }  # fmt: skip
+    else:
+        count = math.prod(tiles.count)
+        what = {
+            "image_stride": groups * read * h * w, "group_stride": read * h * w, "channel_stride": h * w, "h": h, "w": w,
+            "first_h": -pad_h if forward else pad_h - (r - 1), "first_w": -pad_w if forward else pad_w - (s - 1), "start": 0,
+            "row_step": w, "column_step": 1,
+            "tiles": count, "tiles_w": tiles.count[1], "all_tiles": problem.N * count, "at_once": 2, "pairs": tiles.pairs,
+            "box_h": tiles.box[0], "box_w": tiles.box[1],
+        }  # fmt: skip
+    return arguments(
+        FftArguments, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
+        parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], k=groups * written, per_group=written,
+        p=p, q=q, f_group=f_group, f_written=f_written, f_read=f_read, r=r, s=s, flipped=int(not forward),
+        read_at=0, written_at=0, flags_at=0, filter_flags_at=0, **finish(problem),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: Fft) -> Hashable:
+    """The filter's spectrum depends on the tile, and on whether it is one line."""
+    return (
+        Fft, config, problem.dtype, problem.direction, _is_line(problem), problem.K, problem.C // problem.groups, problem.groups,
+        problem.filter_size,
+    )  # fmt: skip
+
+
+def sum_order(problem: ConvProblem, config: Fft) -> Hashable:
+    """The tile."""
+    return config
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, a type, planes and lines, and what becomes of a transform."""
+    all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
+    product = {"FREQUENCIES": tuple(h * w for h, w in TILES), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
+    yield TextFamily("fft_range", all_types)
+    yield TextFamily("fft_product", all_types | product)
+    for (tile_h, tile_w), threads in TILES.items():
+        types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
+        tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
+        modes = {"LINEAR": FLAG, "MODE": (FORWARD, BACKWARD, WHOLE), "HAS_RESIDUAL": FLAG}
+        yield TextFamily("fft_tiles", tile | modes, lambda d: d["MODE"] != FORWARD or not d["HAS_RESIDUAL"])
+
+
+# ---- the choice
+
+#: Microseconds that a multiprocessor of an H200 should take for a pair of tiles, there and back, divided by numbers times log2 of them.
+STAGE = 1.3e-4
+#: MACs of a channel's filters a microsecond by plain cores, of 132 multiprocessors: what a transform has to beat.
+PLAIN_RATE = 12e6
+
+
+def time(problem: ConvProblem, config: Fft, device: Device) -> float:
+    """Microseconds that `config` should take: launches, transforms, and spectra that go through memory. Reasoned, not measured."""
+    tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
+    pair = tiles.frequencies * math.log2(tiles.frequencies) * STAGE * (size // 4) ** 2
+    read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
+    scale = 132 / device.multiprocessors
+    spectrum = 2 * tiles.frequencies * size
+
+    def transforms(count: float, share: float) -> float:
+        return max(share * pair, count * share * pair / device.multiprocessors)
+
+    us = 12 + transforms(_filters(problem), 0.5) + 2 * read * tiles.frequencies * problem.itemsize / 3e6 * scale
+    if not _dense(problem):
+        return us + transforms(written, 1.0)
+    channels = problem.operand_channels // problem.groups
+    product = written * channels * spectrum * (1 / COLUMNS + 1 / ROWS)
+    moved = 2 * (read + written) * spectrum
+    return us + 8 + transforms(read, 0.5) + transforms(written, 0.5) + (product / 5e6 + moved / 3.5e6) * scale
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
+    """The configurations worth comparing for `problem`: every tile that fits the device, for filters of many taps."""
+    if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
+        return
+    most = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
+    for tile in TILES:
+        config = Fft(*tile)
+        if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
+            yield config
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Fft] | None:
+    """The tile that should be the fastest, by rule where plain cores should take longer for a filter that sees one channel."""
+    found = min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
+    if found is None or _dense(problem):
+        return found
+    us, config = found
+    plain = problem.macs / PLAIN_RATE * 132 / device.multiprocessors
+    return (BY_RULE if us < plain else us), config

@@ -1,0 +1,378 @@
+"""Large filters by Fourier transforms of tiles: rounded integers, float64 references, the bound on errors, and what is computed without transforms."""
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import test_epilogue as epilogue
+from reference import DTYPES, TINY, assert_close, assert_exact, check, dgrad, fprop, reference, run
+
+import pycuda_conv as pc
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import fft, registry
+from pycuda_conv.engines.fft import RANGE, TILES, Fft, FftArguments
+from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime.target import Target
+
+H200 = Target("sm_90a")
+#: One tile and many, one pair and a tile alone, odd sizes, images that are smaller than the filter, groups, several filters a channel.
+CASES = [
+    fprop((3, 3, 70, 90), (3, 1, 15, 15), groups=3, padding=7), fprop((2, 6, 50, 41), (8, 3, 9, 11), groups=2, bias=False), fprop((1, 1, 40, 200), (1, 1, 31, 17), padding=(15, 3)),
+    dgrad((2, 4, 70, 90), (4, 1, 15, 17), groups=4, padding=(7, 3)), dgrad((1, 6, 33, 40), (6, 3, 9, 11), groups=2), fprop((2, 2, 10, 12), (6, 1, 21, 25), groups=2, padding=15),
+    fprop((5, 2, 9000), (3, 2, 501), padding=250), dgrad((1, 3, 5001), (3, 2, 150), padding=149), fprop((1, 300, 90), (1, 300, 80), padding=((30, 7),)), fprop((4, 130, 90), (4, 1, 63, 60), groups=4),
+]  # fmt: skip
+TILE_OF = dict(zip(CASES, [tile for _ in CASES for tile in TILES], strict=False))
+PLAIN = CASES[0]
+
+
+def config_of(case, dtype="float32") -> Fft:
+    """Another tile for each case; the largest does not hold float64."""
+    tile = TILE_OF[case]
+    return Fft(*((64, 128) if tile == (128, 128) and dtype == "float64" else tile))
+
+
+def norms(case, x, w) -> np.ndarray:
+    """Of the filter times the window of each result; a window that reaches over an edge counts as the nearest one that does not."""
+    options = {name: value for name, value in case.options.items() if name in ("padding", "groups")}
+    ones = np.ones(w.shape)
+    squares = reference(case.transposed, case.ndim, np.square(x, dtype=float), ones, **options)
+    inner = reference(case.transposed, case.ndim, np.ones(x.shape), ones, **options)
+    for axis in range(2, x.ndim):  # the nearest result whose window lies in the image
+        full = np.flatnonzero(inner.max(axis=tuple(i for i in range(x.ndim) if i != axis)) == inner.max())
+        squares = np.take(squares, np.clip(np.arange(squares.shape[axis]), full[0], full[-1]), axis)
+    groups, (k, c) = case.options.get("groups", 1), w.shape[:2]
+    of_filter = np.square(w, dtype=float).reshape(groups, k // groups, c, -1).sum(-1).sum(1 if case.transposed else 2).ravel()
+    return np.sqrt(squares) * np.sqrt(of_filter).reshape(-1, *(1,) * case.ndim)
+
+
+def bound(case, x, w, b, ref, config) -> np.ndarray:
+    """What the documentation says: of a transform, and of a sum of products, whichever computed a result."""
+    log = math.log2(config.TILE_H * config.TILE_W)
+    u = 2.0**-53 if x.dtype == np.float64 else 2.0**-24
+    return log * u * RANGE * norms(case, x, w) + case.bound(x, w, b, ref)
+
+
+def flags(case, x, config, device="opencl") -> np.ndarray:
+    """Of each tile of a group, whether it is computed without a transform."""
+    problem, on = case.problem(x.dtype.name), get_device(device)
+    schedule = engines.schedule(problem, config, on)
+    launch = [one for step in schedule.steps for one in step if one.kernel == "fft_range"][-1]
+    told, numbers = launch.arguments, "float64" if x.dtype == np.float64 else "float32"
+    workspace = np.full(schedule.workspace_bytes // np.dtype(numbers).itemsize, 7, numbers)
+    with on:
+        on.update_host_arrays(on.launcher(launch), (x, x, None), (np.zeros(1, numbers), workspace), 0)
+    found = workspace[told.flags_at : told.flags_at + problem.groups * told.all_tiles]
+    assert set(found) <= {0, 1}
+    return found.reshape(problem.groups, problem.N, -1)
+
+
+@cache
+def normals(case):
+    return case.normals("float32")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_integers_are_exact_once_they_are_rounded(device, case):
+    arrays = case.integers("float32")
+    got = run(Plan(case.problem(), device, config=config_of(case)), *arrays)
+    assert_exact(np.rint(got), case.reference(*arrays))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_random_data_of_every_type(device, case, dtype):
+    """Normal numbers meet the bound on sums of products, too; each run gives the same bits."""
+    config, arrays = config_of(case, dtype), case.normals(dtype)
+    plan = Plan(case.problem(dtype), device, config=config)
+    got = run(plan, *arrays)
+    check(case, got, *arrays, config)
+    assert np.array_equal(got, run(plan, *arrays))
+    ref = case.reference(*arrays)
+    if dtype == "float32":  # of float64 the reference is no better
+        assert np.linalg.norm(got - ref) / np.linalg.norm(ref) < 2.0**-22
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[3], CASES[6]], ids=str)
+def test_every_tile(device, case, tile):
+    arrays = normals(case)
+    got = run(Plan(case.problem(), device, config=Fft(*tile)), *arrays)
+    check(case, got, *arrays, tile)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_normal_numbers_are_transformed(case):
+    """Otherwise all tests of transforms would be tests of plain sums."""
+    x, _, _ = normals(case)
+    assert not flags(case, x, config_of(case)).any()
+
+
+@pytest.mark.parametrize("parts", epilogue.PARTS)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=str)
+def test_epilogue(device, case, parts):
+    """In results of transforms, and in those of plain sums."""
+    config = config_of(case)
+    plan = Plan(epilogue.finishing(case.problem(), parts), device, config=config)
+    given = epilogue.arrays(case, "float32", parts, integers=False)
+    given[0][0, :, :30] *= 1e-6  # some tiles are flagged
+    assert 0 < flags(case, given[0], config).mean() < 1
+    ref = epilogue.expected(case, parts, *given)
+    slack = 0 if given[3] is None else np.abs(given[3]).reshape(-1, 1, 1)
+    more = bound(case, *given[:3], case.reference(*given[:3]), config) * (1 + slack) * 4
+    assert_close(run(plan, *given), ref, epilogue.allowed(case, *given, ref, "") + more, plan)
+
+
+def test_a_residual_may_be_the_result_s_memory(device):
+    case, config = PLAIN, Fft()
+    problem = replace(case.problem(), has_residual=True)
+    x, w, b = case.normals("float32")
+    x[0, 0, :30] = 0
+    residual = np.random.default_rng(1).standard_normal(problem.result_shape).astype("f")
+    plan = Plan(problem, device, config=config)
+    expected = run(plan, x, w, b, residual=residual)
+    out = residual.copy()
+    assert np.array_equal(plan(x, w, b, residual=out, out=out), expected) and not plan.redoes
+
+
+# ---- numbers that a transform would spoil
+
+#: What becomes of normal numbers; tiles of 64x64 of a plane of 130x150.
+SPOILT = {
+    "a bright pixel": lambda x: x.__setitem__((0, 0, 77, 80), 1e9),
+    "a dark half": lambda x: x.__setitem__((..., slice(75)), x[..., :75] * 1e-9),
+    "zeros": lambda x: x.__setitem__((..., slice(75)), 0),
+    "steps": lambda x: x.__imul__((2.0 ** np.random.default_rng(5).integers(-30, 30, (130, 1))).astype("f")),
+    "a wide range": lambda x: x.__imul__((2.0 ** np.random.default_rng(6).uniform(-40, 40, x.shape)).astype("f")),
+    "tiny": lambda x: x.__imul__(np.float32(1e-30)),
+    "huge": lambda x: x.__imul__(np.float32(1e25)),
+    "images apart": lambda x: x.__imul__(np.array([1e-12, 1e12, 1], "f").reshape(3, 1, 1, 1)),
+}
+LARGE = fprop((3, 2, 130, 150), (2, 1, 15, 15), groups=2, padding=7)
+LARGE_LINE = fprop((3, 2, 20000), (2, 1, 301), groups=2, padding=150)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("kind", SPOILT)
+def test_the_documented_bound_is_held(device, kind, tile):
+    x, w, b = LARGE.normals("float32")
+    SPOILT[kind](x)
+    b[:] = 0
+    config = Fft(*tile)
+    if kind not in ("a wide range", "images apart"):  # whose windows all have something large; which share no pair, mostly
+        assert flags(LARGE, x, config).any()
+    ref = LARGE.reference(x, w, b)
+    assert_close(run(Plan(LARGE.problem(), device, config=config), x, w, b), ref, bound(LARGE, x, w, b, ref, config), kind)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_the_documented_bound_is_held_on_a_line(device, tile):
+    x, w, b = LARGE_LINE.normals("float32")
+    b[:] = 0
+    x[0, 0, 3000:6000] *= 1e-8
+    x[1, 1, 7000:] = 0
+    config = Fft(*tile)
+    found = flags(LARGE_LINE, x, config)
+    assert found[0, 0].any() and found[1, 1].any() and not found[0, 1].any() and not found[1, 0].any()
+    ref = LARGE_LINE.reference(x, w, b)
+    assert_close(run(Plan(LARGE_LINE.problem(), device, config=config), x, w, b), ref, bound(LARGE_LINE, x, w, b, ref, config))
+
+
+def test_a_transform_alone_would_not_hold_it(device, monkeypatch):
+    """The test above can fail: without the flags, what a bright pixel leaves far away is too much."""
+    x, w, b = LARGE.normals("float32")
+    SPOILT["a bright pixel"](x)
+    b[:] = 0
+    config, good = Fft(128, 128), Plan(LARGE.problem(), device, config=Fft(128, 128))
+    made = fft._arguments
+    monkeypatch.setattr(fft, "_arguments", lambda *all: made(*all)._replace(box_h=0))
+    bad = Plan(LARGE.problem(), device, config=config)
+    ref = LARGE.reference(x, w, b)
+    allowed = bound(LARGE, x, w, b, ref, config)
+    assert (np.abs(run(good, x, w, b) - ref) <= allowed).all() and not (np.abs(run(bad, x, w, b) - ref) <= allowed).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("case", [LARGE, CASES[1], CASES[4], LARGE_LINE], ids=str)
+def test_inf_and_nan_spoil_what_they_reach_and_nothing_else(device, case, value):
+    config = Fft(64, 64)
+    x, w, b = (None if a is None else a.copy() for a in normals(case))
+    clean = case.reference(x, w, b)
+    x[(0, 0, *(n // 2 for n in x.shape[2:]))] = value
+    got, ref = run(Plan(case.problem(), device, config=config), x, w, b), case.reference(x, w, b)
+    lost = ~np.isfinite(ref)
+    assert lost.any() and not lost.all()
+    assert np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
+    x[~np.isfinite(x)] = 0
+    assert (np.abs(got - clean)[~lost] <= bound(case, x, w, b, clean, config)[~lost]).all()
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan, 1e30, 1e-30])
+@pytest.mark.parametrize("case", [LARGE, CASES[1]], ids=str)
+def test_a_filter_that_does_not_fit_spoils_no_other(device, case, value):
+    x, w, b = (None if a is None else a.copy() for a in normals(case))
+    config = Fft(64, 64)
+    clean = case.reference(x, w, b)
+    w[1] = w[1] * value
+    got, ref = run(Plan(case.problem(), device, config=config), x, w, b), case.reference(x, w, b)
+    with np.errstate(invalid="ignore"):
+        assert np.array_equal(got[:, 1], ref[:, 1].astype("f"), equal_nan=True) if not np.isfinite(value) else (
+            np.abs(got - ref) <= case.bound(x, w, b, ref) + TINY["float32"]
+        )[:, 1].all()
+    others = [k for k in range(len(w)) if k != 1]
+    assert_close(got[:, others], clean[:, others], case.bound(*normals(case), clean)[:, others])
+
+
+def test_a_plane_of_zeros_is_zero_and_costs_nothing(device):
+    x, w, b = LARGE.normals("float32")
+    x[:, 1] = 0
+    assert not flags(LARGE, x, Fft(128, 128)).any()
+    got = run(Plan(LARGE.problem(), device, config=Fft(128, 128)), x, w, b)
+    assert (got[:, 1] == b[1]).all()
+
+
+# ---- the filter's spectrum, kept
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[4], CASES[6]], ids=str)
+def test_a_gpu_s_launches_with_a_packed_filter(case):
+    """What a GPU launches, on OpenCL: the filter's spectrum is made once, in a buffer of its own."""
+    on, config, problem = get_device("opencl"), config_of(case), case.problem()
+    schedule = engines.schedule(problem, config, H200)
+    x, w, b = normals(case)
+    y = np.full(problem.result_shape, np.nan, "f")
+    workspace, packed = (np.full(n // 4, np.nan, "f") for n in (schedule.workspace_bytes, schedule.filter_bytes))
+    nothing = np.zeros(1, "f")
+    with on:
+        on.update_host_arrays(on.schedule_launcher(schedule.prepare), (nothing, w, None), (nothing, nothing, packed, nothing, nothing), 0)
+        kept = packed.copy()
+        on.update_host_arrays(on.schedule_launcher(schedule.steps), (x, w, b), (y, workspace, packed, nothing, nothing), 0)
+    assert np.array_equal(kept, packed, equal_nan=True)
+    assert np.array_equal(y, run(Plan(problem, "opencl", config=config), x, w, b))
+    assert all(one.buffers[9] == Buffer.PACKED for step in schedule.steps for one in step if one.kernel == "fft_tiles")
+
+
+def test_filters_are_packed_alike_for_all_sizes_of_images():
+    one, other = (ConvProblem.forward(2, (n, 4, size, size), (4, 1, 15, 15), groups=4) for n, size in ((1, 99), (5, 300)))
+    assert fft.filter_key(one, Fft()) == fft.filter_key(other, Fft())
+    assert fft.filter_key(one, Fft()) != fft.filter_key(one, Fft(128, 128))
+    line = ConvProblem.forward(1, (1, 4, 999), (4, 1, 225), groups=4)
+    assert fft.filter_key(one, Fft()) != fft.filter_key(line, Fft())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[6]], ids=str)
+def test_a_kept_filter_and_a_captured_graph_on_a_gpu(case):
+    torch = pytest.importorskip("torch")
+    x, w, b = (None if a is None else torch.from_numpy(a).cuda() for a in normals(case))
+    plan = Plan(case.problem(), "cuda:0", config=config_of(case))
+    expected = plan(x, w, b)
+    check(case, expected.cpu().numpy(), *normals(case))
+    assert torch.equal(plan.bind(w, b)(x), expected)
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(expected)
+    with torch.cuda.graph(graph):
+        plan(x, w, b, out=out)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, expected)
+
+
+# ---- what runs, and what is chosen
+
+
+@pytest.mark.parametrize(
+    ("case", "config", "message"),
+    [
+        (PLAIN, Fft(32, 32), "must be one of"), (fprop((1, 1, 90, 90), (1, 1, 9, 9), stride=2), Fft(), "without stride"),
+        (fprop((1, 1, 90, 90), (1, 1, 9, 9), dilation=2), Fft(), "without stride and dilation"), (fprop((1, 1, 9, 9, 9), (1, 1, 9, 9, 9)), Fft(), "two spatial axes"),
+        (fprop((1, 1, 90, 90), (1, 1, 65, 9)), Fft(), "must fit in a tile"), (fprop((1, 1, 90, 90), (1, 1, 9, 2)), Fft(), "a filter must be larger"),
+        (fprop((0, 1, 90, 90), (1, 1, 9, 9)), Fft(), "nothing to transform"), (fprop((128, 256, 90, 90), (256, 256, 9, 9)), Fft(), "spectra take"),
+    ],
+)  # fmt: skip
+def test_refusals(case, config, message):
+    assert message in engines.refusal(case.problem(), config, H200)
+
+
+def test_other_refusals():
+    assert "shared memory" in engines.refusal(PLAIN.problem("float64"), Fft(128, 128), H200)
+    assert "layouts" in engines.refusal(PLAIN.problem(layout="NHWC"), Fft(), H200)
+    gradient = ConvProblem.gradient("weight", 2, (1, 1, 90, 90), (1, 1, 15, 15), (1, 1, 76, 76))
+    assert "layouts" in engines.refusal(gradient, Fft(), H200)
+    with pytest.raises(ValueError, match="shared memory"):  # of a smaller GPU
+        engines.schedule(PLAIN.problem(), Fft(128, 128), Target("sm_86"))
+    assert Fft(128, 128) not in fft.configs(PLAIN.problem(), Target("sm_86"))
+
+
+LAYERS = [((8, 64, 256, 256), 31, 64), ((1, 1, 4096, 4096), 31, 1), ((8, 16, 256, 256), 31, 1), ((2, 3, 1080, 1920), 63, 3)]
+
+
+@pytest.mark.parametrize(("x", "taps", "groups"), LAYERS)
+@pytest.mark.parametrize("direction", ["fprop", "dgrad"])
+def test_the_planner_takes_it_for_large_filters(x, taps, groups, direction):
+    make = ConvProblem.forward if direction == "fprop" else ConvProblem.transposed
+    problem = make(2, x, (x[1], x[1] // groups, taps, taps), padding=taps // 2, groups=groups)
+    assert isinstance(engines.choose(problem, H200), Fft)
+    assert not isinstance(engines.choose(problem, get_device("opencl")), Fft)
+    assert sum(isinstance(config, Fft) for config in engines.candidates(problem, H200)) > 1
+
+
+@pytest.mark.parametrize("taps", [1, 3, 5, 7, 9])
+def test_the_planner_takes_others_for_small_filters(taps):
+    for x, groups in (((8, 64, 256, 256), 64), ((8, 64, 56, 56), 1), ((1, 1, 4096, 4096), 1)):
+        problem = ConvProblem.forward(2, x, (x[1], x[1] // groups, taps, taps), padding=taps // 2, groups=groups)
+        assert not any(isinstance(config, Fft) for config in engines.candidates(problem, H200))
+
+
+def test_a_long_line_is_chosen_for():
+    problem = ConvProblem.forward(1, (16, 1, 48000), (1, 1, 4001))
+    assert isinstance(engines.choose(problem, H200), Fft)
+    assert not isinstance(engines.choose(ConvProblem.forward(1, (16, 1, 48000), (1, 1, 31)), H200), Fft)
+
+
+def test_every_launch_is_on_the_closed_list_of_texts():
+    texts = registry.texts(H200)
+    for case in CASES:
+        for dtype in DTYPES:
+            for tile in TILES:
+                for residual in (False, True):
+                    problem = replace(case.problem(dtype), has_residual=residual)
+                    if engines.refusal(problem, Fft(*tile), H200) is None:
+                        for launch in (one for step in engines.schedule(problem, Fft(*tile), H200).whole for one in step):
+                            assert any(launch in family for family in texts), launch
+                            assert launch.source()
+
+
+def test_64_bit_offsets_are_exact(device, monkeypatch):
+    """What arrays of 2^31 elements get, on arrays that fit a laptop."""
+    monkeypatch.setattr(fft, "needs_64_bits", lambda *_: True)
+    for case in (CASES[0], CASES[4]):
+        arrays = case.integers("float32")
+        plan = Plan(case.problem(), device, config=config_of(case))
+        assert plan.schedule.whole[0][0].defines["INDEX_64"] == 1
+        assert_exact(np.rint(run(plan, *arrays)), case.reference(*arrays))
+
+
+def test_public_functions_take_it(device):
+    """Through the calls that a user makes, with a configuration of the plan's."""
+    x, w, b = normals(PLAIN)
+    plan = Plan(PLAIN.problem(), device, config=Fft())
+    assert np.allclose(plan(x, w, b), pc.conv2d(x, w, b, padding=7, groups=3, device=device), atol=1e-4)
+    assert "fft_tiles.cu" in plan.explain()
+
+
+def test_parts_of_a_tile_lie_in_every_window():
+    """Whatever pixel a window begins at, so many whole parts follow."""
+    for tile in TILES:
+        for size in range(7, 65):
+            problem = ConvProblem.forward(2, (1, 1, 200, 200), (1, 1, size, size))
+            if engines.refusal(problem, Fft(*tile), H200) is None:
+                tiles = fft._Tiles.of(problem, Fft(*tile))
+                for part, box in zip(tiles.part, tiles.box, strict=True):
+                    whole = [(first + size) // part - -(-first // part) for first in range(part)]
+                    assert min(whole) == box >= 1
+
+
+def test_the_struct_is_the_kernel_s():
+    assert FftArguments._fields[0] == "image_stride" and len(FftArguments._fields) > 40
