@@ -111,8 +111,8 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
         pad, written = (0, taps // 2, taps // 2), (1, size, size)
         c, read = (k, written) if stride == 1 else (k // 2, (1, stride * size, stride * size))
         one = replace(
-            problem, N=more * problem.N, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written, stride=(1, stride, stride),
-            dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
+            problem, N=more * problem.N, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written,
+            stride=(1, stride, stride), dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
         )  # fmt: skip
         yield one
         if fused and stride == 1:

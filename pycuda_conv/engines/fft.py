@@ -330,7 +330,9 @@ def sum_order(problem: ConvProblem, config: Fft) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, a type, planes and lines, and what becomes of a transform."""
+    """A text for a tile, a type, planes and lines, and what becomes of a transform: on GPUs, where the planner may choose them."""
+    if device.backend != "cuda":
+        return
     all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     product = {"FREQUENCIES": tuple(h * w for h, w in TILES), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
     yield TextFamily("fft_range", all_types)
