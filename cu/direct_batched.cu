@@ -26,7 +26,6 @@
 #define THREADS 128
 #define BLOCK_K 8
 #define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -37,7 +36,7 @@ typedef struct BatchedArguments {
   long_t split, by_split, run, part_size;               // parts of the sum over channels, channels of each, elements of each
   long_t d, h, w, t, r, s;
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;        // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } BatchedArguments;
 
 #ifdef R

@@ -26,7 +26,6 @@
 #define THREADS 128
 #define BLOCK_C 8
 #define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -41,7 +40,7 @@ typedef struct DgradArguments {
   long_t every_d, every_h, every_w;                     // taps from one that a pixel meets to the next: stride / gcd(stride, dil)
   long_t back_d, back_h, back_w;                        // outputs between these: dil / gcd(stride, dil)
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;        // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } DgradArguments;
 
 #ifndef R

@@ -19,7 +19,6 @@
 #ifndef THREADS
 #define THREADS 128
 #define ROOM 384
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -28,7 +27,7 @@ typedef struct SingleArguments {
   long_t c, k, by_k, by_multiplier;             // channels of x and y
   long_t h, w, r, s, p, q, by_q;                // sizes of a plane of x, of the filter, and of a plane of y
   long_t stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;  // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } SingleArguments;
 
 #if !defined(LAYER)

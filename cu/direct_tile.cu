@@ -20,7 +20,6 @@
 #define TILE_Q 32
 #define ROWS 4
 #define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -30,7 +29,7 @@ typedef struct TileArguments {
   long_t h, w, p, q;                                // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
-  long_t has_scale, has_bias, activation, slope;    // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
 #ifdef R
@@ -119,7 +118,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
     const int p = tile_p + ty + i;
     if (p < p_end && q < q_end) {
       const index_t at = plane * (index_t)(p_end * q_end) + p * q_end + q;
-      const acc_t r = HAS_RESIDUAL ? LOAD(residual, at) : 0;
+      const acc_t r = RESIDUAL_AT(at);
       FINISH(sum[i], times, plus, r)
       ACTIVATE(sum + i, 1)
       STORE(y, at, sum[i]);

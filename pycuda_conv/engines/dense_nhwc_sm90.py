@@ -210,6 +210,7 @@ class DensePhase(NamedTuple):
     wide: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -285,7 +286,7 @@ def _product(
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, "HAS_RESIDUAL": int(problem.has_residual),
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
         "MOMENTS": int(parts is not None),
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT, *(() if parts is None else (parts,)))
@@ -359,7 +360,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             stages = {_most_stages(rows, columns, cluster, either) for either in (True, bool(mn_major))}
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": tuple(stages), "TYPE": tuple(ELEMENTS.values()),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "MOMENTS": FLAG,
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
@@ -370,7 +371,7 @@ def _made(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
         return False
     backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
-    return not (d["MOMENTS"] and (backward or d["HAS_RESIDUAL"] or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
+    return not (d["MOMENTS"] and (backward or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
 
 
 # ---- the choice

@@ -75,6 +75,7 @@ class DepthwiseArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -106,6 +107,7 @@ class DepthwiseStripsArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -339,7 +341,6 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
             return Schedule.plain([[launch]])
         return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
-    defines["HAS_RESIDUAL"] = int(problem.has_residual)
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     told: DepthwiseStripsArguments | DepthwiseArguments
@@ -421,13 +422,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a type, a vector and a tile; and one for each of a few common filters."""
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
-        tile = {"TILE_P": tuple(p for p, _ in TILES), "TILE_Q": (4,), "DGRAD": FLAG, "HAS_RESIDUAL": FLAG}
+        tile = {"TILE_P": tuple(p for p, _ in TILES), "TILE_Q": (4,), "DGRAD": FLAG}
         yield TextFamily("depthwise_nhwc", common | tile, _made)
         square = {"R": UNROLLED, "S": UNROLLED, "STRIDE": (1, 2)}
         yield TextFamily("depthwise_nhwc", common | tile | square, lambda d: d["R"] == d["S"] and _made(d))
         for size in UNROLLED:
             strips, of_filter = ({"V": _vectors(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
-            yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,), "HAS_RESIDUAL": FLAG})
+            yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,)})
             yield TextFamily("depthwise_nhwc_wgrad", common | of_filter | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
 
@@ -503,7 +504,7 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
     else:
         steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
     row = columns * (vector * (taps + parts * size + 3) + vector + STORED)
-    wide = size == 7 or problem.dtype == "float64" or problem.has_residual
+    wide = size == 7 or problem.dtype == "float64"
     blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
     return _Work(blocks, steps, START + steps * (read * (LOADED + unpacked) + 15) + rows * row)
 

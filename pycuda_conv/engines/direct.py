@@ -188,26 +188,26 @@ def _summed_pixels(problem: ConvProblem) -> int:
 
 SingleArguments = namedtuple(
     "SingleArguments",
-    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias activation slope",
+    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias has_residual activation slope",
 )
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias activation slope",
+    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias has_residual activation slope",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
     "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
     "split by_split run part_size "
     "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias activation slope",
+    "has_scale has_bias has_residual activation slope",
 )
 DgradArguments = namedtuple(
     "DgradArguments",
     "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
     "split by_split run part_size o p q t r s by_taps by_filters "
     "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias activation slope",
+    "has_scale has_bias has_residual activation slope",
 )
 WgradArguments = namedtuple(
     "WgradArguments",
@@ -246,8 +246,6 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
-    else:
-        defines["HAS_RESIDUAL"] = int(problem.has_residual and split == 1)
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), arguments=arguments, layer=layer)
     if split == 1:
         return Schedule.plain([[launch]])
@@ -388,7 +386,7 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, a type and a room of shared memory; and one for each of a few common filters."""
-    flags = {"INDEX_64": FLAG, "HAS_RESIDUAL": FLAG}
+    flags = {"INDEX_64": FLAG}
     for code, acc in ((64, 8), (32, 4), (16, 4), (17, 4)):
         common = {"DTYPE": (code,), **flags}
         rooms = {"ROOM": tuple(nbytes // acc for nbytes in ROOMS)}

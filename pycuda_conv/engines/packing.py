@@ -663,20 +663,17 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), "HAS_RESIDUAL": int(problem.has_residual and not split), "NHWC": int(nhwc),
+        "NHWC": int(nhwc),
         "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
     }
 
 
-#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their split sums.
+#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their split sums; those of float16 are written as tf32's.
 ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
     {
-        "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "SCALED": (scaled,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
-        "HAS_RESIDUAL": (0,) if out == FLOAT and not scaled else FLAG,
+        "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
     }
-    for count, bf16, out, scaled in (
-        (3, 0, FLOAT, 1), (1, 0, FLOAT, 1), (1, 0, HALF, 0), (1, 0, FLOAT, 0), (1, 1, BFLOAT, 0), (1, 1, FLOAT, 0),
-    )
+    for count, bf16, out in ((3, 0, FLOAT), (1, 0, FLOAT), (1, 0, HALF), (1, 1, BFLOAT), (1, 1, FLOAT))
 )  # fmt: skip
 
 
