@@ -9,7 +9,7 @@
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
-// Memory   shared: ROOM elements: the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
+// Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
 // By hand: nvcc -cubin cu/direct_tile.cu
@@ -19,7 +19,6 @@
 #define TILE_P 8
 #define TILE_Q 32
 #define ROWS 4
-#define ROOM 1536
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -69,7 +68,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
 
-  LOCAL_MEM acc_t tile[ROOM];
+  LOCAL_ROOM(tile);
   const int filter = HALO_H * HALO_W;  // where it starts in there
   const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
   const int plane = AXES < 2 ? row : divided(row, arg.by_tiles_p), tile_p = AXES < 2 ? 0 : (row - plane * (int)arg.tiles_p) * TILE_P;

@@ -83,11 +83,8 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
-#: Bytes of shared memory that kernels are compiled with: for filters of 3x3, of 5x5 and 3x3x3, and for others. The first two leave room
-#: for as many blocks as registers do.
-ROOMS = (6 << 10, 16 << 10, STATIC_SHARED_BYTES)
-#: Of them the largest with which common filters, 1x1 and 3x3 planes, are compiled.
-MOST_COMMON = {1: ROOMS[0], 3: ROOMS[1]}
+#: Bytes of shared memory up to which the loops over common filters, planes of 1x1 and 3x3, are unrolled.
+MOST_COMMON = {1: 6 << 10, 3: 16 << 10}
 #: Taps at once of filters that :func:`_square` does not know.
 WGRAD_TAPS = (1, 3, 4, 6, 9, 16)
 WGRAD_FILTERS = (1, 2, 4)
@@ -223,7 +220,8 @@ _SIZES = {
     WgradArguments: "slices total run d h w pixels r s",
 }  # fmt: skip
 
-Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, arguments, and constants that the layer may add
+#: Defines, arguments, constants that the layer may add, and how many sums of shared memory a block asks for.
+Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 
 def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str, int]:
@@ -236,7 +234,7 @@ def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str,
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
-    defines, arguments, layer = make(problem, config)
+    defines, arguments, layer, room = make(problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = _split(config)
     size = math.prod(problem.result_shape)
@@ -246,7 +244,10 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
-    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), arguments=arguments, layer=layer)
+    shared = room * accumulator_bytes(problem)
+    if room and device.backend != "cuda":
+        defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
+    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=arguments, layer=layer)
     if split == 1:
         return Schedule.plain([[launch]])
     return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
@@ -266,7 +267,7 @@ def _single(problem: ConvProblem, config: Single) -> Made:
         tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
         *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], **finish(problem),
     )
-    return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, _constants(problem, arguments, ROOM=r * s)
+    return {"THREADS": config.THREADS}, arguments, _constants(problem, arguments), r * s
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
@@ -279,11 +280,11 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
         h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), **finish(problem),
     )
     elements = r * s + halo_h * halo_w
-    layer = _constants(problem, arguments, ROOM=elements)
+    layer = _constants(problem, arguments)
     if r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
-        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W", "ROOM"
-        return asdict(config) | {name: layer[name] for name in names}, arguments, layer
-    return asdict(config) | {"ROOM": _room(problem, elements)}, arguments, layer
+        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
+        return asdict(config) | {name: layer[name] for name in names}, arguments, layer, elements
+    return asdict(config), arguments, layer, elements
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -297,9 +298,9 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
         *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = block_taps * config.BLOCK_K
-    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, elements)}
+    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
     common = {"R": r, "S": s} if r == s and elements * accumulator_bytes(problem) <= MOST_COMMON.get(r, -1) else {}
-    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
+    return defines | common, arguments, _constants(problem, arguments), elements
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
@@ -315,10 +316,10 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
         *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
-    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
+    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C}
     fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON[3]
     common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
-    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
+    return defines | common, arguments, _constants(problem, arguments), elements
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
@@ -344,7 +345,7 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
     )
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
-    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps)
+    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps), 0
 
 
 def _square(problem: ConvProblem) -> bool:
@@ -363,12 +364,6 @@ def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> tuple[i
     return split, divider(split), ceil(ceil(summed, block), split) * block, math.prod(problem.result_shape)
 
 
-def _room(problem: ConvProblem, elements: int) -> int:
-    """So many sums of shared memory, rounded up to one of few sizes: each is a text of its own."""
-    acc = accumulator_bytes(problem)
-    return next(nbytes for nbytes in ROOMS if nbytes >= elements * acc) // acc
-
-
 def filter_key(problem: ConvProblem, config: Config) -> None:
     """None: the kernels read the filter as it is."""
 
@@ -385,29 +380,28 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, a type and a room of shared memory; and one for each of a few common filters."""
-    flags = {"INDEX_64": FLAG}
-    for code, acc in ((64, 8), (32, 4), (16, 4), (17, 4)):
-        common = {"DTYPE": (code,), **flags}
-        rooms = {"ROOM": tuple(nbytes // acc for nbytes in ROOMS)}
-        yield TextFamily("direct_single", common | {"THREADS": (128,)} | rooms)
+    """A text for a tile and a type; and one for each of a few common filters."""
+    for code in DTYPE_CODES.values():
+        acc = 8 if code == 64 else 4
+        room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
+        common = {"DTYPE": (code,), "INDEX_64": FLAG}
+        yield TextFamily("direct_single", common | room | {"THREADS": (128,)})
         for tile in TILES:
-            of_tile = common | {name: (value,) for name, value in asdict(tile).items()}
-            yield TextFamily("direct_tile", of_tile | rooms)
+            of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
+            yield TextFamily("direct_tile", of_tile)
             for taps, stride in product((3, 5, 7), (1, 2)):
-                room = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
-                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1, "ROOM": room}
-                if room * acc <= STATIC_SHARED_BYTES:
+                elements = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
+                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1}
+                if elements * acc <= STATIC_SHARED_BYTES:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
-        batched = common | {"THREADS": (128,), "BLOCK_K": (1, 2, 4, 8)} | rooms
+        batched = common | room | {"THREADS": (128,), "BLOCK_K": (1, 2, 4, 8)}
         yield TextFamily("direct_batched", batched)
-        common_rooms = {r: {"ROOM": tuple(nbytes // acc for nbytes in ROOMS if nbytes <= most)} for r, most in MOST_COMMON.items()}
-        for r, some in common_rooms.items():
-            yield TextFamily("direct_batched", batched | some | {"R": (r,), "S": (r,)})
-        dgrad = common | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)} | rooms
+        for r in MOST_COMMON:
+            yield TextFamily("direct_batched", batched | {"R": (r,), "S": (r,)})
+        dgrad = common | room | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)}
         yield TextFamily("direct_dgrad", dgrad)
         unrolled = {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-        yield TextFamily("direct_dgrad", dgrad | common_rooms[3] | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
+        yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
         wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS}
         yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS}, _few_sums)
         yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2 and _few_sums(d))

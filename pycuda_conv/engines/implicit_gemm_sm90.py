@@ -696,9 +696,9 @@ def _seldom(defines: Mapping[str, int]) -> int:
     """How seldom a product with such defines is asked for, from 0 to 3: where it is seldom few tiles will do.
 
     One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, and one
-    for 16-bit arrays with their channels last, most of which another engine reads as they lie.
+    for one product of arrays with their channels last, most of which another engine reads as they lie.
     """
-    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and (defines["OUT"] != FLOAT or defines["BF16"]))
+    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
     return min(3, few + (scattered or defines["VEC"] == 1) + lying)
 
 
