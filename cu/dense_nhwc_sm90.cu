@@ -208,7 +208,7 @@ struct Four {
     };
     if (place < 0 || count <= 0) return;
     const long long at = place * shape.rows + first;
-    const bool has_residual = !MOMENTS && shape.has_residual;  // moments are of what nothing is added to
+    const bool has_residual = !MOMENTS && BLOCK_N < 256 && shape.has_residual;  // moments are of what nothing is added to; the widest tile has no registers
     Vector added = {}, out;
     float v[4];
     if (has_residual && shape.wide) added = *(const Vector*)(residual + at);

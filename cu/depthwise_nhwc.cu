@@ -20,6 +20,7 @@
 //          fills V * 2^lanes_c of each row.
 //
 // By hand: nvcc -cubin cu/depthwise_nhwc.cu
+#define TWO_AT_ONCE  // activations: four would spill
 #include "portable.cuh"
 
 #ifndef V

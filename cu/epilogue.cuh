@@ -2,7 +2,8 @@
 //
 // Scale and bias belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y
 // is what read that element of the residual, before. Which of them there are the launch's arguments, `arg`, say, or the layer's
-// constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds the product and the first summand together; the first is the bias, or without one the residual.
+// constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds
+// the product and the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
 #define EPILOGUE_FLAGS                                                                                            \

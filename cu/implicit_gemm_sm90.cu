@@ -798,7 +798,8 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
       const int at = 4 * (base / 8 + i) + 2 * half;
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        v[2 * half + e] = rows.finish[half].whole(shape, sum[at + e], (e ? scale.y : scale.x) * rows.scale_w[half], adds(shape) ? to_float(added[i][half][e]) : -0.f);
+        v[2 * half + e] =
+            rows.finish[half].whole(shape, sum[at + e], (e ? scale.y : scale.x) * rows.scale_w[half], adds(shape) ? to_float(added[i][half][e]) : -0.f);
     }
     activate(shape, v);
 #if OUT == 32

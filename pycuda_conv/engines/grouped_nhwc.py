@@ -21,7 +21,7 @@ from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides,
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 

@@ -51,11 +51,10 @@ __all__ = [
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.9% longer in the mean
 #: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were four times as many kernels.
 PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 128, 144, 192, 256)},
-    {128: (64, 96, 128, 192), 64: (64, 96, 128, 144, 256)},
+    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 144, 256)}, {128: (64, 96, 128, 192), 64: (64, 144, 256)},
     {128: (64, 128), 64: (64, 128, 256)}, {128: (64,), 64: (64, 256)},
 )  # fmt: skip
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
@@ -315,10 +314,13 @@ def _whole_rows(problem: ConvProblem, split: int) -> bool:
 
 
 def _arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
-    """:func:`arithmetic`; rows of channels that are not whole vectors are written as if they lay apart, for which there is a kernel."""
+    """:func:`arithmetic`; what has no whole vectors is written as if it lay apart, for which there is a kernel:
+    rows of channels, and planes where loads have few channels."""
     defines = arithmetic(problem, phase, split > 1)
-    whole = not (defines["NHWC"] and defines["DENSE"]) or _whole_rows(problem, split)
-    return defines if whole else defines | {"VEC": 1, "DENSE": 0}
+    if defines["NHWC"] and defines["DENSE"] and not _whole_rows(problem, split):
+        defines["VEC"] = 1
+    apart = defines["VEC"] == 1 and (defines["NHWC"] or _form(problem)[0].load < 64)
+    return defines | {"DENSE": 0} if apart else defines
 
 
 @lru_cache(maxsize=1024)
@@ -654,7 +656,8 @@ def _arguments(
         **by_axis("dilation_", walk.dilation), pixels=pixels, limb_images=1 if walk.flat else problem.N, rank=walk.rank,
         load_plane=pixels if walk.flat else plane, load_pq=pixels if walk.flat else size[1] * size[2],
         load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
+        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
+        scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
         halo_w=wide, halo_h=high, x_stages=_x_stages(problem, config), halo_bytes=_x_bytes(problem, config) // limbs(problem),
         groups=groups, x_channels=problem.operand_channels // groups, x_h=x_h, x_w=x_w, slack=slack(problem), **_raw(problem, config),
     )  # fmt: skip
@@ -721,7 +724,8 @@ def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    for tile, one in product(_tiles_of(0), ARITHMETICS):
+    tiles = dict.fromkeys(tile for seldom in range(len(PIXELS)) for tile in _tiles_of(seldom))
+    for tile, one in product(tiles, ARITHMETICS):
         consumer = _consumer_pixels(tile)
         own = one | _ORDINARY | {"ROWS": (tile.BLOCK_M,), "PIXELS": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
         for special in _SPECIAL[tile.loader]:
@@ -775,7 +779,9 @@ def _made(d: Mapping[str, int]) -> bool:
         return False
     if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_TURNED"]):
         return False
-    if d["W_TURNED"] and (three or not d["NHWC"] or d["KC"] != 64):
+    if d["W_TURNED"] and (three or not d["NHWC"] or d["KC"] != 64 or d["VEC"] == 1):
+        return False
+    if d["VEC"] == 1 and d["DENSE"] and d["KC"] < 64:
         return False
     if d["PINGPONG"]:
         return not three and d["ROWS"] == 128 and not (d["NHWC"] and d["PIXELS"] % 32)
