@@ -19,6 +19,9 @@ endif
 
 CLI := $(RUN) -m pycuda_conv
 
+# Tests start hundreds of processes. Where the environment forbids Python to keep what it compiled, each would compile all packages again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup launcher verify test lint bench docs wheel clean
 help:
 	@echo "make verify   compute every kind of convolution here and compare with a float64 reference"

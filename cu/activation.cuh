@@ -71,7 +71,7 @@ template <int count> static __device__ __noinline__ Numbers<count> call_beyond_r
 }
 template <int count> ACTIVATION_INLINE void activate_some(int kind, acc_t slope, acc_t* v) {
   if (__builtin_expect(kind > RELU, 0)) {
-#if HAS_RESIDUAL  // which has taken the registers
+#if HAS_RESIDUAL || defined(TWO_AT_ONCE)  // what else a kernel keeps has taken the registers
     constexpr int AT_ONCE = count % 2 == 0 ? 2 : 1;
 #else
     constexpr int AT_ONCE = count % 4 == 0 ? 4 : count % 2 == 0 ? 2 : 1;

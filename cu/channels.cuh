@@ -97,8 +97,8 @@ __device__ __forceinline__ Channels no_channels() {
   {                                                                                       \
     acc_t also[n][V];                                                                     \
     _Pragma("unroll") for (int j = 0; j < (n); ++j) {                                     \
-      _Pragma("unroll") for (int v = 0; v < V; ++v) also[j][v] = 0;                       \
-      if (HAS_RESIDUAL && (there)) LOAD_CHANNELS(also[j], residual, (at) + j * k_all)     \
+      _Pragma("unroll") for (int v = 0; v < V; ++v) also[j][v] = NOTHING;                 \
+      if (has_residual && (there)) LOAD_CHANNELS(also[j], residual, (at) + j * k_all)     \
       _Pragma("unroll") for (int v = 0; v < V; ++v) FINISH((sums)[j][v], times[v], plus[v], also[j][v]) \
       ACTIVATE((sums)[j], V)                                                              \
     }                                                                                     \

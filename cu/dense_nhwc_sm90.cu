@@ -31,7 +31,6 @@
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
 #define PHASES 1     // of a launch: 1, 2 or 4
-#define HAS_RESIDUAL 0
 #define MOMENTS 0    // of y's channels are written too
 #endif
 #define WGMMA_N BLOCK_N
@@ -64,7 +63,7 @@ constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats o
 constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
 static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
-static_assert(!MOMENTS || (CLUSTER == 1 && !HAS_RESIDUAL), "whole sums that nothing is added to");
+static_assert(!MOMENTS || (CLUSTER == 1), "whole sums that nothing is added to");
 static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the ring's place");
 
 // What the kernel is told of a phase. by_n is the divisor n, prepared (division.cuh).
@@ -84,7 +83,7 @@ struct DensePhase {
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first one, and from one to the next
   long long wide;                                             // whether four neighbouring channels of y are written at once
-  long long has_bias, has_scale, activation, slope;           // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 
 struct Shapes {
@@ -209,13 +208,14 @@ struct Four {
     };
     if (place < 0 || count <= 0) return;
     const long long at = place * shape.rows + first;
+    const bool has_residual = !MOMENTS && BLOCK_N < 256 && shape.has_residual;  // moments are of what nothing is added to; the widest tile has no registers
     Vector added = {}, out;
     float v[4];
-    if (HAS_RESIDUAL && shape.wide) added = *(const Vector*)(residual + at);
+    if (has_residual && shape.wide) added = *(const Vector*)(residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (HAS_RESIDUAL && !shape.wide && e < count) added.v[e] = residual[at + e];
-      v[e] = finish[e].whole(shape, sum[e], 1, to_float(added.v[e]));
+      if (has_residual && !shape.wide && e < count) added.v[e] = residual[at + e];
+      v[e] = finish[e].whole(shape, sum[e], 1, has_residual ? to_float(added.v[e]) : -0.f);
     }
     activate(shape, v);
 #pragma unroll

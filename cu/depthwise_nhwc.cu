@@ -20,6 +20,7 @@
 //          fills V * 2^lanes_c of each row.
 //
 // By hand: nvcc -cubin cu/depthwise_nhwc.cu
+#define TWO_AT_ONCE  // activations: four would spill
 #include "portable.cuh"
 
 #ifndef V
@@ -27,7 +28,6 @@
 #define TILE_P 4
 #define TILE_Q 4
 #define DGRAD 0
-#define HAS_RESIDUAL 0
 #define R 3
 #define S 3
 #define STRIDE 1
@@ -44,7 +44,7 @@ typedef struct DepthwiseArguments {
   long_t n, c, k, multiplier, by_multiplier;                                 // images, channels of x and y; y's of one of x
   long_t h, w, p, q;                                             // sizes of a plane of x and y
   long_t r, s, stride_h, by_stride_h, stride_w, by_stride_w, pad_h, pad_w, dil_h, dil_w, flip;
-  long_t has_scale, has_bias, activation, slope;                 // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;                 // the epilogue; slope: an acc_t's bits
 } DepthwiseArguments;
 
 #ifdef R

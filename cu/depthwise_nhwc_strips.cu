@@ -20,7 +20,6 @@
 
 #ifndef V
 #define V 4
-#define HAS_RESIDUAL 0
 #define R 3
 #define S 3
 #define STRIDE 1
@@ -34,7 +33,7 @@
 #define LIVE ((R - 1) / STRIDE + 1)
 #define AHEAD (DTYPE < 32 && R == 3 ? 2 : 1)                                // 16 bits want more loads under way, and have the registers
 #define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                              // steps after which all is where it was
-#define BLOCKS (R == 7 || DTYPE == 64 || HAS_RESIDUAL || INDEX_64 ? 3 : 4)  // of a multiprocessor at once
+#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 ? 3 : 4)  // of a multiprocessor at once
 
 // Of a step i, a multiple of STRIDE and m more: filter row r that meets the k-th row of sums, the last k, whether the first row is complete.
 #define NEWEST(m) ((R - 1 - (m)) / STRIDE)
@@ -48,7 +47,7 @@ typedef struct DepthwiseStripsArguments {
   long_t n, c, k, multiplier, by_multiplier;                                     // images, channels of x and y; y's of one of x
   long_t h, w, p, q;                                                             // sizes of a plane of x and y
   long_t pad_h, pad_w, flip;
-  long_t has_scale, has_bias, activation, slope;                                 // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;                                 // the epilogue; slope: an acc_t's bits
 } DepthwiseStripsArguments;
 
 // Row i of the strip's rows of x; what is outside the image or below the strip is zeros.

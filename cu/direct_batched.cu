@@ -15,7 +15,7 @@
 //          channels of one group, and one of `split` parts of the sum over channels; GID_0 = ((pixel tile * groups + g) * split + part)
 //          * k_tiles + k tile: the blocks that read the same pixels run side by side and meet in the L2 cache.
 //          thread -> one pixel times BLOCK_K channels: each x value it loads is used BLOCK_K times.
-// Memory   shared: ROOM elements, the weights of block_c channels, [block_c*t*r*s][BLOCK_K], so that a thread reads its BLOCK_K
+// Memory   shared (LOCAL_ROOM): the weights of block_c channels, [block_c*t*r*s][BLOCK_K], so that a thread reads its BLOCK_K
 //          weights of a tap as neighbours and a warp reads them as a broadcast. Registers: BLOCK_K sums.
 // Split    With split > 1 every part goes to a workspace [split][size of y] without the epilogue, and direct_reduce.cu adds them.
 //
@@ -25,8 +25,6 @@
 #ifndef THREADS
 #define THREADS 128
 #define BLOCK_K 8
-#define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -37,7 +35,7 @@ typedef struct BatchedArguments {
   long_t split, by_split, run, part_size;               // parts of the sum over channels, channels of each, elements of each
   long_t d, h, w, t, r, s;
   long_t stride_d, stride_h, stride_w, pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;        // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } BatchedArguments;
 
 #ifdef R
@@ -71,7 +69,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_batched(const GLOBAL_MEM data_t* RE
                            const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                            const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const BatchedArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t filter[ROOM];
+  LOCAL_ROOM(filter);
   const int groups = OF_LAYER(GROUPS, groups), cg = OF_LAYER(CG, cg), kg = OF_LAYER(KG, kg), k_tiles = OF_LAYER(K_TILES, k_tiles);
   const int d_end = AXES < 3 ? 1 : (int)arg.d, h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w;
   const int t_end = OF_LAYER(T, t), dil_d = OF_LAYER(DIL_D, dil_d), dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);

@@ -16,7 +16,7 @@
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.
 //          thread -> one pixel times BLOCK_C channels.
-// Memory   shared: ROOM elements, the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums.
+// Memory   shared (LOCAL_ROOM): the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums.
 // Split    With split > 1 every part goes to a workspace [split][size of x] without the epilogue, and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_dgrad.cu
@@ -25,8 +25,6 @@
 #ifndef THREADS
 #define THREADS 128
 #define BLOCK_C 8
-#define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -41,7 +39,7 @@ typedef struct DgradArguments {
   long_t every_d, every_h, every_w;                     // taps from one that a pixel meets to the next: stride / gcd(stride, dil)
   long_t back_d, back_h, back_w;                        // outputs between these: dil / gcd(stride, dil)
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;        // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;        // the epilogue; slope: an acc_t's bits
 } DgradArguments;
 
 #ifndef R
@@ -80,7 +78,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
                          const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
                          const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT x, const DgradArguments arg) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t filter[ROOM];
+  LOCAL_ROOM(filter);
   const int groups = OF_LAYER(GROUPS, groups), cg = OF_LAYER(CG, cg), kg = OF_LAYER(KG, kg), c_tiles = OF_LAYER(C_TILES, c_tiles);
   const int o_end = AXES < 3 ? 1 : (int)arg.o, p_end = AXES < 2 ? 1 : (int)arg.p, q_end = (int)arg.q, t_end = OF_LAYER(T, t);
   const int stride_d = OF_LAYER(STRIDE_D, stride_d), stride_h = OF_LAYER(STRIDE_H, stride_h), stride_w = OF_LAYER(STRIDE_W, stride_w);

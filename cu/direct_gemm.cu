@@ -50,7 +50,6 @@
 #define MIN_BLOCKS 1
 #define A_VEC 4
 #define B_VEC 1
-#define HAS_RESIDUAL 0
 #define GUARDED 0
 #endif
 
@@ -79,7 +78,7 @@ typedef struct GemmArguments {
   long_t w_base, w_g, w_m, w_c, w_t, w_r, w_s;
   long_t y_base, y_image, y_group, y_channel, y_d, y_h, y_w;
   long_t out_vec;                                  // whether four neighbouring pixels may be written at once
-  long_t has_scale, has_bias, activation, slope;   // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
   // where GUARDED:
   long_t n_blocks;                                 // tiles to look at
   long_t units, unit_group, unit_image;            // units there are; from one group and image to the next
@@ -245,7 +244,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
   __shared__ int row_flags[BLOCK_M];
   __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // of a result where x's scale is 1
-  const bool known = !(arg.has_scale || HAS_RESIDUAL || arg.activation);  // the sums can be told from the results
+  const bool known = !(arg.has_scale || arg.has_residual || arg.activation);  // the sums can be told from the results
   for (long_t block_ = GID_0; block_ < arg.n_blocks; block_ += gridDim.x) {
   const int block = (int)block_;
 #else
@@ -430,16 +429,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
         const bool mine = m < m_end;
 #endif
         if (j % 4 == 0 && four) {
-          acc_t r[4];
-#if HAS_RESIDUAL
-          if (mine) LOAD_VEC(r, residual, to)
-#endif
+          acc_t r[4] = {NOTHING, NOTHING, NOTHING, NOTHING};
+          if (has_residual && mine) LOAD_VEC(r, residual, to)
 #pragma unroll
           for (int v = 0; v < 4; ++v) FINISH(sum[i][j + v], times[i], plus[i], r[v])
           ACTIVATE(sum[i] + j, 4)
           if (mine) STORE_VEC(y, to, sum[i] + j)
         } else {
-          const acc_t r = HAS_RESIDUAL && mine ? LOAD(residual, to) : 0;
+          const acc_t r = mine ? RESIDUAL_AT(to) : NOTHING;
           FINISH(sum[i][j], times[i], plus[i], r)
           ACTIVATE(sum[i] + j, 1)
           if (mine) STORE_SUM(to, sum[i][j])

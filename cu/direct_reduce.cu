@@ -11,14 +11,13 @@
 
 #ifndef THREADS
 #define THREADS 256
-#define HAS_RESIDUAL 0
 #endif
 
 typedef struct ReduceArguments {
   long_t size, split, width, run;  // elements of y; parts; log2 of the elements of a block; parts of a lane, but for the last
   long_t plane, by_plane;          // neighbours of one channel in y; by_: as a prepared divisor, see division.cuh
   long_t channels, by_channels;    // of y
-  long_t has_scale, has_bias, activation, slope;  // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } ReduceArguments;
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias,

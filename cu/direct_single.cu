@@ -10,7 +10,7 @@
 // Sizes    They are arguments; with LAYER, all but those of images and what follows from these are constants.
 // Mapping  block -> THREADS consecutive pixels (p,q) of one plane; GID_0 = plane * tiles per plane + tile.
 //          thread -> one pixel; the threads of a warp write neighbours and, at stride 1, read neighbours.
-// Memory   shared: the r*s filter weights, in ROOM elements, read r*s times by every thread of the block; x comes from global memory
+// Memory   shared: the r*s filter weights (LOCAL_ROOM), read r*s times by every thread of the block; x comes from global memory
 //          and is reread up to r*s times through the caches: step 2 mends that.
 //
 // By hand: nvcc -cubin cu/direct_single.cu
@@ -18,8 +18,6 @@
 
 #ifndef THREADS
 #define THREADS 128
-#define ROOM 384
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -28,7 +26,7 @@ typedef struct SingleArguments {
   long_t c, k, by_k, by_multiplier;             // channels of x and y
   long_t h, w, r, s, p, q, by_q;                // sizes of a plane of x, of the filter, and of a plane of y
   long_t stride_h, stride_w, pad_h, pad_w, dil_h, dil_w;
-  long_t has_scale, has_bias, activation, slope;  // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } SingleArguments;
 
 #if !defined(LAYER)
@@ -47,7 +45,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_single(const GLOBAL_MEM data_t* RES
                           const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const SingleArguments arg) {
   AFTER_LAST_LAUNCH
   EPILOGUE_FLAGS
-  LOCAL_MEM acc_t filter[ROOM];
+  LOCAL_ROOM(filter);
   const int h_end = (int)arg.h, w_end = (int)arg.w, pixels = (int)(arg.p * arg.q);
   const int c_all = OF_LAYER(C, c), k_all = OF_LAYER(K, k), r_end = OF_LAYER(R, r), s_end = OF_LAYER(S, s), taps = r_end * s_end;
   const int dil_h = OF_LAYER(DIL_H, dil_h), dil_w = OF_LAYER(DIL_W, dil_w);

@@ -9,7 +9,7 @@
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.
-// Memory   shared: ROOM elements: the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
+// Memory   shared (LOCAL_ROOM): the filter, R*S, and the tile, HALO_H x HALO_W, where HALO_H = (TILE_P-1)*STRIDE_H + (R-1)*DIL_H + 1.
 //          All global loads of a block are issued before its one barrier: the kernel waits for memory once.
 //
 // By hand: nvcc -cubin cu/direct_tile.cu
@@ -19,8 +19,6 @@
 #define TILE_P 8
 #define TILE_Q 32
 #define ROWS 4
-#define ROOM 1536
-#define HAS_RESIDUAL 0
 #endif
 
 // A divisor's prepared form, see division.cuh, is called by_...
@@ -30,7 +28,7 @@ typedef struct TileArguments {
   long_t h, w, p, q;                                // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
-  long_t has_scale, has_bias, activation, slope;    // the epilogue; slope: an acc_t's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
 #ifdef R
@@ -70,7 +68,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
                         const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const TileArguments arg) {
   AFTER_LAST_LAUNCH
 
-  LOCAL_MEM acc_t tile[ROOM];
+  LOCAL_ROOM(tile);
   const int filter = HALO_H * HALO_W;  // where it starts in there
   const int row = divided((int)GID_0, arg.by_tiles_q), tile_q = ((int)GID_0 - row * (int)arg.tiles_q) * TILE_Q;
   const int plane = AXES < 2 ? row : divided(row, arg.by_tiles_p), tile_p = AXES < 2 ? 0 : (row - plane * (int)arg.tiles_p) * TILE_P;
@@ -119,7 +117,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
     const int p = tile_p + ty + i;
     if (p < p_end && q < q_end) {
       const index_t at = plane * (index_t)(p_end * q_end) + p * q_end + q;
-      const acc_t r = HAS_RESIDUAL ? LOAD(residual, at) : 0;
+      const acc_t r = RESIDUAL_AT(at);
       FINISH(sum[i], times, plus, r)
       ACTIVATE(sum + i, 1)
       STORE(y, at, sum[i]);

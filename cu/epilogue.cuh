@@ -1,30 +1,31 @@
 // epilogue.cuh: what becomes of a sum on its way to y, in the sum's own type: activation(sum * scale[k] + bias[k] + residual).
 //
 // Scale and bias belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y
-// is what read that element of the residual, before. Whether there is a residual is known to the compiler, HAS_RESIDUAL; of the others
-// the launch's arguments, `arg`, say it, or the layer's constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change
-// no bit. CUDA's compiler rounds the product and the first summand together; the first is the bias, or without one the residual.
+// is what read that element of the residual, before. Which of them there are the launch's arguments, `arg`, say, or the layer's
+// constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds
+// the product and the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
 #define EPILOGUE_FLAGS                                                                                            \
-  const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias); \
-  const int activation = OF_LAYER(ACTIVATION, activation);                                                        \
+  const int has_scale = OF_LAYER(HAS_SCALE, has_scale), has_bias = OF_LAYER(HAS_BIAS, has_bias);                  \
+  const int has_residual = OF_LAYER(HAS_RESIDUAL, has_residual), activation = OF_LAYER(ACTIVATION, activation);   \
   const acc_t slope = BITS_TO_ACC(arg.slope);
 #define NOTHING ((acc_t)-0.0f)
 #define SCALE_OF(channel) (has_scale ? LOAD(scale, channel) : (acc_t)1)
 #define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)
+#define RESIDUAL_AT(at) (has_residual ? LOAD(residual, at) : NOTHING)
 // all but the activation
-#define FINISH(v, scale_, bias_, residual_)                       \
-  {                                                               \
-    (v) *= (scale_);                                              \
-    (v) += HAS_RESIDUAL && !has_bias ? (residual_) : (bias_);     \
-    (v) += HAS_RESIDUAL && has_bias ? (residual_) : NOTHING;      \
+#define FINISH(v, scale_, bias_, residual_)   \
+  {                                           \
+    (v) *= (scale_);                          \
+    (v) += has_bias ? (bias_) : (residual_);  \
+    (v) += has_bias ? (residual_) : NOTHING;  \
   }
 // the activation of v[0], ... v[count - 1], which are finished but for that
 #define ACTIVATE(v, count) ACTIVATE_SOME(activation, slope, v, count)
-#define FINISH_AT(v, channel, at)                                           \
-  {                                                                         \
-    const acc_t residual_ = HAS_RESIDUAL ? LOAD(residual, at) : 0;          \
-    FINISH(v, SCALE_OF(channel), BIAS_OF(channel), residual_)               \
-    ACTIVATE(&(v), 1)                                                       \
+#define FINISH_AT(v, channel, at)                             \
+  {                                                           \
+    const acc_t residual_ = RESIDUAL_AT(at);                  \
+    FINISH(v, SCALE_OF(channel), BIAS_OF(channel), residual_) \
+    ACTIVATE(&(v), 1)                                         \
   }

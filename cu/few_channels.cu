@@ -31,7 +31,6 @@
 #define ROWS 6           // of y, of a warp
 #define PIXEL_TILES 2    // sixteens of columns of x, of a warp
 #define WIDE_LOADS 1     // whether a lane's channels are neighbours in memory, and may be loaded at once
-#define HAS_RESIDUAL 0
 #endif
 #define MOMENTS 0
 #include "finish.cuh"
@@ -62,7 +61,7 @@ struct FewChannelsArguments {
   long long w_k, w_c, w_tap;                     // elements of the filter from one to the next
   long long x_image, x_row, x_pixel, x_channel, y_image, y_pixel, y_channel, channels_last;
   long long u_at, table_at;                      // bytes of shared memory before them
-  long long has_bias, has_scale, activation, slope;
+  long long has_bias, has_scale, has_residual, activation, slope;
 };
 
 // The taps along an axis that a row or a column of y meets: `first`, and every some more; the first one reads `at`.
@@ -373,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
       const int k = k0 + kk;
       const long long at = n * arg.y_image + k * arg.y_channel + (p * arg.q + q0 + q) * arg.y_pixel;
       const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};
-      v[0] = finish.whole(arg, v[0], 1, HAS_RESIDUAL ? to_float(residual[at]) : 0);
+      v[0] = finish.whole(arg, v[0], 1, arg.has_residual ? to_float(residual[at]) : -0.f);
       activate(arg, v);
       y[at] = from_float<data_t>(v[0]);
     }

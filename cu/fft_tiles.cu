@@ -26,7 +26,6 @@
 #define LINEAR 0
 #define THREADS 256
 #define MODE 2
-#define HAS_RESIDUAL 0
 #endif
 
 #include "fft.cuh"
@@ -91,7 +90,7 @@ WITHIN_KERNEL int frequency_at(int i, const int count) {
     }
 #define EACH(count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
 #define SMALLER(a, b) ((a) < (b) ? (a) : (b))
-#define RESIDUAL_AT(there, at) (HAS_RESIDUAL && (there) ? LOAD(residual, at) : 0)
+#define RESIDUAL_IF(there, at) ((there) ? RESIDUAL_AT(at) : NOTHING)
 #define ALL(number) for (int at = LID_0; at < (number); at += THREADS)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
@@ -258,8 +257,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
       const int stored1 = (unsigned)h < (unsigned)rows1 && (unsigned)in_w < (unsigned)columns1;
       const index_t at0 = corner0 + (h * q + in_w), at1 = corner1 + (h * q + in_w);
       acc_t both[2] = {v[i].x, v[i].y};
-      FINISH(both[0], factor, summand, RESIDUAL_AT(stored0, at0))
-      FINISH(both[1], factor, summand, RESIDUAL_AT(stored1, at1))
+      FINISH(both[0], factor, summand, RESIDUAL_IF(stored0, at0))
+      FINISH(both[1], factor, summand, RESIDUAL_IF(stored1, at1))
       ACTIVATE(both, 2)
       if (stored0) STORE(y, at0, both[0]);
       if (stored1) STORE(y, at1, both[1]);
@@ -291,7 +290,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
         }
       }
       const index_t to = (second ? result1 : result0) + (row * q + column);
-      FINISH(sum, factor, summand, RESIDUAL_AT(1, to))
+      FINISH(sum, factor, summand, RESIDUAL_AT(to))
       ACTIVATE(&sum, 1)
       STORE(y, to, sum);
     }

@@ -1,14 +1,14 @@
 // finish.cuh: epilogue.cuh for the kernels of the tensor cores, where bias, scale and activation are arguments: one text serves all of them.
 //
 // What there is not is neutral: a scale of 1, a bias of -0, which no sum feels, not even one of -0. The multiplications and additions
-// are named one by one, because the compiler may join a product and a sum to one rounding where it likes. HAS_RESIDUAL is a constant.
+// are named one by one, because the compiler may join a product and a sum to one rounding where it likes. A residual that there is not is -0, too.
 #pragma once
 #include "packed.cuh"
 
 typedef float acc_t;
 #include "activation.cuh"
 
-// Scale and bias of an output channel, or what is neutral. `arguments` has the members has_bias, has_scale, activation and slope.
+// Scale and bias of an output channel, or what is neutral. `arguments` has the members has_bias, has_scale, has_residual, activation and slope.
 struct ScaleAndBias {
   float scale, bias;
   ScaleAndBias() = default;
@@ -28,11 +28,10 @@ template <bool scaled> struct Finish {
   }
   // all: without a bias the residual takes its place
   template <class Arguments> DEVICE float whole(const Arguments& arguments, float sum, float factor, float residual) const {
-    if (!HAS_RESIDUAL) return shifted(arguments, sum, factor);
     Finish first = *this;
     if (!arguments.has_bias) first.of.bias = residual;
     const float v = first.shifted(arguments, sum, factor);
-    return arguments.has_bias ? v + residual : v;
+    return v + (arguments.has_bias ? residual : -0.f);
   }
 };
 

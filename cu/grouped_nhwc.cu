@@ -24,7 +24,6 @@
 #define TAPS_R 3        // taps along r that share a load, all of them; 1: any number, one after the other
 #define STRIDE_H 1      // with TAPS_R > 1; else the arguments say it
 #define PHASES 1        // parts of the result that a launch computes: 1 or 4
-#define HAS_RESIDUAL 0
 #endif
 #include "finish.cuh"
 #include "grouped.cuh"
@@ -57,7 +56,7 @@ struct GroupedPhase {
   long long k, p, q;                                       // y, and pixels of the phase
   long long out_size, out_base, out_h, out_w, next_row;    // pixels of an image of y, of the first one, and from one to the next; elements of out_h
   long long mixed;                                         // whether a unit's steps have channels of other groups
-  long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
 struct Phases {
@@ -206,10 +205,10 @@ struct Worker {
     const data_t* from = residual + at;
     data_t* to = y + at;
 #pragma unroll
-    for (int i = 0; HAS_RESIDUAL && i < ROWS; ++i, from += shape.next_row)
-      if (i < rows) added[i] = *(const Vector*)from;
+    for (int i = 0; i < ROWS; ++i, from += shape.next_row)
+      if (shape.has_residual && i < rows) added[i] = *(const Vector*)from;
 #pragma unroll
-    for (int i = 0; i < 4 * ROWS; ++i) v[i] = finish[i % 4].whole(shape, sums[i], 1, to_float(added[i / 4].v[i % 4]));
+    for (int i = 0; i < 4 * ROWS; ++i) v[i] = finish[i % 4].whole(shape, sums[i], 1, shape.has_residual ? to_float(added[i / 4].v[i % 4]) : -0.f);
     if (shape.activation) activate(shape, v);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += shape.next_row) {

@@ -31,8 +31,6 @@
 #define PRODUCTS 3   // 3 or 1
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
-#define SCALED 1     // there are scales
-#define HAS_RESIDUAL 0
 #define NHWC 0       // layout of y
 #define VEC 1        // elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
@@ -41,6 +39,7 @@
 #include "mma_sync.cuh"
 #include "truncation.cuh"
 
+constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
 constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
 constexpr int WARP_M = ROWS / WARPS_M, WARP_N = PIXELS / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
@@ -79,7 +78,8 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
+  long long scaled;                                        // whether there are scales: SCALED
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
 // ---- loads
@@ -232,14 +232,14 @@ DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0
         const int image = of_image.quotient, offset = plane_offset<DENSE>(shape, of_image.rest), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector, added;
-        if (HAS_RESIDUAL) added = *(const Vector*)(residual + at);
+        if (shape.has_residual) added = *(const Vector*)(residual + at);
         float v[VEC];
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
           const int channel = NHWC ? k + e : k;
           const Finish<SCALED> finish{ScaleAndBias(shape, scale, bias, channel)};
-          const float factor = SCALED ? scale_n[image] * scale_k[channel] : 1;
-          v[e] = finish.whole(shape, staging[down * PITCH + across + e], factor, HAS_RESIDUAL ? to_float(added.v[e]) : 0);
+          const float factor = SCALED && shape.scaled ? scale_n[image] * scale_k[channel] : 1;
+          v[e] = finish.whole(shape, staging[down * PITCH + across + e], factor, shape.has_residual ? to_float(added.v[e]) : -0.f);
         }
         activate(shape, v);
 #pragma unroll
@@ -308,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #if PRODUCTS == 3
         total = fmaf(sums.cross[i][j][e] + give_back_lost(total, lost), 0x1p-11f, total);
 #else
-        if (SCALED) total += give_back_lost(total, lost);
+        if (SCALED && shape.scaled) total += give_back_lost(total, lost);
 #endif
       }
   copies_wait<0>();

@@ -36,8 +36,8 @@
 //          unit_scales and unit_flags (pack.cu) are a patch's.
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
-//          FILTER_MAP: a 16-bit filter with its channels last is read as it lies, by tensor loads; no product was slower by them. That of
-//          the gradient of the input has its output channels last: FILTER_MAP = 2, rows of 64 of them, which wgmma takes turned.
+//          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies); no product was slower by them. That of the
+//          gradient of the input has its output channels last: W_TURNED, rows of 64 of them, which wgmma takes turned.
 // x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
@@ -49,7 +49,7 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
-//          that writes every out_h-th row and out_w-th column. A launch takes PHASES of them, by turns tile by tile. With a stride of 2
+//          that writes every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. With a stride of 2
 //          along w a block takes the same tile of two phases, of even and odd columns, one after the other (PAIRED): a thread has the
 //          neighbours in y at the same place of its sums. Those of the first phase are kept in shared memory, those of both turned to rows of y.
 //
@@ -62,8 +62,6 @@
 #define KC 64        // channels a load: 64, 32 or 16
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
-#define SCALED 1     // there are scales
-#define HAS_RESIDUAL 0
 #define NHWC 0       // layout of y
 #define TENSOR_STORE 0
 #define VEC 4        // else: elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
@@ -71,8 +69,8 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
-#define FILTER_MAP 0   // w as it lies: 1 channels of x last, 2 channels of y last
-#define PHASES 1     // of a launch: 1, 2 or 4
+#define W_TURNED 0   // w as it lies, with the channels of y last
+#define PHASES 1     // of a launch at the most: 1 or 4
 #define MOMENTS 0    // of y's channels are written too
 #define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
 #define RAW 0        // x is split here
@@ -83,7 +81,8 @@
 #else
 #define WGMMA_TURNED_B "0"
 #endif
-#if FILTER_MAP == 2
+#define WITH_MAP_W (PRODUCTS == 1 && (NHWC || POINTWISE || W_TURNED))  // 16-bit filters may be read as they lie
+#if W_TURNED
 #define WGMMA_TURNED_A "1"
 #else
 #define WGMMA_TURNED_A "0"
@@ -100,6 +99,7 @@
 #include "truncation.cuh"
 #include "wgmma.cuh"
 
+constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
@@ -107,7 +107,7 @@ constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging til
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
 constexpr int THREADS = 128 * (1 + CONSUMERS + RAW);
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
-static_assert(FILTER_MAP != 2 || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
+static_assert(!W_TURNED || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
 static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
 static_assert(!RAW || (HALO && ROWS == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
@@ -116,7 +116,7 @@ constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : 
 static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
-static_assert(PHASES == 1 || PHASES == 2 || PHASES == 4, "a block meets all phases");
+static_assert(PHASES == 1 || (PHASES == 4 && !HALO && !POINTWISE), "a block meets all phases");
 
 typedef element<OUT> out_t;
 
@@ -126,7 +126,7 @@ constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAI
 
 // What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
-  long long tiles;                                         // all
+  long long tiles, phase_bits;                             // all; the launch's phases are 2 to this power
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits; stages of the ring in one
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
@@ -134,6 +134,7 @@ struct GemmPhase {
   long long across, by_across;                             // of those, patches side by side: HALO
   long long blocks, channel_blocks, by_channel_blocks;     // blocks of KC along gemm k, and how many of them belong to one tap
   long long rows_group, rows;                              // output channels of a group, and of all
+  long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
   long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of KC channels of 64 rows
   long long channels_group, channels;                      // packed input channels of a group, and of all
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
@@ -149,7 +150,8 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long has_bias, has_scale, activation, slope;        // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
+  long long scaled;                                        // whether there are scales: SCALED
+  long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // HALO: pixels of x that the taps of a patch meet in a row, and rows;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
   long long groups, x_channels, x_h, x_w;                  // RAW: groups of x, their channels, and its size;
@@ -158,15 +160,22 @@ struct GemmPhase {
   long long raw_shift, raw_pitch, raw_channel;             // in shared memory: floats before those, of a row and of a channel
 };
 
+// Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
+constexpr bool MAY_ADD = !MOMENTS && !PAIRED && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
+DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && shape.has_residual; }
+DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled); }
+
 struct Shapes {
   GemmPhase of[PHASES];
 };
 struct Maps {
   CUtensorMap of[PHASES];
 };
-// Which phase tile number `tile` of the launch belongs to. The grid and PHASES (or the pairs of them) have no common factor, so a block
+// Tiles of all phases of the launch, and which phase tile number `tile` belongs to. The grid and the phases (or the pairs of them) have no common factor, so a block
 // meets all phases.
-DEVICE int phase_of(int tile) { return PHASES == 1 ? 0 : tile % PHASES; }
+DEVICE int phase_bits(const Shapes& shapes) { return PHASES == 1 ? 0 : (int)shapes.of[0].phase_bits; }
+DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles << phase_bits(shapes); }
+DEVICE int phase_of(const Shapes& shapes, int tile) { return tile & ((1 << phase_bits(shapes)) - 1); }
 DEVICE int first_tile() { return PAIRED ? 2 * blockIdx.x : blockIdx.x; }
 DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
@@ -440,16 +449,14 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
 #elif !POINTWISE
 template <int rank>
 DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
-#if FILTER_MAP
-  prefetch_map(map_w);
-#endif
+  if (WITH_MAP_W) prefetch_map(map_w);
 #pragma unroll
   for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps.of + phase);
   Position at;
-  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
-    const GemmPhase& shape = shapes.of[phase_of(tile)];
-    const CUtensorMap* const map_x = maps.of + phase_of(tile);
-    const Tile of(shape, tile / PHASES);
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
+    const CUtensorMap* const map_x = maps.of + phase_of(shapes, tile);
+    const Tile of(shape, tile >> phase_bits(shapes));
     const Range range(shape, of.split);
     const Divided plane(of.pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
     const Divided row(slice.rest, shape.load_q, shape.by_load_q);
@@ -480,20 +487,17 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
       for (int sub = 0; sub < SUB_TILES; ++sub) {
         // blocks past the end, to fill the last stage: the zeros at the end of w's, and of x what lies past the last channel
         const bool real = SUB_TILES == 1 || block < blocks;
-#if FILTER_MAP
-#pragma unroll
-        for (int rows = 0; rows < ROWS / 64; ++rows)
-#if FILTER_MAP == 2
-          load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * KC);
-#else
-          load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, tap,
-                   of.group * (int)shape.rows_group + of.m + 64 * rows);
-#endif
-#else
         const uint8_t* const from = w_tile + (real ? (long long)tap * channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
-        for (int rows = 0; rows < ROWS / 64; ++rows) load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
-#endif
+        for (int rows = 0; rows < ROWS / 64; ++rows)
+          if (W_TURNED) {
+            load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * KC);
+          } else if (WITH_MAP_W && shape.w_lies) {
+            load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, tap,
+                     of.group * (int)shape.rows_group + of.m + 64 * rows);
+          } else {
+            load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
+          }
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
@@ -524,13 +528,11 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
 #endif
 
 #if POINTWISE
-DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
+DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   const GemmPhase& shape = shapes.of[0];
   const CUtensorMap* const map_x = maps.of;
   prefetch_map(map_x);
-#if FILTER_MAP
   prefetch_map(map_w);
-#endif
   Position at;
   for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
     const Tile of(shape, tile);
@@ -544,11 +546,11 @@ DEVICE void produce(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w,
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int rows = 0; rows < ROWS / 64; ++rows)
-#if FILTER_MAP
-        load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
-#else
-        load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
-#endif
+        if (shape.w_lies) {
+          load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
+        } else {
+          load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
+        }
 #pragma unroll
       for (int block = 0; block < PIXELS / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
@@ -586,7 +588,7 @@ struct Rows {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int k = min(group * (int)shape.rows_group + m + (int)threadIdx.x % 128 / 32 * 16 + (int)threadIdx.x % 32 / 4 + 8 * half, (int)shape.rows - 1);
-      scale_w[half] = SCALED ? scale_k[k] : 1;
+      scale_w[half] = scaled(shape) ? scale_k[k] : 1;
       finish[half].of = ScaleAndBias(shape, scales, biases, k);
     }
   }
@@ -660,17 +662,17 @@ DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   for (int half = 0; half < 2; ++half) {
     const long long at = rows.at + first * wide + 8 * half * shape.out_row;
     const float factor = rows.scale_x * rows.scale_w[half];
-    [[maybe_unused]] Vector added[last - first];
-#if HAS_RESIDUAL
+    Vector added[last - first] = {};
+    if (adds(shape) && rows.real[half]) {
 #pragma unroll
-    for (int i = first; i < last; ++i) added[i - first] = rows.real[half] ? *(const Vector*)(residual + at + (i - first) * wide) : Vector();
-#endif
+      for (int i = first; i < last; ++i) added[i - first] = *(const Vector*)(residual + at + (i - first) * wide);
+    }
     float v[2 * (last - first)];
 #pragma unroll
     for (int i = first; i < last; ++i)
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        v[2 * (i - first) + e] = rows.finish[half].whole(shape, sum[4 * i + 2 * half + e], factor, to_float(added[i - first].v[e]));
+        v[2 * (i - first) + e] = rows.finish[half].whole(shape, sum[4 * i + 2 * half + e], factor, adds(shape) ? to_float(added[i - first].v[e]) : -0.f);
     activate(shape, v);
 #pragma unroll
     for (int i = first; i < last; ++i) {
@@ -699,7 +701,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
       v[2 * half] = rows.finish[half].shifted(shape, sum[at], scale.x * rows.scale_w[half]);
       v[2 * half + 1] = rows.finish[half].shifted(shape, sum[at + 1], scale.y * rows.scale_w[half]);
     }
-    if (!HAS_RESIDUAL) activate(shape, v);
+    if (!MAY_ADD) activate(shape, v);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = lane / 4 + 8 * half;
@@ -715,7 +717,7 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   constexpr int ACROSS = (NHWC ? 16 : CHUNK) / VEC, DOWN = NHWC ? CHUNK : 16, STEP = 32 / ACROSS;
   const int across = lane % ACROSS * VEC, down = lane / ACROSS, pixel0 = rows.pixel + base;
   const int m0 = rows.m + threadIdx.x % 128 / 32 * 16, k0 = rows.group * (int)shape.rows_group + m0;  // this warp's channels
-  if (!HAS_RESIDUAL) y += rows.split * shape.out_part;  // parts of a split sum meet none
+  y += rows.split * shape.out_part;
   struct alignas(VEC * sizeof(out_t)) Vector {
     out_t v[VEC];
   };
@@ -742,20 +744,18 @@ DEVICE void store_chunk(const float (&sum)[WGMMA_N / 2], const Rows& rows, const
   };
   // loads of the residual that are under way together, in the place of the sums that have gone to shared memory: more would spill
   constexpr int COUNT = DOWN / STEP, MOST = DENSE ? 8 : 4, BATCH = COUNT < MOST ? COUNT : MOST;
-  [[maybe_unused]] Vector added[BATCH];
+  Vector added[BATCH] = {};
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-#if HAS_RESIDUAL
-    if (i % BATCH == 0)
+    if (adds(shape) && i % BATCH == 0)
 #pragma unroll
       for (int j = i; j < i + BATCH; ++j) added[j - i] = down + j * STEP < last ? *(const Vector*)(residual + place(j)) : Vector();
-#endif
     const float* const from = staging + (down + i * STEP) * PITCH + across;
     float v[VEC];
     Vector out;
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) v[e] = HAS_RESIDUAL ? from[e] + to_float(added[i % BATCH].v[e]) : from[e];
-    if (HAS_RESIDUAL) activate(shape, v);
+    for (int e = 0; e < VEC; ++e) v[e] = MAY_ADD ? from[e] + (adds(shape) ? to_float(added[i % BATCH].v[e]) : -0.f) : from[e];
+    if (MAY_ADD) activate(shape, v);
 #pragma unroll
     for (int e = 0; e < VEC; ++e) out.v[e] = from_float<out_t>(v[e]);
     if (down + i * STEP < last) store_word(y + place(i), *(const word<Vector>*)&out);
@@ -772,19 +772,19 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
                                   const float* scales, const out_t* residual, const CUtensorMap* map_y) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   uint8_t* const tile = staging + base / CHUNK % 2 * (STAGING / 2);
-  [[maybe_unused]] out_t added[CHUNK / 8][2][2];
-#if HAS_RESIDUAL
+  out_t added[CHUNK / 8][2][2] = {};
   // a warp reads 8 neighbouring channels of 4 pixels at once, and the 8 next to them; all under way before anything is waited for
+  if (adds(shape)) {
 #pragma unroll
-  for (int i = 0; i < CHUNK / 8; ++i)
+    for (int i = 0; i < CHUNK / 8; ++i)
 #pragma unroll
-    for (int e = 0; e < 2; ++e)
+      for (int e = 0; e < 2; ++e)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int m = rows.m + 16 * warp + lane / 4 + 8 * half, pixel = rows.pixel + base + 8 * i + 2 * (lane % 4) + e;
-        added[i][half][e] = m < (int)shape.rows_group && pixel < rows.end ? residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m] : out_t();
-      }
-#endif
+        for (int half = 0; half < 2; ++half) {
+          const int m = rows.m + 16 * warp + lane / 4 + 8 * half, pixel = rows.pixel + base + 8 * i + 2 * (lane % 4) + e;
+          if (m < (int)shape.rows_group && pixel < rows.end) added[i][half][e] = residual[pixel * shape.rows + rows.group * (int)shape.rows_group + m];
+        }
+  }
   // the last chunk but one has left this tile; where a consumer's chunks are odd in number, the first tile's last user is the very last
   if (thread == 0) bulk_wait_read<base == 0 && WGMMA_N / CHUNK % 2 ? 0 : 1>();
   named_barrier(1 + consumer, 128);
@@ -796,8 +796,10 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int at = 4 * (base / 8 + i) + 2 * half;
-      v[2 * half] = rows.finish[half].whole(shape, sum[at], scale.x * rows.scale_w[half], to_float(added[i][half][0]));
-      v[2 * half + 1] = rows.finish[half].whole(shape, sum[at + 1], scale.y * rows.scale_w[half], to_float(added[i][half][1]));
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        v[2 * half + e] =
+            rows.finish[half].whole(shape, sum[at + e], (e ? scale.y : scale.x) * rows.scale_w[half], adds(shape) ? to_float(added[i][half][e]) : -0.f);
     }
     activate(shape, v);
 #if OUT == 32
@@ -904,7 +906,7 @@ DEVICE void look_up(const Rows& rows, const GemmPhase& shape, int consumer, floa
   named_barrier(1 + consumer, 128);  // the last tile's have been read
   for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
     const Divided of_image(min(rows.pixel + i, rows.end - 1), shape.plane, shape.by_plane);
-    if (SCALED) scales[i] = scale_n[of_image.quotient];
+    if (SCALED) scales[i] = scaled(shape) ? scale_n[of_image.quotient] : 1;
     if (PAIRED) places[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
   }
   named_barrier(1 + consumer, 128);
@@ -914,7 +916,7 @@ DEVICE void look_up(const Rows& rows, const GemmPhase& shape, int consumer, floa
 // ---- the multiplication
 
 // The descriptors of what a stage holds of w and x.
-DEVICE uint64_t w_descriptor(uint32_t place) { return FILTER_MAP == 2 ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
+DEVICE uint64_t w_descriptor(uint32_t place) { return W_TURNED ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
 DEVICE uint64_t x_descriptor(uint32_t place, [[maybe_unused]] int halo_w = 0) {
   return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? halo_w * SPAN : 8 * SPAN);
 }
@@ -924,7 +926,7 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / KC, inner = 2 * (k % KC);
-    wgmma(d, a + (FILTER_MAP == 2 ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+    wgmma(d, a + (W_TURNED ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 
@@ -935,9 +937,9 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
   float sum[2][WGMMA_N / 2];
   bool mine = consumer == 0;
   int parity = consumer == 0;  // the first turn comes without waiting
-  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile), mine = !mine) {
-    const GemmPhase& shape = shapes.of[phase_of(tile)];
-    const Tile of(shape, tile / PHASES);
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile), mine = !mine) {
+    const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
+    const Tile of(shape, tile >> phase_bits(shapes));
     const Range range(shape, of.split);
     if (!mine) {
       at.skip(range.last - range.first);
@@ -1040,7 +1042,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
-  Rows rows(shapes.of[phase_of(stored)], Tile(shapes.of[phase_of(stored)], stored / PHASES), consumer, scale_n, scale_k, scale, bias);
+  Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], stored >> phase_bits(shapes)), consumer, scale_n, scale_k, scale, bias);
   // the products of the stage that comes next; `fresh` begins new sums
   auto multiply_stage = [&](bool fresh) {
     arrived();
@@ -1063,11 +1065,11 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   auto store = [&] { for_all<PARTS>(store_part); };
 #else
-  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(stored)], stored, consumer, staging, scales, places, residual, map_y, moments, y); };
+  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, places, residual, map_y, moments, y); };
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
-  for (int tile = first_tile(); tile < PHASES * (int)shapes.of[0].tiles; tile = next_tile(tile)) {
-    const GemmPhase& shape = shapes.of[phase_of(tile)];
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
 #if HALO
     // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
     // product before, for three, whose registers are full, after.
@@ -1108,7 +1110,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
     const bool any = range.first < range.last;  // always, but a compiler that knows it gives main and total a fourth set of registers, and spills
 #else
-    const Tile of(shape, tile / PHASES);
+    const Tile of(shape, tile >> phase_bits(shapes));
     const Range range(shape, of.split);
     const bool any = range.first < range.last;
     int step = range.first;
@@ -1118,7 +1120,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       look_up(rows, shape, consumer, scales, places, scale_n);
     };
 #if PRODUCTS == 3
-    if (HAS_RESIDUAL && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
+    if (MAY_ADD && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
 #pragma unroll
       for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
     }
@@ -1167,11 +1169,11 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     wgmma_wait<0>();
     wgmma_arrived(main);
     if (any) give_back(1);
-    [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
+    [[maybe_unused]] const float part = scaled(shape) ? lost_in(4 * (range.last - range.first)) : 0;  // of 16-bit numbers, which rounding hides
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
-      if (SCALED) total[i] += give_back_lost(total[i], part);  // float32 results: the rounding of 16 bits hides it
+      if (SCALED) total[i] += give_back_lost(total[i], part);
     }
 #endif
     pending = true;
@@ -1190,7 +1192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
 #else
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x,
-#if FILTER_MAP
+#if WITH_MAP_W
                        const __grid_constant__ CUtensorMap map_w,
 #endif
 #if TENSOR_STORE
@@ -1242,7 +1244,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   AFTER_LAST_LAUNCH
-  if (SCALED && PHASES == 1 && shapes.of[0].splits == 1) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
+  if (SCALED && phase_bits(shapes) == 0 && shapes.of[0].splits == 1) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
@@ -1266,7 +1268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
     if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
 #else
-#if FILTER_MAP
+#if WITH_MAP_W
     const CUtensorMap* const filters = &map_w;
 #else
     const CUtensorMap* const filters = nullptr;

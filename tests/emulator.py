@@ -395,7 +395,7 @@ def load_im2col(described, memory: Memory, channel: int, pixels: np.ndarray, off
 
 def check_pairs(step, shapes) -> None:
     """Phases of even and odd columns, one after the other, that are written together."""
-    assert len(shapes) % 2 == 0 and not step.defines["NHWC"] and not step.defines["HAS_RESIDUAL"]
+    assert len(shapes) % 2 == 0 and not step.defines["NHWC"] and not any(shape.has_residual for shape in shapes)
     for even, odd in zip(shapes[::2], shapes[1::2], strict=True):
         same = ("tiles", "tiles_m", "splits", "tiles_pixels", "pixels", "plane", "pq", "q", "out_size", "out_d", "out_h", "out_w", "out_image", "out_row")
         assert all(getattr(even, name) == getattr(odd, name) for name in same) and odd.out_base == even.out_base + 1 and even.out_w == 2
@@ -405,11 +405,13 @@ def check_pairs(step, shapes) -> None:
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
     define, (x_map, *y_map) = step.defines, step.maps
-    if define["FILTER_MAP"]:
+    assert not define["W_TURNED"] or s.w_lies
+    if define["PRODUCTS"] == 1 and (define["NHWC"] or define["POINTWISE"]):
         w_map, *y_map = y_map
+    if s.w_lies:
         kc = define["KC"]
         assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype
-        assert define["FILTER_MAP"] == 1 or (kc == 64 and not define["POINTWISE"])
+        assert not define["W_TURNED"] or (kc == 64 and not define["POINTWISE"])
     rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
@@ -483,9 +485,9 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 
 def product(step, memory: Memory, finite: bool) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
-    phases = step.defines["PHASES"]
-    assert phases == len(step.structs) and phases in (1, 2, 4)
-    whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[phases:])) for i in range(phases)]
+    room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
+    assert room == len(step.structs) >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs}) == 1
+    whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["PAIRED"] else phases
     assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
@@ -524,9 +526,9 @@ def multiplied(step, memory: Memory, finite: bool) -> None:
             assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
-            if define["FILTER_MAP"] == 2:
+            if define["W_TURNED"]:
                 a = [load_filter_box(step, memory, group * s.channels_group + c * kc, w_tap, m, turned=True)]
-            elif define["FILTER_MAP"]:
+            elif s.w_lies:
                 a = [load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)]
             else:
                 a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
@@ -547,7 +549,7 @@ def pointwise(step, s, memory: Memory, finite: bool) -> None:
         total = np.zeros((define["ROWS"], pixels))
         for c in range(0, s.channel_blocks * 64, 64):
             b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
-            if define["FILTER_MAP"]:
+            if s.w_lies:
                 a = [load_filter_box(step, memory, c, 0, m)]
             else:
                 a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
@@ -664,7 +666,7 @@ def write_tile(
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["ROWS"])[:, None]
     k = group * s.rows_group + m
-    if define["SCALED"]:
+    if s.scaled:
         total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane if unit is None else unit).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
@@ -703,7 +705,7 @@ def note_moments(noted: np.ndarray, channels: int, v: np.ndarray, k: np.ndarray,
 def finishing(step) -> dict:
     """What finishes the sums of a step, some of it by its arguments."""
     (s,) = step.structs
-    return step.defines | {"HAS_BIAS": s.has_bias, "HAS_SCALE": s.has_scale, "ACTIVATION": (s.activation, s.slope)}
+    return step.defines | {"HAS_BIAS": s.has_bias, "HAS_SCALE": s.has_scale, "HAS_RESIDUAL": getattr(s, "has_residual", step.defines.get("HAS_RESIDUAL")), "ACTIVATION": (s.activation, s.slope)}
 
 
 def finished(define, memory: Memory, kind: str, total, scale, bias, residual, channel, at) -> np.ndarray:
@@ -1136,7 +1138,7 @@ def lines_product(step, memory: Memory, finite: bool) -> None:
 def asked_of(step) -> dict[str, int]:
     """The epilogue of a kernel of plain cores, in the words of :func:`finished`."""
     a = step.arguments
-    return {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": step.defines["HAS_RESIDUAL"], "ACTIVATION": (a.activation, a.slope)}
+    return {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": a.has_residual, "ACTIVATION": (a.activation, a.slope)}
 
 
 def direct_reduce(step, memory: Memory) -> None:
@@ -1189,7 +1191,7 @@ def direct_gemm(step, memory: Memory) -> None:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
-            if a.has_scale or d.HAS_RESIDUAL or a.activation:
+            if a.has_scale or a.has_residual or a.activation:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())

@@ -212,7 +212,7 @@ def test_the_constants_of_a_layer_change_no_bit(device, case, config, monkeypatc
     plan = Plan(case.problem(), device, config=config)
     launch = plan.schedule.whole[0][0]
     arguments = launch.arguments._asdict()
-    constants = {name: value for name, value in launch.layer.items() if name not in ("LAYER", "AXES", "ROOM", "TAPS", "ALL_TAPS")}
+    constants = {name: value for name, value in launch.layer.items() if name not in ("LAYER", "AXES", "TAPS", "ALL_TAPS")}
     assert constants and all(arguments[name.lower()] == value for name, value in constants.items())
     operands = case.normals("float32")
     general = run(plan, *operands)

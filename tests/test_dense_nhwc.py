@@ -228,7 +228,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for config in widest[: 2 if mode == "bf16 last" else None]:
             problem = asked(case, mode)
             if not case.transposed:
-                problem = replace(problem, has_scale=True, has_residual=True, activation="relu")
+                problem = replace(problem, has_scale=True, has_residual=config.BLOCK_N < 256, activation="relu")
             programs = dn.schedule(problem, config, H200), dn.schedule(asked(case, mode), replace(config, BLOCK_N=min(config.BLOCK_N, 192)), H200, True)
             for launch in (launch for program in programs for step in (*program.whole, *program.filter_last) for launch in step):
                 steps[launch.source()] = launch, f"{problem} {config}"

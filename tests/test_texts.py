@@ -24,22 +24,21 @@ PIXELS = {tile.BLOCK_N for seldom in range(4) for tile in implicit_gemm_sm90._ti
 LISTS = {
     "implicit_gemm_sm90": {
         "ROWS": {64, 128}, "PIXELS": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "KC": {16, 32, 64},
-        "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "SCALED": FLAG, "HAS_RESIDUAL": FLAG, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "FILTER_MAP": {0, 1, 2}, "PHASES": {1, 2, 4}, "MOMENTS": FLAG, "RAW": FLAG, "PAIRED": FLAG,
+        "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
+        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "W_TURNED": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "RAW": FLAG, "PAIRED": FLAG,
         "HALO": {n // m for n in PIXELS for m in (8, 16)} | {0},
     },
     "implicit_gemm_sm80": {
-        "ROWS": {64, 128}, "PIXELS": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "SCALED": FLAG,
-        "HAS_RESIDUAL": FLAG, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
+        "ROWS": {64, 128}, "PIXELS": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
     },
     "pack": {
         "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "FLAGGED": FLAG, "SAMPLED": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
     },
     "dense_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
-        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "MOMENTS": FLAG,
     },
-    "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}, "HAS_RESIDUAL": FLAG},
+    "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}},
     "grouped_nhwc_wgrad": {"TYPE": {16, 17}, "TAPS": {1, 9}, "WHOLE": FLAG},
     "patch_wgrad": {
         "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
@@ -51,7 +50,7 @@ LISTS = {
     },
     "wgrad_nhwc_reduce": {"TYPE": {16, 17}},
     "few_channels": {
-        "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG, "HAS_RESIDUAL": FLAG,
+        "TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "COLUMN_TILES": {1, 2, 3, 6}, "ROWS": {2, 3, 4, 6}, "PIXEL_TILES": {1, 2}, "WIDE_LOADS": FLAG,
     },
     "pointwise_sm90": {
         "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
@@ -55,7 +55,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: Tiles that are chosen from, a kernel for each: (pixels, channels), and the blocks that share one. What is shared are long sums for few
 #: results, so small tiles. By the model the best of these take 0.2% longer in the mean of random problems than the best of all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
-    **{(128, columns): (1,) for columns in (64, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64, 96)},
+    **{(128, columns): (1,) for columns in (64, 128, 160, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
     (64, 128): (1,),
 }  # fmt: skip
 PHASES = 4  # in a launch, or one
@@ -123,6 +123,8 @@ def refusal(problem: ConvProblem, config: DenseNhwc) -> str | None:
         return reason
     if config.BLOCK_M not in (64, 128) or config.BLOCK_N not in COLUMNS or (config.BLOCK_M == 64 and config.BLOCK_N > 128):
         return f"a tile has 128 pixels and {', '.join(map(str, COLUMNS))} channels, or 64 pixels and up to 128 channels"
+    if config.BLOCK_N == 256 and problem.has_residual:
+        return "a tile of 256 channels leaves no registers for a residual"
     if config.CLUSTER not in CLUSTERS or (config.CLUSTER > 1 and config.BLOCK_N > 128):
         return f"a tile of up to 128 channels is shared by {', '.join(map(str, CLUSTERS))} blocks"
     if config.BLOCK_M * (config.BLOCK_N + 8) * 4 > config.STAGES * ROW * _stage_rows(config, False) and config.CLUSTER > 1:
@@ -210,6 +212,7 @@ class DensePhase(NamedTuple):
     wide: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -236,7 +239,10 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
     parts = layout.parts if layout.moments else None
 
     def products(place: Place, mn_major: bool) -> list[list[KernelLaunch]]:
-        return [[_product(problem, config, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
+        tile, shape = config, (config.BLOCK_M, config.BLOCK_N, config.CLUSTER)
+        if tile.STAGES == _most_stages(*shape, _reads_mn_major(problem)):  # as many as there was room for: then as now
+            tile = replace(tile, STAGES=_most_stages(*shape, mn_major))
+        return [[_product(problem, tile, walks, place, mn_major, multiprocessors, parts) for walks in _launches(_walks(problem)[1])]]
 
     # with its second axis last the filter is K-major forwards, and MN-major for the gradient
     last = problem.direction == "fprop" and problem.weight_shape[1] * problem.itemsize % 16 == 0
@@ -285,7 +291,7 @@ def _product(
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
-        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases, "HAS_RESIDUAL": int(problem.has_residual),
+        "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
         "MOMENTS": int(parts is not None),
     }
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT, *(() if parts is None else (parts,)))
@@ -355,11 +361,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type, and the phases."""
     for (rows, columns), clusters in TILES.items():
         for mn_major, cluster in product((0, 1), clusters):
-            # a filter in C order is read by the tile that is chosen for an MN-major one
-            stages = {_most_stages(rows, columns, cluster, either) for either in (True, bool(mn_major))}
+            stages = _most_stages(rows, columns, cluster, bool(mn_major))
             choices = {
-                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": tuple(stages), "TYPE": tuple(ELEMENTS.values()),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+                "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": tuple(ELEMENTS.values()),
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "MOMENTS": FLAG,
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
@@ -370,7 +375,7 @@ def _made(d: Mapping[str, int]) -> bool:
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
         return False
     backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
-    return not (d["MOMENTS"] and (backward or d["HAS_RESIDUAL"] or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
+    return not (d["MOMENTS"] and (backward or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
 
 
 # ---- the choice

@@ -75,6 +75,7 @@ class DepthwiseArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -106,6 +107,7 @@ class DepthwiseStripsArguments(NamedTuple):
     flip: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -159,6 +161,7 @@ CHUNKS = (64, 32, 16, 8, 4)
 PITCH = 64
 #: Pixels of a thread, down and across: as many as leave the machine full.
 TILES = ((4, 4), (2, 4), (1, 4))
+OPENCL_TILES = TILES[1:2]  # one will do there, and no strips
 COLUMNS = 4  # of a thread that walks down the image
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
 UNROLLED = (3, 5, 7)
@@ -232,14 +235,14 @@ def _vector(problem: ConvProblem, kind: type[Config]) -> int:
 
 
 def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
-    """The vectors of channels that the registers of a thread hold, the widest first, for an unrolled filter or, of size 0, another."""
+    """The vectors of channels of a thread, as many as its registers hold or one, for an unrolled filter or, of size 0, another."""
     if not size or kind is Depthwise:
         most = 2 if dtype == 64 else 4
     elif kind is DepthwiseStrips:
         most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
     else:
         most = 1 if size == 7 or dtype == 64 else 2
-    return tuple(v for v in (4, 2, 1) if v <= most)
+    return (most, 1) if most > 1 else (1,)
 
 
 def _unrolled(problem: ConvProblem) -> int:
@@ -339,7 +342,6 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
             return Schedule.plain([[launch]])
         return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
-    defines["HAS_RESIDUAL"] = int(problem.has_residual)
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
     told: DepthwiseStripsArguments | DepthwiseArguments
@@ -419,15 +421,17 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a type, a vector and a tile; and one for each of a few common filters."""
+    on_gpu = device.backend == "cuda"
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
-        tile = {"TILE_P": tuple(p for p, _ in TILES), "TILE_Q": (4,), "DGRAD": FLAG, "HAS_RESIDUAL": FLAG}
+        tile = {"TILE_P": tuple(p for p, _ in (TILES if on_gpu else OPENCL_TILES)), "TILE_Q": (4,), "DGRAD": FLAG}
         yield TextFamily("depthwise_nhwc", common | tile, _made)
         square = {"R": UNROLLED, "S": UNROLLED, "STRIDE": (1, 2)}
         yield TextFamily("depthwise_nhwc", common | tile | square, lambda d: d["R"] == d["S"] and _made(d))
         for size in UNROLLED:
             strips, of_filter = ({"V": _vectors(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
-            yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,), "HAS_RESIDUAL": FLAG})
+            if on_gpu:
+                yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,)})
             yield TextFamily("depthwise_nhwc_wgrad", common | of_filter | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
 
@@ -503,7 +507,7 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
     else:
         steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
     row = columns * (vector * (taps + parts * size + 3) + vector + STORED)
-    wide = size == 7 or problem.dtype == "float64" or problem.has_residual
+    wide = size == 7 or problem.dtype == "float64"
     blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
     return _Work(blocks, steps, START + steps * (read * (LOADED + unpacked) + 15) + rows * row)
 
@@ -536,7 +540,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     if _of_filter(problem):
         yield from best(_gradients(problem, device), 3)
     else:
-        yield from sorted([*best(_tiles(problem, device), 3), *best(_strips(problem), 2)], key=expected)
+        strips = best(_strips(problem), 2) if device.backend == "cuda" else []
+        yield from sorted([*best(_tiles(problem, device), 3), *strips], key=expected)
 
 
 def _fitting(size: int, stride: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
@@ -549,6 +554,8 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations of tiles, the best first."""
     chunk, (_, p, q) = _chunk(problem), problem.result_size
     fitting = _fitting(_unrolled(problem), problem.stride[1], problem.direction == "dgrad")
+    if device.backend != "cuda":
+        fitting = OPENCL_TILES
     lanes = problem.N * ceil(problem.K, _vector(problem, Depthwise))
     full = [(down, right) for down, right in fitting if ceil(p, down) * ceil(q, right) * lanes >= _threads(device)]
     best = next((tile for tile in full if tile[0] <= p), fitting[-1])

@@ -83,14 +83,13 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
-#: Bytes of shared memory that kernels are compiled with: for filters of 3x3, of 5x5 and 3x3x3, and for others. The first two leave room
-#: for as many blocks as registers do.
-ROOMS = (6 << 10, 16 << 10, STATIC_SHARED_BYTES)
-#: Of them the largest with which common filters, 1x1 and 3x3 planes, are compiled.
-MOST_COMMON = {1: ROOMS[0], 3: ROOMS[1]}
+#: Bytes of shared memory up to which the loops over common filters, planes of 1x1 and 3x3, are unrolled.
+MOST_COMMON = {1: 6 << 10, 3: 16 << 10}
+#: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL's devices have fewer kernels to choose from.
+BLOCKS = {"cuda": (8, 4, 2, 1), "opencl": (8, 2)}
 #: Taps at once of filters that :func:`_square` does not know.
-WGRAD_TAPS = (1, 3, 4, 6, 9, 16)
-WGRAD_FILTERS = (1, 2, 4)
+WGRAD_TAPS = {"cuda": (1, 3, 9, 16), "opencl": (1, 9)}
+WGRAD_FILTERS = {"cuda": (1, 4), "opencl": (1,)}
 MOST_SUMS = 64  # of a thread, where it has several filters
 DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu and direct_dgrad.cu
 #: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
@@ -188,26 +187,27 @@ def _summed_pixels(problem: ConvProblem) -> int:
 
 SingleArguments = namedtuple(
     "SingleArguments",
-    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w has_scale has_bias activation slope",
+    "tiles by_tiles c k by_k by_multiplier h w r s p q by_q stride_h stride_w pad_h pad_w dil_h dil_w "
+    "has_scale has_bias has_residual activation slope",
 )
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias activation slope",
+    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias has_residual activation slope",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
     "n_pixels plane by_plane by_pq p q by_q groups by_groups cg kg k_tiles by_k_tiles block_c block_taps by_block_taps "
     "split by_split run part_size "
     "d h w t r s stride_d stride_h stride_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias activation slope",
+    "has_scale has_bias has_residual activation slope",
 )
 DgradArguments = namedtuple(
     "DgradArguments",
     "n_pixels plane by_plane by_hw h w by_w groups by_groups cg kg c_tiles by_c_tiles block_k "
     "split by_split run part_size o p q t r s by_taps by_filters "
     "stride_d stride_h stride_w every_d every_h every_w back_d back_h back_w pad_d pad_h pad_w dil_d dil_h dil_w "
-    "has_scale has_bias activation slope",
+    "has_scale has_bias has_residual activation slope",
 )
 WgradArguments = namedtuple(
     "WgradArguments",
@@ -223,7 +223,8 @@ _SIZES = {
     WgradArguments: "slices total run d h w pixels r s",
 }  # fmt: skip
 
-Made = tuple[dict[str, int], tuple[int, ...], dict[str, int]]  # defines, arguments, and constants that the layer may add
+#: Defines, arguments, constants that the layer may add, and how many sums of shared memory a block asks for.
+Made = tuple[dict[str, int], tuple[int, ...], dict[str, int], int]
 
 
 def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str, int]:
@@ -236,7 +237,7 @@ def _constants(problem: ConvProblem, arguments: Any, **others: int) -> dict[str,
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     kernel, make = _KERNELS[type(config)]
-    defines, arguments, layer = make(problem, config)
+    defines, arguments, layer, room = make(problem, config)
     threads = config.TILE_P // config.ROWS * config.TILE_Q if isinstance(config, Tile) else defines["THREADS"]
     split = _split(config)
     size = math.prod(problem.result_shape)
@@ -246,9 +247,10 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
-    else:
-        defines["HAS_RESIDUAL"] = int(problem.has_residual and split == 1)
-    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), arguments=arguments, layer=layer)
+    shared = room * accumulator_bytes(problem)
+    if room and device.backend != "cuda":
+        defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
+    launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=arguments, layer=layer)
     if split == 1:
         return Schedule.plain([[launch]])
     return Schedule.plain([[launch], [reduce_launch(problem, split, WORKSPACE)]], split * size * accumulator_bytes(problem))
@@ -268,7 +270,7 @@ def _single(problem: ConvProblem, config: Single) -> Made:
         tiles, divider(tiles), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C), h, w, r, s, p, q, divider(q),
         *problem.stride[1:], *problem.padding_before[1:], *problem.dilation[1:], **finish(problem),
     )
-    return {"THREADS": config.THREADS, "ROOM": _room(problem, r * s)}, arguments, _constants(problem, arguments, ROOM=r * s)
+    return {"THREADS": config.THREADS}, arguments, _constants(problem, arguments), r * s
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
@@ -281,11 +283,11 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
         h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), **finish(problem),
     )
     elements = r * s + halo_h * halo_w
-    layer = _constants(problem, arguments, ROOM=elements)
-    if r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
-        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W", "ROOM"
-        return asdict(config) | {name: layer[name] for name in names}, arguments, layer
-    return asdict(config) | {"ROOM": _room(problem, elements)}, arguments, layer
+    layer = _constants(problem, arguments)
+    if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
+        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
+        return asdict(config) | {name: layer[name] for name in names}, arguments, layer, elements
+    return asdict(config), arguments, layer, elements
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -299,9 +301,9 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
         *problem.input_size, t, r, s, *problem.stride, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = block_taps * config.BLOCK_K
-    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K, "ROOM": _room(problem, elements)}
+    defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
     common = {"R": r, "S": s} if r == s and elements * accumulator_bytes(problem) <= MOST_COMMON.get(r, -1) else {}
-    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
+    return defines | common, arguments, _constants(problem, arguments), elements
 
 
 def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
@@ -317,10 +319,10 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
         *problem.stride, *every, *back, *problem.padding_before, *problem.dilation, **finish(problem, config.SPLIT > 1),
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
-    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C, "ROOM": _room(problem, elements)}
+    defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C}
     fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON[3]
     common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
-    return defines | common, arguments, _constants(problem, arguments, ROOM=elements)
+    return defines | common, arguments, _constants(problem, arguments), elements
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
@@ -346,7 +348,7 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
     )
     defines = {"THREADS": config.THREADS, "TAPS": config.TAPS, "FILTERS": config.FILTERS}
     common = {"Q": q} if _square(problem) and config.TAPS == taps else {}
-    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps)
+    return defines | common, arguments, _constants(problem, arguments, TAPS=config.TAPS, ALL_TAPS=taps), 0
 
 
 def _square(problem: ConvProblem) -> bool:
@@ -365,12 +367,6 @@ def _parts(problem: ConvProblem, split: int, summed: int, block: int) -> tuple[i
     return split, divider(split), ceil(ceil(summed, block), split) * block, math.prod(problem.result_shape)
 
 
-def _room(problem: ConvProblem, elements: int) -> int:
-    """So many sums of shared memory, rounded up to one of few sizes: each is a text of its own."""
-    acc = accumulator_bytes(problem)
-    return next(nbytes for nbytes in ROOMS if nbytes >= elements * acc) // acc
-
-
 def filter_key(problem: ConvProblem, config: Config) -> None:
     """None: the kernels read the filter as it is."""
 
@@ -387,31 +383,31 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, a type and a room of shared memory; and one for each of a few common filters."""
-    flags = {"INDEX_64": FLAG, "HAS_RESIDUAL": FLAG}
-    for code, acc in ((64, 8), (32, 4), (16, 4), (17, 4)):
-        common = {"DTYPE": (code,), **flags}
-        rooms = {"ROOM": tuple(nbytes // acc for nbytes in ROOMS)}
-        yield TextFamily("direct_single", common | {"THREADS": (128,)} | rooms)
-        for tile in TILES:
-            of_tile = common | {name: (value,) for name, value in asdict(tile).items()}
-            yield TextFamily("direct_tile", of_tile | rooms)
-            for taps, stride in product((3, 5, 7), (1, 2)):
-                room = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
-                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1, "ROOM": room}
-                if room * acc <= STATIC_SHARED_BYTES:
+    """A text for a tile and a type; and one for each of a few common filters."""
+    blocks = BLOCKS[device.backend]
+    for code in DTYPE_CODES.values():
+        acc = 8 if code == 64 else 4
+        room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
+        common = {"DTYPE": (code,), "INDEX_64": FLAG}
+        yield TextFamily("direct_single", common | room | {"THREADS": (128,)})
+        for tile in _tiles(device):
+            of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
+            yield TextFamily("direct_tile", of_tile)
+            for taps, stride in product((3, 5, 7), (1, 2)) if tile.TILE_P > 1 else ():
+                elements = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
+                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1}
+                if elements * acc <= STATIC_SHARED_BYTES:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
-        batched = common | {"THREADS": (128,), "BLOCK_K": (1, 2, 4, 8)} | rooms
+        batched = common | room | {"THREADS": (128,), "BLOCK_K": blocks}
         yield TextFamily("direct_batched", batched)
-        common_rooms = {r: {"ROOM": tuple(nbytes // acc for nbytes in ROOMS if nbytes <= most)} for r, most in MOST_COMMON.items()}
-        for r, some in common_rooms.items():
-            yield TextFamily("direct_batched", batched | some | {"R": (r,), "S": (r,)})
-        dgrad = common | {"THREADS": (128,), "BLOCK_C": (1, 2, 4, 8)} | rooms
+        for r in MOST_COMMON:
+            yield TextFamily("direct_batched", batched | {"R": (r,), "S": (r,)})
+        dgrad = common | room | {"THREADS": (128,), "BLOCK_C": blocks}
         yield TextFamily("direct_dgrad", dgrad)
         unrolled = {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-        yield TextFamily("direct_dgrad", dgrad | common_rooms[3] | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
-        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS}
-        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS}, _few_sums)
+        yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
+        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS[device.backend]}
+        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS[device.backend]}, _few_sums)
         yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2 and _few_sums(d))
 
 
@@ -472,7 +468,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
             alone = problem.direction == "fprop" and problem.layout == "NCHW" and problem.K == problem.C
             us = time(problem, config, device) if device.backend == "cuda" and not alone else None
             return BY_RULE if us is None else us, config
-    for config in _for_little_work(problem, device.multiprocessors):
+    for config in _for_little_work(problem, device):
         if refusal(problem, config) is None:
             if device.backend != "cuda":
                 return LAST_RESORT, config
@@ -498,21 +494,22 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
     if problem.direction == "fprop" and problem.C == problem.groups:
         # below a thousand results the launch is all there is, and the smallest kernel wins
         if problem.N * problem.K * math.prod(problem.output_size) > 1024:
-            yield from sorted(TILES, key=lambda config: _tile_loads(problem, config))
+            yield from sorted(_tiles(device), key=lambda config: _tile_loads(problem, config))
         yield Single()
     if problem.layout == "CNHW":
         written, pixels = problem.result_channels // problem.groups, _pixels(problem)
         if device.backend == "cuda" or written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):
-            yield wgrad_config(problem, device.multiprocessors)
+            yield wgrad_config(problem, device)
 
 
-def _for_little_work(problem: ConvProblem, multiprocessors: int) -> Iterator[Config]:
+def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations for problems too small for tiles of a matrix product, from the best downwards."""
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
-    for block in (8, 4, 2, 1):
+    blocks = BLOCKS[device.backend]
+    for block in blocks:
         # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
         threads = _pixels(problem) * problem.groups * ceil(written, block)
-        if block == 1 or (block <= written and threads >= 256 * multiprocessors):
+        if block == blocks[-1] or (block <= written and threads >= 256 * device.multiprocessors):
             for reduction in (16, 8, 4, 2, 1):
                 if reduction <= max(read, 1):
                     if problem.direction == "fprop":
@@ -533,38 +530,38 @@ def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> fl
     return us
 
 
-def wgrad_config(problem: ConvProblem, multiprocessors: int) -> Wgrad:
+def wgrad_config(problem: ConvProblem, device: Device) -> Wgrad:
     """The best configuration of ``direct_wgrad.cu``."""
-    return min(_wgrad_configs(problem, multiprocessors), key=lambda config: _wgrad_time(problem, config, multiprocessors))
+    return min(_wgrad_configs(problem, device), key=lambda config: _wgrad_time(problem, config, device.multiprocessors))
 
 
-def _wgrad_configs(problem: ConvProblem, multiprocessors: int) -> Iterator[Wgrad]:
+def _wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
     """For every number of filters: few idle sums, and slices that fill the machine and keep a thread's sums short."""
     taps, total, kg = math.prod(problem.output_size), _summed_pixels(problem), problem.K // max(problem.groups, 1)
-    for filters in WGRAD_FILTERS:
+    for filters in WGRAD_FILTERS[device.backend]:
         # a chunk of taps costs about two taps more, for reading y
-        known = [n for n in WGRAD_TAPS if filters == 1 or n * filters <= MOST_SUMS]
+        known = [n for n in WGRAD_TAPS[device.backend] if filters == 1 or n * filters <= MOST_SUMS]
         at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
         if _square(problem) and (filters == 1 or taps * filters <= MOST_SUMS) and refusal(problem, Wgrad(128, taps)) is None:
             at_once = taps
         if filters == 1 or filters < 2 * kg:
             blocks = max(_wgrad_blocks(problem, at_once, filters), 1)
-            full, short = ceil(8 * multiprocessors, blocks), ceil(total, 128 * WGRAD_RUN)
+            full, short = ceil(8 * device.multiprocessors, blocks), ceil(total, 128 * WGRAD_RUN)
             yield Wgrad(128, at_once, max(1, min(ceil(total, 4 * 128), max(full, short))), filters)
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """The configurations that are worth measuring for `problem`."""
     if problem.layout == "CNHW":
-        yield from _wgrad_configs(problem, device.multiprocessors)
+        yield from _wgrad_configs(problem, device)
         return
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     if problem.direction == "fprop" and problem.C == problem.groups:
-        yield from (*TILES, Single())
+        yield from (*_tiles(device), Single())
     if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
-        for block in (8, 4, 2, 1):
+        for block in BLOCKS[device.backend]:
             for reduction in (16, 4):
-                if block <= written and reduction // 4 < max(read, 1):
+                if block <= max(written, BLOCKS[device.backend][-1]) and reduction // 4 < max(read, 1):
                     forward = problem.direction == "fprop"
                     yield Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
     chosen = choose(problem, device)
@@ -573,7 +570,12 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 #: The tiles that were best for some depthwise layer or image among the 40 tried on an H200, and that load least of some.
-TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(16, 16, 4), Tile(8, 16, 2), Tile(1, 256, 1))
+TILES = (Tile(14, 64, 7), Tile(14, 32, 7), Tile(8, 16, 2), Tile(1, 256, 1))
+
+
+def _tiles(device: Device) -> tuple[Tile, ...]:
+    """Those that are chosen from on `device`: for OpenCL one of planes and one of rows."""
+    return TILES if device.backend == "cuda" else (TILES[1], TILES[-1])
 
 
 def _tile_loads(problem: ConvProblem, config: Tile) -> int:

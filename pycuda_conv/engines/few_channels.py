@@ -118,6 +118,7 @@ class FewChannelsArguments(NamedTuple):
     table_at: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -293,7 +294,7 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     )  # fmt: skip
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "COLUMN_TILES": eights, "ROWS": rows, "PIXEL_TILES": sixteens,
-        "WIDE_LOADS": int(_wide_loads(problem)), "HAS_RESIDUAL": int(problem.has_residual),
+        "WIDE_LOADS": int(_wide_loads(problem)),
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     grid = workers * tile.combinations
@@ -311,7 +312,7 @@ def sum_order(problem: ConvProblem, config: FewChannels) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type and the arithmetic."""
-    common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG, "HAS_RESIDUAL": FLAG}
+    common = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "WIDE_LOADS": FLAG}
     for eights, (rows, sixteens) in TILES.items():
         yield TextFamily("few_channels", common | {"COLUMN_TILES": (eights,), "ROWS": (rows,), "PIXEL_TILES": (sixteens,)}, _made)
 

@@ -90,6 +90,7 @@ class FftArguments(NamedTuple):
     filter_flags_at: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -257,10 +258,9 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
         return KernelLaunch("fft_range", types, groups * told.pairs, PARTS, (x, into), (), arguments=told)
 
     def tiled(mode: int, told: FftArguments, grid: int, x: int, read_from: int, into: int, flags_in: int) -> KernelLaunch:
-        residual = {"HAS_RESIDUAL": int(problem.has_residual and mode != FORWARD)}
         buffers = x, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT, read_from, into, flags_in, packed.buffer
         return KernelLaunch(
-            "fft_tiles", types | tile | line | residual | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
+            "fft_tiles", types | tile | line | {"MODE": mode, "THREADS": threads}, grid, threads, buffers, (), arguments=told,
             shared=config.TILE_H * (config.TILE_W + 1) * 2 * size,
         )
 
@@ -340,8 +340,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for (tile_h, tile_w), threads in TILES.items():
         types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
         tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
-        modes = {"LINEAR": FLAG, "MODE": (FORWARD, BACKWARD, WHOLE), "HAS_RESIDUAL": FLAG}
-        yield TextFamily("fft_tiles", tile | modes, lambda d: d["MODE"] != FORWARD or not d["HAS_RESIDUAL"])
+        yield TextFamily("fft_tiles", tile | {"LINEAR": FLAG, "MODE": (FORWARD, BACKWARD, WHOLE)})
 
 
 # ---- the choice

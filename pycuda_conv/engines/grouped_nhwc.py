@@ -21,7 +21,7 @@ from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides,
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -281,6 +281,7 @@ class GroupedPhase(NamedTuple):
     mixed: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -316,7 +317,6 @@ def _product(
     told += (told[-1]._replace(tiles=0),) * (count - len(walks))  # of which there is nothing to compute
     defines = {
         "TYPE": ELEMENTS[problem.dtype], "TAPS_R": unrolled, "STRIDE_H": walks[0].down.stride if unrolled > 1 else 1, "PHASES": count,
-        "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     shared = _shared_bytes(problem, config)
@@ -367,7 +367,7 @@ def sum_order(problem: ConvProblem, config: GroupedNhwc) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for the type, and for how rows of the filter share loads."""
-    choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES), "HAS_RESIDUAL": FLAG}
+    choices = {"TYPE": tuple(ELEMENTS.values()), "TAPS_R": (1, UNROLLED), "STRIDE_H": (1, 2), "PHASES": (1, PHASES)}
     yield TextFamily("grouped_nhwc", choices, _made)
 
 

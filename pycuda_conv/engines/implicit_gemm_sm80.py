@@ -217,8 +217,10 @@ class GemmPhase(NamedTuple):
     out_image: int
     out_row: int
     out_part: int
+    scaled: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -240,7 +242,7 @@ def _product(
         **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
         **by_axis("dilation_", walk.dilation),
         pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
-        out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
+        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES}
     grid = _blocks(problem, config, walk)

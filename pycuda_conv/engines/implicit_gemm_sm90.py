@@ -51,11 +51,10 @@ __all__ = [
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.9% longer in the mean
 #: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were four times as many kernels.
 PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 128, 144, 192, 256)},
-    {128: (64, 96, 128, 192), 64: (64, 96, 128, 144, 256)},
+    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 144, 256)}, {128: (64, 96, 128, 192), 64: (64, 144, 256)},
     {128: (64, 128), 64: (64, 128, 256)}, {128: (64,), 64: (64, 256)},
 )  # fmt: skip
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
@@ -315,10 +314,13 @@ def _whole_rows(problem: ConvProblem, split: int) -> bool:
 
 
 def _arithmetic(problem: ConvProblem, phase: Phase, split: int) -> dict[str, int]:
-    """:func:`arithmetic`; rows of channels that are not whole vectors are written as if they lay apart, for which there is a kernel."""
+    """:func:`arithmetic`; what has no whole vectors is written as if it lay apart, for which there is a kernel:
+    rows of channels, and planes where loads have few channels."""
     defines = arithmetic(problem, phase, split > 1)
-    whole = not (defines["NHWC"] and defines["DENSE"]) or _whole_rows(problem, split)
-    return defines if whole else defines | {"VEC": 1, "DENSE": 0}
+    if defines["NHWC"] and defines["DENSE"] and not _whole_rows(problem, split):
+        defines["VEC"] = 1
+    apart = defines["VEC"] == 1 and (defines["NHWC"] or _form(problem)[0].load < 64)
+    return defines | {"DENSE": 0} if apart else defines
 
 
 @lru_cache(maxsize=1024)
@@ -501,10 +503,12 @@ def _product(
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
-        "FILTER_MAP": 0 if map_w is None else 1 if problem.direction == "fprop" else 2, "PINGPONG": int(config.takes_turns),
-        "PHASES": len(walks), "MOMENTS": int(moments is not None), "PAIRED": int(paired(problem)),
+        "W_TURNED": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
+        "PHASES": 1, "MOMENTS": int(moments is not None), "PAIRED": int(paired(problem)),
         "HALO": _consumer_pixels(config) // 8 if config.halo else 0, "RAW": int(config.splits_images),
     }
+    if not defines["DENSE"]:
+        defines["PHASES"] = max(PHASES)
     if config.reads_planes:
         maps = [_plane_map(problem)]
     elif config.splits_images:
@@ -513,14 +517,17 @@ def _product(
         maps = [_halo_map(problem, config, packed, x_limbs)]
     else:
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
-    if map_w is not None:
-        maps.append(map_w)
+    unused = defines["PHASES"] - len(walks)  # the launch's arguments have room for so many more phases
+    maps += maps[-1:] * unused
+    if products(problem) == 1 and (problem.layout == "NHWC" or config.reads_planes):
+        maps.append(map_w or maps[0])  # of a filter that is packed there is none
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
-    phases = tuple(_arguments(problem, config, packed, walk) for walk in walks)
+    bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None)}
+    phases = tuple(_arguments(problem, config, packed, walk, bits) for walk in walks)
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
-        buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a", arguments=phases,
+        buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a", arguments=phases + phases[-1:] * unused,
     )
 
 
@@ -540,6 +547,7 @@ class GemmPhase(NamedTuple):
     """What the kernel is told of a phase, which its text explains."""
 
     tiles: int
+    phase_bits: int
     tiles_m: int
     by_tiles_m: int
     splits: int
@@ -556,6 +564,7 @@ class GemmPhase(NamedTuple):
     by_channel_blocks: int
     rows_group: int
     rows: int
+    w_lies: int
     blocks_group: int
     row_blocks: int
     channels_group: int
@@ -600,8 +609,10 @@ class GemmPhase(NamedTuple):
     out_image: int
     out_row: int
     out_part: int
+    scaled: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
     halo_w: int
@@ -623,8 +634,10 @@ class GemmPhase(NamedTuple):
     raw_channel: int
 
 
-def _arguments(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing) -> GemmPhase:
-    """The kernel's arguments of a phase."""
+def _arguments(
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, of_launch: Mapping[str, int]
+) -> GemmPhase:
+    """The kernel's arguments of a phase, with those of its launch."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
     tiles_m, tiles_pixels = _tiles(problem, config, phase)
     blocks_group, _, channel_blocks = filter_sizes(problem, packed)
@@ -636,14 +649,15 @@ def _arguments(problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout,
     wide, high = halo(problem, config) if config.halo else (0, 0)
     _, x_h, x_w = problem.operand_size
     return arguments(
-        GemmPhase, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
+        GemmPhase, **of_launch, tiles=tiles_m * tiles_pixels * config.SPLIT * groups, tiles_m=tiles_m, splits=config.SPLIT,
         split_stages=ceil(ceil(blocks, 64 // packed.load), config.SPLIT), tiles_pixels=tiles_pixels, image_tiles=tiles_pixels // problem.N,
         across=size[2] // 8, blocks=blocks, channel_blocks=channel_blocks, rows_group=rows // groups, rows=rows, blocks_group=blocks_group,
         row_blocks=row_blocks(problem, packed), channels_group=packed.group, channels=groups * packed.group, **tap_numbers(packed, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, limb_images=1 if walk.flat else problem.N, rank=walk.rank,
         load_plane=pixels if walk.flat else plane, load_pq=pixels if walk.flat else size[1] * size[2],
         load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
-        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape), **finish(problem, config.SPLIT > 1),
+        q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
+        scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
         halo_w=wide, halo_h=high, x_stages=_x_stages(problem, config), halo_bytes=_x_bytes(problem, config) // limbs(problem),
         groups=groups, x_channels=problem.operand_channels // groups, x_h=x_h, x_w=x_w, slack=slack(problem), **_raw(problem, config),
     )  # fmt: skip
@@ -684,11 +698,11 @@ def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 def _seldom(defines: Mapping[str, int]) -> int:
     """How seldom a product with such defines is asked for, from 0 to 3: where it is seldom few tiles will do.
 
-    One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, one
-    for a residual of the former, and one for 16-bit arrays with their channels last, most of which another engine reads as they lie.
+    One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, and one
+    for one product of arrays with their channels last, most of which another engine reads as they lie.
     """
-    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and not defines["SCALED"])
-    return min(3, few + (scattered or defines["VEC"] == 1) + (scattered and bool(defines["HAS_RESIDUAL"])) + lying)
+    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
+    return min(3, few + (scattered or defines["VEC"] == 1) + lying)
 
 
 def _how_seldom(problem: ConvProblem) -> int:
@@ -710,7 +724,8 @@ def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    for tile, one in product(_tiles_of(0), ARITHMETICS):
+    tiles = dict.fromkeys(tile for seldom in range(len(PIXELS)) for tile in _tiles_of(seldom))
+    for tile, one in product(tiles, ARITHMETICS):
         consumer = _consumer_pixels(tile)
         own = one | _ORDINARY | {"ROWS": (tile.BLOCK_M,), "PIXELS": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
         for special in _SPECIAL[tile.loader]:
@@ -724,16 +739,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 #: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
 _ORDINARY: dict[str, tuple[int, ...]] = {
-    "KC": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "FILTER_MAP": (0, 1, 2), "PINGPONG": (0,), "PHASES": PHASES,
+    "KC": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_TURNED": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
     "MOMENTS": FLAG, "PAIRED": (0,), "HALO": (0,), "RAW": (0,), "STAGES": (0,),
 }  # fmt: skip
 _PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
-    "PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PAIRED_PHASES, "MOMENTS": (0,), "FILTER_MAP": (0,),
+    "PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_TURNED": (0,),
 }  # fmt: skip
 _HALO: dict[str, tuple[int, ...]] = {
-    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "FILTER_MAP": (0,), "STAGES": (6, 5, 4, 3),
+    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "W_TURNED": (0,), "STAGES": (6, 5, 4, 3),
 }
 #: What else may be of it, by how images are loaded.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
@@ -743,37 +758,36 @@ _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
-    consumer, three, own = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] != FLOAT or d["SCALED"]
-    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1 and d["DENSE"]):
+    consumer, three, of_float32 = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] == FLOAT and not d["BF16"]
+    if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
     if not (d["HALO"] or d["POINTWISE"]):
         widths = PINGPONG_PIXELS[seldom] if d["PINGPONG"] else PIXELS[seldom].get(d["ROWS"], ())
         if d["PIXELS"] not in widths:
             return False
-    if consumer > (256 if not three else 128 if d["HAS_RESIDUAL"] else 136):
+    if consumer > (256 if not three else 136):
         return False
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
     if d["TENSOR_STORE"] != stores:
         return False
-    if d["MOMENTS"] and (d["HAS_RESIDUAL"] or not d["DENSE"] or not own or (three and consumer > 128) or d["FILTER_MAP"] == 2):
+    if d["MOMENTS"] and (not d["DENSE"] or (d["OUT"] == FLOAT and d["BF16"]) or (three and consumer > 128) or d["W_TURNED"]):
         return False
     if d["MOMENTS"] and seldom > 1:
         return False
-    if d["PAIRED"] and (d["HAS_RESIDUAL"] or d["PINGPONG"]):
+    if d["PAIRED"] and d["PINGPONG"]:
         return False
-    if d["POINTWISE"] and (d["SCALED"] or not own or consumer % 64 or d["FILTER_MAP"] == 2):
+    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_TURNED"]):
         return False
-    if d["FILTER_MAP"] and (d["SCALED"] or not (d["NHWC"] or d["POINTWISE"])):
+    if d["W_TURNED"] and (three or not d["NHWC"] or d["KC"] != 64 or d["VEC"] == 1):
         return False
-    if (d["FILTER_MAP"] == 1 and ((not d["DENSE"] and d["VEC"] > 1) or d["PHASES"] > 1)) or (d["FILTER_MAP"] == 2 and d["KC"] != 64):
+    if d["VEC"] == 1 and d["DENSE"] and d["KC"] < 64:
         return False
     if d["PINGPONG"]:
-        most = 128 if d["HAS_RESIDUAL"] else 192
-        return not three and d["ROWS"] == 128 and d["PIXELS"] <= most and not (d["NHWC"] and d["PIXELS"] % 32)
+        return not three and d["ROWS"] == 128 and not (d["NHWC"] and d["PIXELS"] % 32)
     if d["HALO"]:
         most = 112 if d["RAW"] else 128
-        return bool(d["SCALED"] and consumer <= most and (not d["RAW"] or (three and d["ROWS"] == 64)))
+        return bool(of_float32 and consumer <= most and (not d["RAW"] or (three and d["ROWS"] == 64)))
     return True
 
 

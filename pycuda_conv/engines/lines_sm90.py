@@ -297,7 +297,7 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     told = arguments(
         LinesProduct, across=across, tiles=tiles, steps=walk.steps, images=problem.N, unit_rows=unit_rows, unit_columns=unit_columns,
         units=unit_rows * unit_columns, columns=columns, padded=padded, rows=rows, wide=wide, image_step=columns * rows * wide,
-        plane=rows * wide, low_w=walk.low[1] - walk.shift, low_h=walk.low[0], **finish(problem),
+        plane=rows * wide, low_w=walk.low[1] - walk.shift, low_h=walk.low[0], **finish(problem, asks_residual=False),
     )
     _, h, w = problem.operand_size
     channels, row = problem.operand_channels, 4 * w

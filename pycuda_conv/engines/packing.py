@@ -507,7 +507,7 @@ def _tiles(problem: ConvProblem, packed: PackedLayout, size: Size3, pixels: int,
     # few pixels, too, leave room for more channels
     most = 16 if together or (planes and pixels <= PACK_THREADS * PACK_PIXELS // 16) else 8
     at_once = most if together else min(most, 1 << (chunks - 1).bit_length())
-    vector = math.gcd(math.prod(size), PACK_PIXELS) if planes else 1
+    vector = PACK_PIXELS if planes and math.prod(size) % PACK_PIXELS == 0 else 1
     across = ceil(channels // 8, together) if together else ceil(chunks, at_once)
     tiles = ceil(pixels, PACK_THREADS * _thread_pixels(problem, packed) // at_once) * across
     bits = {"chunk_bits": (at_once - 1).bit_length(), "together": together, "together_bits": max(together - 1, 0).bit_length()}
@@ -663,20 +663,18 @@ def arithmetic(problem: ConvProblem, phase: Phase, split: bool) -> dict[str, int
         neighbours = math.prod(phase.size) * (problem.N if problem.layout == "CNHW" else 1) if dense else 1
     return {
         "PRODUCTS": products(problem), "BF16": int(problem.dtype == "bfloat16"), "OUT": FLOAT if split else ELEMENTS[problem.dtype],
-        "SCALED": int(problem.dtype == "float32"), "HAS_RESIDUAL": int(problem.has_residual and not split), "NHWC": int(nhwc),
+        "NHWC": int(nhwc),
         "VEC": 4 if neighbours % 4 == 0 else 1, "DENSE": int(dense),
     }
 
 
-#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their split sums.
+#: What :func:`arithmetic` may be, choice by choice: of float32 in fp32 and in tf32, of 16 bits, and of their
+#: split sums; those of float16 are written as tf32's.
 ARITHMETICS: tuple[dict[str, tuple[int, ...]], ...] = tuple(
     {
-        "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "SCALED": (scaled,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
-        "HAS_RESIDUAL": (0,) if out == FLOAT and not scaled else FLAG,
+        "PRODUCTS": (count,), "BF16": (bf16,), "OUT": (out,), "NHWC": FLAG, "VEC": (1, 4), "DENSE": FLAG,
     }
-    for count, bf16, out, scaled in (
-        (3, 0, FLOAT, 1), (1, 0, FLOAT, 1), (1, 0, HALF, 0), (1, 0, FLOAT, 0), (1, 1, BFLOAT, 0), (1, 1, FLOAT, 0),
-    )
+    for count, bf16, out in ((3, 0, FLOAT), (1, 0, FLOAT), (1, 0, HALF), (1, 1, BFLOAT), (1, 1, FLOAT))
 )  # fmt: skip
 
 
@@ -689,10 +687,19 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text of pack.cu for the type and the layout, and how images can be read."""
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
         choices = {
-            "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 2, 4), "EIGHTS": FLAG, "FLAGGED": (1,) if code == FLOAT else FLAG,
+            "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG, "FLAGGED": (1,) if code == FLOAT else FLAG,
             "SAMPLED": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG,
         }  # fmt: skip
-        yield TextFamily("pack", choices, lambda d: d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"]))
+        yield TextFamily("pack", choices, _packs)
+
+
+def _packs(d: Mapping[str, int]) -> bool:
+    """Whether arrays are ever packed so: as a filter only a gradient in planes is, and of 16 bits only windows are checked."""
+    if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLED"])):
+        return False
+    if d["IN"] != FLOAT and d["FLAGGED"] and not d["FOLDED"]:
+        return False
+    return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:

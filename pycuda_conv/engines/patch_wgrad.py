@@ -175,6 +175,8 @@ def sum_order(problem: ConvProblem, config: PatchWgrad) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, a type and a layout."""
+    if device.backend != "cuda":  # for which nothing is chosen here
+        return
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     for (block_m, block_n), (thread_m, thread_n) in TILES.items():
         tile = {"BLOCK_M": (block_m,), "BLOCK_N": (block_n,), "BLOCK_K": (STEP,), "THREAD_M": (thread_m,), "THREAD_N": (thread_n,)}

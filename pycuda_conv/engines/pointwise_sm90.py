@@ -198,7 +198,7 @@ class _Product:
             PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
             rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
             column_step=self.column_step, size=math.prod(problem.result_shape),
-            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem, asks_residual=False),
         )
 
 

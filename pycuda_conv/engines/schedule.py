@@ -98,11 +98,16 @@ class Arena:
         return place
 
 
-def finish(problem: ConvProblem, split: bool = False) -> dict[str, int]:
-    """What ``epilogue.cuh`` and ``finish.cuh`` ask launches' arguments: parts of a split sum have none of it, what adds them has it all."""
+def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True) -> dict[str, int]:
+    """What ``epilogue.cuh`` and ``finish.cuh`` ask launches' arguments: parts of a split sum have none of it, what adds them has it all.
+
+    Without `asks_residual` the kernel does not ask whether there is a residual: it is compiled for one, or for none.
+    """
     activation, slope = problem.activation_and_slope
     asked = {
         "has_scale": int(problem.has_scale), "has_bias": int(problem.has_bias), "activation": activation,
         "slope": bits(slope, accumulator_bytes(problem)),
     }  # fmt: skip
+    if asks_residual:
+        asked["has_residual"] = int(problem.has_residual)
     return dict.fromkeys(asked, 0) if split else asked

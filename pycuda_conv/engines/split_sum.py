@@ -35,6 +35,7 @@ class ReduceArguments(NamedTuple):
     by_channels: int
     has_scale: int
     has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -45,7 +46,6 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
     plane, channels = 1 if problem.layout == "NHWC" else math.prod(problem.result_size), problem.result_channels
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(split * size >= 2**31), "THREADS": THREADS,
-        "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
     lanes = _lanes(split)
     width = THREADS // lanes
@@ -64,7 +64,7 @@ def _lanes(split: int) -> int:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of direct_reduce.cu for a type."""
-    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,), "HAS_RESIDUAL": FLAG})
+    yield TextFamily("direct_reduce", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "THREADS": (THREADS,)})
 
 
 def time(size: int, split: int, nbytes: int, multiprocessors: int) -> float:

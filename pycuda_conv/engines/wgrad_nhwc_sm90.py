@@ -50,9 +50,9 @@ CHANNELS = 64  # of a block: a row of an operand in shared memory
 POSITIONS = 64  # of a stage
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have: their sums fit the registers of the consumers.
-TILES = {64: (64, 128, 192, 384, 576), 128: (64, 128, 192, 256, 384), 192: (64, 128, 192), 256: (64, 128, 192)}
+TILES = {64: (64, 128, 192, 384), 128: (64, 128, 192), 192: (128, 192), 256: (192,)}
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
-CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
+CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS = 16  # of a block of the reduction, at the most
 FOLD_THREADS = 256  # of a block that folds
