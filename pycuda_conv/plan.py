@@ -374,10 +374,14 @@ def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvP
     return replace(problem, layout="NCHW") if turned else problem
 
 
+#: Taps from which on a Fourier transform of arrays in NCHW may be worth their conversion.
+MANY_TAPS = 100
+
+
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
-        return config is not None
+        return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))
     if not engines.uses_tensor_cores(config):
         return problem.direction == "wgrad" and _gains(problem, device, found)
     if engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
@@ -387,12 +391,13 @@ def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
 
 
 def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
-    """Whether the gradient of a filter takes less time by plain cores from arrays as they lie than from arrays converted to NCHW before.
+    """Whether `problem` takes less time from arrays as they lie than with its images converted to NCHW before, or back.
 
     10 us for the launches that convert; an H200 moves 3 MB a microsecond, there and back.
     """
     lying, turned = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
-    moved = 2 * (math.prod(problem.input_shape) + math.prod(problem.weight_shape)) * problem.itemsize
+    other = problem.weight_shape if problem.direction == "wgrad" else problem.result_shape
+    moved = 2 * (math.prod(problem.input_shape) + math.prod(other)) * problem.itemsize
     return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + moved / 3e6 * 132 / device.multiprocessors
 
 

@@ -450,16 +450,16 @@ def _made(d: Mapping[str, int]) -> bool:
 STRIPS = 0.85  # of what is counted for them: so long strips took on an H200, in 16 layers
 
 
-def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """Roughly the microseconds; None for filters whose loops are not unrolled, but where channels have several results each.
+def time(problem: ConvProblem, config: Config, device: Device) -> float:
+    """Roughly the microseconds.
 
     What is read and written once takes its time, and so do the instructions: measured on an H200, neither hides the other. Both take longer
     where blocks do not fill the machine. While the last blocks end, it is half empty.
     """
     if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
         return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
-    if not _unrolled(problem):
-        return None
+    if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
+        return 3 + problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     at_once = work.blocks * multiprocessors
@@ -470,6 +470,10 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us
+
+
+#: Multiplications a microsecond of 132 multiprocessors, where loops are not unrolled.
+LOOPS, LOOPS_OF_FILTER = 3.1e6, 2.2e6
 
 
 class _Work(NamedTuple):
@@ -513,14 +517,12 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The configuration by rule, since nothing else reads such arrays as they lie; matrix products do where results are many."""
+    """The configuration by rule; where results or taps are many, matrix products may be faster."""
     found = next(configs(problem, device), None)
     if found is None:
         return None
-    if device.backend == "cuda" and problem.K != problem.groups and not _of_filter(problem):
-        us = time(problem, found, device)
-        assert us is not None
-        return us, found
+    if device.backend == "cuda" and ((problem.K != problem.groups and not _of_filter(problem)) or not _unrolled(problem)):
+        return time(problem, found, device), found
     return BY_RULE, found
 
 
