@@ -400,6 +400,9 @@ def _remember_forward(
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
+        nbytes = max(nbytes, plan.workspace_bytes)
+        if nbytes <= made.nbytes:  # out, which is written last, has room for it
+            scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
         normalised, _ = batch_norm.forward(pixels, processors, how.relu, residual is not None)
         steps = [
@@ -409,7 +412,7 @@ def _remember_forward(
         ]
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
-        ready = quick.row(TORCH, plan.device, steps, x, count, results, max(plan.workspace_bytes, nbytes))
+        ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
     quick.put(_again, name, None if ready is None else (ready, how))
 
 
