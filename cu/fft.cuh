@@ -28,6 +28,19 @@ typedef float2 complex_t;
 #define TURN(angle, s, c) sincospif(angle, &s, &c);
 #endif
 
+#define SMALLER(a, b) ((a) < (b) ? (a) : (b))
+#define PARTS 1024  // of a tile: fft_range.cu
+// what a map says of windows that begin in a part, and of the part
+#define BY_SUM 1
+#define ZERO 2
+#define NOTHING_THERE 4
+// a value as transforms take it: others would spoil more than what they reach
+#if DTYPE == 64
+#define FITTING(v) (fabs(v) <= (acc_t)1e95 ? (v) : (acc_t)0)
+#else
+#define FITTING(v) (fabs(v) <= (acc_t)1e16f ? (v) : (acc_t)0)
+#endif
+
 typedef struct FftArguments {
   // what is read, images or filters: elements from one to the next, and channels of a group; size of a plane, and the row and column where tile 0
   // begins; elements from a plane's start to its first pixel, and from one row and column to the next: filters may be read backwards
@@ -43,8 +56,8 @@ typedef struct FftArguments {
   long_t k, per_group, by_per_group, p, q;
   // the filter: elements from one group, result channel and read channel to the next; taps; whether windows take the last one first
   long_t f_group, f_written, f_read, r, s, flipped;
-  // acc_t from the start of a buffer: spectra that are read and written, flags of tiles, flags of filters
-  long_t read_at, written_at, flags_at, filter_flags_at;
+  // acc_t from the start of a buffer: spectra that are read and written, flags of tiles and their maps, flags of filters
+  long_t read_at, written_at, flags_at, maps_at, filter_flags_at;
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } FftArguments;
 

@@ -1,21 +1,25 @@
-// fft_range.cu: which tiles hold numbers that a transform would spoil: flags[group][tile], 1 for those.
+// fft_range.cu: which results a transform would spoil: flags[group][tile], 1 if some of a tile's are, and then maps[group][tile][part].
 //
-// The error of a result is relative to the norm of its pair of tiles. So a tile is flagged if one of its windows, the pixels that a result is
-// computed from, has a norm of less than 1 / RANGE of the pair's. Both tiles are flagged if the pair has Inf, NaN, or a norm whose square is near
-// the ends of the type. fft_tiles.cu computes flagged tiles without transforms.
+// The error of a result is relative to the norm of its pair of tiles. So a result is computed without a transform if its window, the pixels that
+// it is computed from, has a norm of less than 1 / RANGE of the pair's. Values that are not finite, or whose squares are near the end of the type,
+// count as zeros, here and in transforms, and results whose windows may have one are computed without a transform. So are all results of a
+// pair whose norm's square is near the ends of the type. A map says it for all windows that begin in a part of a tile: BY_SUM, or ZERO where
+// they have nothing but zeros. It also says which parts are zeros: NOTHING_THERE.
 //
 // A window's norm is taken from below: it is that of the parts of the tile that lie in the window as a whole. A window that reaches over
-// an edge of the image counts as the nearest one that does not. Norms are of all channels of a group. Zeros alone are fine.
+// an edge of the image counts as the nearest one that does not. Norms are of all channels of a group.
 //
 // Mapping  block -> a pair of tiles of a group; thread -> one of PARTS parts of each tile, part_h x part_w pixels, of all channels.
-// Memory   shared: the sum of squares of each part, then of boxes of parts.
+// Memory   shared: the sum of squares of each part, then of boxes of parts, and what a part has.
 //
 // By hand: nvcc -cubin cu/fft_range.cu
 #include "portable.cuh"
 #include "fft.cuh"
 
-#define PARTS 1024
 #define RANGE 256
+// what a part, or a box of them, has
+#define SOMETHING 1
+#define LOST 2
 #if DTYPE == 64
 #define LEAST 1e-200
 #define MOST 1e200
@@ -28,23 +32,25 @@
 
 WITHIN_KERNEL int clamped(int v, int most) { return v < 0 ? 0 : v > most ? most : v; }
 
-// Whether the first whole part of a window is `part`, along one axis of a tile that begins at `first`, for a window of one of its `used` results,
-// of which only `left` are there. Windows that reach over an edge of the image count as the nearest that does not; the last one begins at `last`.
-WITHIN_KERNEL int begins(int part, int size, int first, int used, int left, int last) {
-  const int most = (left < used ? left : used) - 1, a = clamped(-first, most), b = clamped(last - first, most);
-  return part >= ((a < b ? a : b) + size - 1) / size && part <= ((a < b ? b : a) + size - 1) / size;
+// The first whole part of the window of result `v` of a tile, along one axis. The tile begins at `first`. Windows that reach over an edge of the image
+// count as the nearest result's of the tile that does not, or does so least; `most` is the tile's last result, `last` where the last window begins.
+WITHIN_KERNEL int whole_part(int v, int size, int first, int most, int last) {
+  const int a = clamped(-first, most), b = clamped(last - first, most), least = a < b ? a : b, greatest = a < b ? b : a;
+  return ((v < least ? least : v > greatest ? greatest : v) + size - 1) / size;
 }
 
 KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT x, GLOBAL_MEM acc_t* flags, const FftArguments arg) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t squares[2][PARTS];
   LOCAL_MEM acc_t rows[PARTS];
-  LOCAL_MEM int lost[2];
+  LOCAL_MEM unsigned char has[2][PARTS], some[PARTS];
+  LOCAL_MEM int spoilt[2];
   const int group = divided((int)GID_0, arg.by_pairs), first = ((int)GID_0 - group * (int)arg.pairs) * (int)arg.at_once;
   const int parts_w = (int)arg.parts_w, parts_h = PARTS / parts_w, a = divided(LID_0, arg.by_parts_w), b = LID_0 - a * parts_w;
   const int part_h = (int)arg.part_h, part_w = (int)arg.part_w;
   for (int i = 0; i < 2; ++i) {
     acc_t sum = 0;
+    int found = 0;
     if (i < (int)arg.at_once && first + i < (int)arg.all_tiles) {
       const Tile tile = tile_of(&arg, first + i);
       const GLOBAL_MEM data_t* plane = x + (tile.image * (index_t)arg.image_stride + group * (index_t)arg.group_stride);
@@ -55,12 +61,15 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
 #pragma unroll 8
           for (int column = column0; column < column0 + part_w; ++column) {
             const acc_t v = element(channel, &arg, 1, row, column);
-            sum += v * v + (v != 0 ? (acc_t)SMALL : 0);  // so that nothing but zeros adds up to 0
+            const acc_t fitting = FITTING(v);
+            sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that nothing but zeros adds up to 0
+            found |= (v == 0 ? 0 : SOMETHING) | (fitting == v ? 0 : LOST);
           }
         }
       }
     }
     squares[i][LID_0] = sum;
+    has[i][LID_0] = (unsigned char)found;
   }
   local_barrier();
   rows[LID_0] = squares[0][LID_0] + squares[1][LID_0];
@@ -70,21 +79,49 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
   }
   local_barrier();
   const acc_t total = rows[0];
-  if (LID_0 < 2) lost[LID_0] = !(total == 0 || (total >= (acc_t)LEAST && total <= (acc_t)MOST));
-  for (int i = 0; i < 2; ++i) {
-    acc_t sum = 0;
-    for (int j = 0; j < (int)arg.box_w && b + j < parts_w; ++j) sum += squares[i][LID_0 + j];
+  const int no_norm = total != 0 && !(total >= (acc_t)LEAST && total <= (acc_t)MOST);
+  const int touched_h = (part_h + (int)arg.r - 2) / part_h + 1, touched_w = (part_w + (int)arg.s - 2) / part_w + 1;
+  if (LID_0 < 2) spoilt[LID_0] = no_norm && !arg.box_h;
+  for (int i = 0; i < (int)arg.at_once && first + i < (int)arg.all_tiles; ++i) {
     local_barrier();
+    if (!arg.box_h) {  // a filter
+      if (has[i][LID_0] & LOST) spoilt[i] = 1;  // whoever writes writes the same
+      continue;
+    }
+    // boxes of parts, first along rows: those that lie in any window, and those that any window touches
+    acc_t sum = 0;
+    int found = 0;
+    for (int j = 0; j < (int)arg.box_w && b + j < parts_w; ++j) sum += squares[i][LID_0 + j];
+    for (int j = 0; j < touched_w && b + j < parts_w; ++j) found |= has[i][LID_0 + j];
     rows[LID_0] = sum;
+    some[LID_0] = (unsigned char)found;
     local_barrier();
     sum = 0;
+    found = 0;
     for (int j = 0; j < (int)arg.box_h && a + j < parts_h; ++j) sum += rows[LID_0 + j * parts_w];
+    for (int j = 0; j < touched_h && a + j < parts_h; ++j) found |= some[LID_0 + j * parts_w];
+    const int too_small = no_norm || !(sum * ((acc_t)RANGE * RANGE) >= total);
+    local_barrier();
+    some[LID_0] = (unsigned char)too_small;
+    local_barrier();
     const Tile tile = tile_of(&arg, first + i);
-    const int row = tile.row * (int)arg.used_h, column = tile.column * (int)arg.used_w;
-    const int asked = arg.box_h && begins(a, part_h, (int)arg.first_h + row, (int)arg.used_h, (int)arg.p - row, (int)(arg.h - arg.r)) &&
-                      begins(b, part_w, (int)arg.first_w + column, (int)arg.used_w, (int)arg.q - column, (int)(arg.w - arg.s));
-    if (asked && !(sum * ((acc_t)RANGE * RANGE) >= total)) lost[i] = 1;  // whoever writes writes the same
+    const int row = tile.row * (int)arg.used_h, column = tile.column * (int)arg.used_w, h = a * part_h, w = b * part_w;
+    const int most_h = SMALLER((int)arg.p - row, (int)arg.used_h) - 1, most_w = SMALLER((int)arg.q - column, (int)arg.used_w) - 1;
+    int verdict = has[i][LID_0] ? 0 : NOTHING_THERE;
+    if (h <= most_h && w <= most_w) {  // the first and the last result whose windows begin in the part
+      const int first_h = (int)arg.first_h + row, first_w = (int)arg.first_w + column, last_h = (int)(arg.h - arg.r), last_w = (int)(arg.w - arg.s);
+      const int h0 = whole_part(h, part_h, first_h, most_h, last_h) * parts_w, w0 = whole_part(w, part_w, first_w, most_w, last_w);
+      const int h1 = whole_part(SMALLER(h + part_h - 1, most_h), part_h, first_h, most_h, last_h) * parts_w;
+      const int w1 = whole_part(SMALLER(w + part_w - 1, most_w), part_w, first_w, most_w, last_w);
+      if (!found) verdict |= ZERO;
+      else if (found & LOST || some[h0 + w0] || some[h0 + w1] || some[h1 + w0] || some[h1 + w1]) verdict |= BY_SUM;
+      if (verdict & (found ? BY_SUM : total != 0 ? ZERO : 0)) spoilt[i] = 1;
+    }
+    const index_t map = (group * (index_t)arg.all_tiles + first + i) * PARTS + LID_0;
+    local_barrier();
+    if (spoilt[i]) ((GLOBAL_MEM unsigned char*)(flags + arg.maps_at))[map] = (unsigned char)verdict;
   }
   local_barrier();
-  if (LID_0 < (int)arg.at_once && first + LID_0 < (int)arg.all_tiles) flags[arg.flags_at + group * (index_t)arg.all_tiles + first + LID_0] = lost[LID_0];
+  if (LID_0 < (int)arg.at_once && first + LID_0 < (int)arg.all_tiles)
+    flags[arg.flags_at + group * (index_t)arg.all_tiles + first + LID_0] = spoilt[LID_0];
 }

@@ -4,8 +4,8 @@
 //   BACKWARD  y = epilogue(inverse transform of spectrum[k][pair])
 //   WHOLE    y = epilogue(inverse transform of (transform of the tiles * spectrum of filter k)), where a group has one channel of x
 //
-// A tile that fft_range.cu has flagged, or one of a filter that it has flagged, counts as zeros, and its results are sums of products, one
-// after the other. They are slow, and they are what they would be without transforms.
+// Results that fft_range.cu's map names, and all of a filter that it has flagged, are not taken from the transform. They are listed in shared
+// memory, and the block's threads compute them one each: 0, or a sum of products, without the parts of the tile that are zeros.
 //
 // A transform of a tile is one of its columns, then one of its rows. With LINEAR the tile is one line, row after row, and numbers are turned by
 // their row and column in between, which makes it a transform of the line (Bailey 1990, the four-step method). A column of TILE_H = RADIX_H * REST_H
@@ -15,7 +15,7 @@
 // Mapping  block -> a pair of tiles of a channel. thread -> in each step some columns, or rows, of RADIX or REST numbers each. Neighbouring
 //          threads have neighbouring columns, and rows that are an odd number of numbers apart: no two need the same bank.
 // Memory   shared: the pair as complex numbers, a row TILE_W + 1 apart; the turns of a row and of a column. The first step takes its numbers from
-//          global memory, the last one brings them there.
+//          global memory, the last one brings them there. Then the list of other results lies where the pair was.
 //
 // By hand: nvcc -cubin cu/fft_tiles.cu
 #include "portable.cuh"
@@ -42,6 +42,16 @@
 #define REST_W (TILE_W / RADIX_W)
 #define PITCH (TILE_W + 1)
 #define FREQUENCIES (TILE_H * TILE_W)
+// of fft_range.cu
+#if LINEAR
+#define PARTS_W PARTS
+#define PART_H 1
+#define PART_W (FREQUENCIES / PARTS)
+#else
+#define PARTS_W 32
+#define PART_H (TILE_H / 32)
+#define PART_W (TILE_W / 32)
+#endif
 
 // cos and sin of pi * i / 8
 #define COS_8(i) ((acc_t)((i) == 1 ? 0.92387953251128675613 : (i) == 2 ? 0.70710678118654752440 : (i) == 3 ? 0.38268343236508977173 : \
@@ -89,8 +99,8 @@ WITHIN_KERNEL int frequency_at(int i, const int count) {
       v[at_ + half_] = COMPLEX(a_.x - b_.x, a_.y - b_.y);                      \
     }
 #define EACH(count) _Pragma("unroll") for (int i = 0; i < (count); ++i)
-#define SMALLER(a, b) ((a) < (b) ? (a) : (b))
 #define RESIDUAL_IF(there, at) ((there) ? RESIDUAL_AT(at) : NOTHING)
+#define EACH_OF_PART(l) _Pragma("unroll") for (int l = part_w; l < part_w + PART_W; ++l)
 #define ALL(number) for (int at = LID_0; at < (number); at += THREADS)
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
@@ -101,9 +111,14 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   AFTER_LAST_LAUNCH
 #ifdef __OPENCL_VERSION__
   LOCAL_MEM complex_t z[TILE_H * PITCH];
+  LOCAL_MEM int* listed = (LOCAL_MEM int*)z;
+#define NEXT(count) atomic_inc(&(count))
 #else
   extern __shared__ complex_t z[];
+  int* listed = (int*)z;
+#define NEXT(count) atomicAdd(&(count), 1)
 #endif
+  LOCAL_MEM int listed_count;
   LOCAL_MEM complex_t turns[LONGEST];  // e^(-2 pi i at / LONGEST)
 #define TURN_H(at) turns[(at) * (LONGEST / TILE_H)]
 #define TURN_W(at) turns[(at) * (LONGEST / TILE_W)]
@@ -122,9 +137,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   const Tile tile0 = tile_of(&arg, number0), tile1 = tile_of(&arg, number1);
   const GLOBAL_MEM data_t* plane = x + (group * (index_t)arg.group_stride + c * (index_t)arg.channel_stride);
   const GLOBAL_MEM data_t *from0 = plane + tile0.image * (index_t)arg.image_stride, *from1 = plane + tile1.image * (index_t)arg.image_stride;
-  // whether they are computed by a transform
-  const GLOBAL_MEM acc_t* flag = flags + (arg.flags_at + group * (index_t)arg.all_tiles);
-  const int fits0 = flag[number0] == 0, fits1 = !alone && flag[number1] == 0;
   local_barrier();
 
 #if MODE != BACKWARD
@@ -138,13 +150,13 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
       EACH(RADIX_H) {
         const int row = j + i * REST_H;
 #if LINEAR
-        const acc_t re = element(from0, &arg, fits0, row0, column0 + row * TILE_W + column);
-        const acc_t im = element(from1, &arg, fits1, row1, column1 + row * TILE_W + column);
+        const acc_t re = element(from0, &arg, 1, row0, column0 + row * TILE_W + column);
+        const acc_t im = element(from1, &arg, !alone, row1, column1 + row * TILE_W + column);
 #else
-        const acc_t re = element(from0, &arg, fits0, row0 + row, column0 + column);
-        const acc_t im = element(from1, &arg, fits1, row1 + row, column1 + column);
+        const acc_t re = element(from0, &arg, 1, row0 + row, column0 + column);
+        const acc_t im = element(from1, &arg, !alone, row1 + row, column1 + column);
 #endif
-        v[i] = COMPLEX(re * gain, im * gain);
+        v[i] = COMPLEX(FITTING(re) * gain, FITTING(im) * gain);
       }
       TRANSFORM(v, RADIX_H)
       EACH(RADIX_H) z[(j + i * REST_H) * PITCH + column] = times(v[i], TURN_H(j * frequency_at(i, RADIX_H)));
@@ -237,9 +249,16 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
   const acc_t factor = SCALE_OF(channel), summand = BIAS_OF(channel);
   // planes of the result
   const index_t result0 = (tile0.image * (index_t)arg.k + channel) * (p * q), result1 = (tile1.image * (index_t)arg.k + channel) * (p * q);
-  // rows and columns of results that a transform gives: none of a tile that is not its
-  const int rows0 = fits && fits0 ? SMALLER(used_h, p - tile0.row * used_h) : 0, columns0 = SMALLER(used_w, q - tile0.column * used_w);
-  const int rows1 = fits && fits1 ? SMALLER(used_h, p - tile1.row * used_h) : 0, columns1 = SMALLER(used_w, q - tile1.column * used_w);
+  // rows and columns of results
+  const int rows0 = SMALLER(used_h, p - tile0.row * used_h), columns0 = SMALLER(used_w, q - tile0.column * used_w);
+  const int rows1 = alone ? 0 : SMALLER(used_h, p - tile1.row * used_h), columns1 = SMALLER(used_w, q - tile1.column * used_w);
+  // what is asked of the maps: of tiles without a flag, nothing
+  const index_t in_flags = group * (index_t)arg.all_tiles;
+  const GLOBAL_MEM acc_t* flag = flags + arg.flags_at + in_flags;
+  const GLOBAL_MEM unsigned char* map0 = (const GLOBAL_MEM unsigned char*)(flags + arg.maps_at) + (in_flags + number0) * PARTS;
+  const GLOBAL_MEM unsigned char* map1 = map0 + (number1 - number0) * PARTS;
+  const int asked0 = flag[number0] != 0 ? BY_SUM | ZERO : 0, asked1 = flag[number1] != 0 ? BY_SUM | ZERO : 0;
+#define IN_MAP(h, w) ((h) / PART_H * PARTS_W + (w) / PART_W)
   const index_t corner0 = result0 + (tile0.row * used_h * q + tile0.column * used_w), corner1 = result1 + (tile1.row * used_h * q + tile1.column * used_w);
   ALL(REST_H * TILE_W) {
     const int j = at / TILE_W, column = at % TILE_W;
@@ -253,8 +272,10 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
 #else
       const int h = j + i * REST_H - (r - 1), in_w = column - (s - 1);
 #endif
-      const int stored0 = (unsigned)h < (unsigned)rows0 && (unsigned)in_w < (unsigned)columns0;
-      const int stored1 = (unsigned)h < (unsigned)rows1 && (unsigned)in_w < (unsigned)columns1;
+      const int stored0 = fits && (unsigned)h < (unsigned)rows0 && (unsigned)in_w < (unsigned)columns0 &&
+                          !(asked0 && map0[IN_MAP(h, in_w)] & asked0);
+      const int stored1 = fits && (unsigned)h < (unsigned)rows1 && (unsigned)in_w < (unsigned)columns1 &&
+                          !(asked1 && map1[IN_MAP(h, in_w)] & asked1);
       const index_t at0 = corner0 + (h * q + in_w), at1 = corner1 + (h * q + in_w);
       acc_t both[2] = {v[i].x, v[i].y};
       FINISH(both[0], factor, summand, RESIDUAL_IF(stored0, at0))
@@ -265,35 +286,53 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void fft_tiles(const GLOBAL_MEM data_t* RESTRIC
     }
   }
 
-  for (int second = 0; second < 2; ++second) {  // what was flagged
-    if ((second && alone) || (fits && (second ? fits1 : fits0))) continue;
+  if (fits && !asked0 && !asked1) return;
+  // the list: a result's place in its tile, and whether that is the second
+  local_barrier();
+  if (LID_0 == 0) listed_count = 0;
+  local_barrier();
+  ALL(2 * FREQUENCIES) {
+    const int second = at / FREQUENCIES, in_tile = at % FREQUENCIES, h = LINEAR ? 0 : in_tile / TILE_W, in_w = LINEAR ? in_tile : in_tile % TILE_W;
+    const int asked = second ? asked1 : asked0;
+    if (h < (second ? rows1 : rows0) && in_w < (second ? columns1 : columns0) &&
+        (!fits || (asked && (second ? map1 : map0)[IN_MAP(h, in_w)] & asked)))
+      listed[NEXT(listed_count)] = at;
+  }
+  local_barrier();
+  const int in_group = channel - group * (int)arg.per_group;
+  const GLOBAL_MEM data_t* filter = w + (group * (index_t)arg.f_group + in_group * (index_t)arg.f_written);
+  ALL(listed_count) {
+    const int second = listed[at] / FREQUENCIES, in_tile = listed[at] % FREQUENCIES;
+    const int h = LINEAR ? 0 : in_tile / TILE_W, in_w = LINEAR ? in_tile : in_tile % TILE_W;
     const Tile tile = second ? tile1 : tile0;
-    const int in_group = channel - group * (int)arg.per_group;
-    const GLOBAL_MEM data_t *from = second ? from1 : from0, *filter = w + (group * (index_t)arg.f_group + in_group * (index_t)arg.f_written);
-    const int row0 = tile.row * used_h, column0 = tile.column * used_w;
-    const int left_h = SMALLER(used_h, p - row0), left_w = SMALLER(used_w, q - column0);
-    ALL(left_h * left_w) {
-      const int row = row0 + at / left_w, column = column0 + at % left_w;
-      acc_t sum = 0;
-      for (int c = 0; c < (int)arg.channels; ++c) {
-        const GLOBAL_MEM data_t* image = from + c * (index_t)arg.channel_stride;
-        const GLOBAL_MEM data_t* taps = filter + c * (index_t)arg.f_read;
-        for (int i = 0; i < r; ++i) {
-          const int at_h = row + (int)arg.first_h + i;
-          if (at_h < 0 || at_h >= (int)arg.h) continue;
-          acc_t part = 0;
-          for (int l = 0; l < s; ++l) {
-            const int at_w = column + (int)arg.first_w + l, tap = i * s + l;
-            if (at_w >= 0 && at_w < (int)arg.w) part += LOAD(image, at_h * (int)arg.w + at_w) * LOAD(taps, arg.flipped ? r * s - 1 - tap : tap);
-          }
-          sum += part;
+    const GLOBAL_MEM data_t* from = second ? from1 : from0;
+    const GLOBAL_MEM unsigned char* map = second ? map1 : map0;
+    const int mapped = fits && (second ? asked1 : asked0);  // a filter's Inf and NaN reach what they reach, zeros too
+    const int first_h = (int)arg.first_h + tile.row * used_h, first_w = (int)arg.first_w + tile.column * used_w;
+    // pixels of the tile that lie in the window and in the image
+    const int top = h < -first_h ? -first_h : h, left = in_w < -first_w ? -first_w : in_w;
+    const int bottom = SMALLER(h + r, (int)arg.h - first_h), right = SMALLER(in_w + s, (int)arg.w - first_w);
+    acc_t sum = 0;
+    for (int part_h = top / PART_H * PART_H; part_h < bottom; part_h += PART_H)
+      for (int part_w = left / PART_W * PART_W; part_w < right; part_w += PART_W) {
+        if (mapped && map[IN_MAP(part_h, part_w)] & NOTHING_THERE) continue;
+        const int end_h = SMALLER(part_h + PART_H, bottom);
+        acc_t part = 0;
+        for (int c = 0; c < (int)arg.channels; ++c) {
+          const GLOBAL_MEM data_t* image = from + c * (index_t)arg.channel_stride;
+          const GLOBAL_MEM data_t* taps = filter + c * (index_t)arg.f_read;
+          for (int i = part_h < top ? top : part_h; i < end_h; ++i)
+            EACH_OF_PART(l) {
+              const int tap = (i - h) * s + l - in_w;
+              if (l >= left && l < right) part += LOAD(image, (first_h + i) * (int)arg.w + first_w + l) * LOAD(taps, arg.flipped ? r * s - 1 - tap : tap);
+            }
         }
+        sum += part;
       }
-      const index_t to = (second ? result1 : result0) + (row * q + column);
-      FINISH(sum, factor, summand, RESIDUAL_AT(to))
-      ACTIVATE(&sum, 1)
-      STORE(y, to, sum);
-    }
+    const index_t to = (second ? corner1 : corner0) + (h * q + in_w);
+    FINISH(sum, factor, summand, RESIDUAL_AT(to))
+    ACTIVATE(&sum, 1)
+    STORE(y, to, sum);
   }
 #endif
 }

@@ -55,18 +55,36 @@ def bound(case, x, w, b, ref, config) -> np.ndarray:
     return log * u * RANGE * norms(case, x, w) + case.bound(x, w, b, ref)
 
 
-def flags(case, x, config, device="opencl") -> np.ndarray:
-    """Of each tile of a group, whether it is computed without a transform."""
-    problem, on = case.problem(x.dtype.name), get_device(device)
+def checked(case, x, config) -> tuple:
+    """What ``fft_range.cu`` writes: flags of tiles, and their maps, which are 255 where there is none."""
+    problem, on = case.problem(x.dtype.name), get_device("opencl")
     schedule = engines.schedule(problem, config, on)
     launch = [one for step in schedule.steps for one in step if one.kernel == "fft_range"][-1]
-    told, numbers = launch.arguments, "float64" if x.dtype == np.float64 else "float32"
-    workspace = np.full(schedule.workspace_bytes // np.dtype(numbers).itemsize, 7, numbers)
+    told, numbers = launch.arguments, np.dtype("float64" if x.dtype == np.float64 else "float32")
+    workspace = np.full(schedule.workspace_bytes, 255, np.uint8).view(numbers)
     with on:
         on.update_host_arrays(on.launcher(launch), (x, x, None), (np.zeros(1, numbers), workspace), 0)
-    found = workspace[told.flags_at : told.flags_at + problem.groups * told.all_tiles]
+    tiles = problem.groups * told.all_tiles
+    found, maps = workspace[told.flags_at : told.flags_at + tiles], workspace[told.maps_at :].view(np.uint8)[: tiles * fft.PARTS]
     assert set(found) <= {0, 1}
-    return found.reshape(problem.groups, problem.N, -1)
+    return problem, told, found.reshape(problem.groups, problem.N, -1), maps.reshape(problem.groups, problem.N, -1, fft.PARTS)
+
+
+def flags(case, x, config) -> np.ndarray:
+    """Of each tile of a group, whether some of its results are not taken from a transform."""
+    return checked(case, x, config)[2]
+
+
+def share(case, x, config, verdict) -> float:
+    """Of all results, those of which the maps say `verdict`."""
+    problem, told, found, maps = checked(case, x, config)
+    (used_h, used_w), (part_h, part_w), (_, p, q) = (tiles := fft._Tiles.of(problem, config)).used, tiles.part, problem.result_size
+    count = 0
+    for at in np.argwhere(found):
+        row, column = divmod(int(at[2]), told.tiles_w)
+        h, w = np.arange(min(used_h, p - row * used_h)) // part_h, np.arange(min(used_w, q - column * used_w)) // part_w
+        count += (maps[tuple(at)].reshape(-1, told.parts_w)[np.ix_(h, w)] & verdict != 0).sum()
+    return count / (problem.groups * problem.N * p * q)
 
 
 @cache
@@ -231,6 +249,54 @@ def test_a_plane_of_zeros_is_zero_and_costs_nothing(device):
     assert not flags(LARGE, x, Fft(128, 128)).any()
     got = run(Plan(LARGE.problem(), device, config=Fft(128, 128)), x, w, b)
     assert (got[:, 1] == b[1]).all()
+
+
+BY_SUM, ZERO = 1, 2  # fft.cuh
+#: What becomes of images: how many results are sums at most, and whether windows are all zeros.
+DARK = {
+    "half zeros": (lambda x: x.__setitem__((..., slice(x.shape[-1] // 2)), 0), 0.1, True),
+    "other half zeros": (lambda x: x.__setitem__((..., slice(x.shape[-2] // 2, None), slice(None)), 0), 0.1, True),
+    "one pixel": (lambda x: x.__imul__(np.arange(x[0, 0].size).reshape(x.shape[2:]) == 70 * x.shape[-1] + 80 if x.ndim == 4 else np.arange(x.shape[-1]) == 9999), 0.1, True),
+    "a dark stripe": (lambda x: x.__setitem__((..., slice(60, 62)), 0), 0, False),
+    "a wide stripe": (lambda x: x.__setitem__((..., slice(60, 110)), 0), 0.15, True),
+    "zeros and Inf": (lambda x: (x.__setitem__((..., slice(x.shape[-1] // 2)), 0), x.__setitem__((0, 0, *(5 for _ in x.shape[2:])), np.inf)), 0.12, True),
+}  # fmt: skip
+WIDE = fprop((3, 2, 130, 300), (2, 1, 15, 15), groups=2, padding=7)
+
+
+@pytest.mark.parametrize("kind", DARK)
+@pytest.mark.parametrize(("case", "tile"), [(WIDE, (64, 64)), (WIDE, (128, 128)), (LARGE_LINE, (64, 128))], ids=str)
+def test_zeros_cost_few_sums_and_give_exact_zeros(device, case, tile, kind):
+    spoil, most_sums, has_zeros = DARK[kind]
+    x, w, b = case.normals("float32")
+    spoil(x)
+    if case is LARGE_LINE and kind in ("other half zeros", "a dark stripe", "a wide stripe"):
+        pytest.skip("a line has no such thing")
+    assert share(case, x, Fft(*tile), BY_SUM) <= most_sums
+    assert share(case, x, Fft(*tile), ZERO) > 0 or not has_zeros  # transforms give those of pairs of nothing but zeros
+    got, ref = run(Plan(case.problem(), device, config=Fft(*tile)), x, w, b), case.reference(x, w, b)
+    empty = (case.reference((x != 0).astype("f"), np.ones_like(w), np.zeros_like(b)) == 0) & np.isfinite(ref)
+    parts = fft._Tiles.of(case.problem(), Fft(*tile)).part
+    deep = empty.copy()  # the windows around it are empty too, so that parts are
+    for axis, size in zip(range(2, x.ndim), parts[-case.ndim :], strict=True):
+        for by in range(-2 * size, 2 * size + 1):
+            deep &= np.roll(empty, by, axis)
+    assert deep.any() or not has_zeros
+    assert np.array_equal(got[deep], np.broadcast_to(b.reshape(-1, *(1,) * case.ndim), got.shape)[deep])
+    lost = ~np.isfinite(ref)
+    assert np.array_equal(got[lost], ref[lost].astype("f"), equal_nan=True)
+    x[~np.isfinite(x)] = 0
+    ref[lost] = got[lost] = 0
+    assert_close(got, ref, bound(case, x, w, b, ref, Fft(*tile)), kind)
+
+
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_zeros_times_a_filter_s_inf_are_nan(device, value):
+    x, w, b = WIDE.normals("float32")
+    x[..., :150] = 0
+    w[1, 0, 7, 7] = value
+    got = run(Plan(WIDE.problem(), device, config=Fft()), x, w, b)
+    assert np.isnan(got[:, 1, :, :140]).all() and (got[:, 0, :, :130] == b[0]).all()
 
 
 # ---- the filter's spectrum, kept

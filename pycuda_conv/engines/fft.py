@@ -1,8 +1,8 @@
 """Large filters by Fourier transforms of tiles in shared memory: ``cu/fft_tiles.cu``, ``cu/fft_range.cu``, ``cu/fft_product.cu``.
 
 The error of a transform is relative to the norm of the pair of tiles that it takes at once, not to each product. A result's window is
-the pixels that it is computed from. A tile is transformed only if the pair's norm is at most :data:`RANGE` times that of any of its
-windows; other results are sums of products, one after the other. ``docs/design.md`` says what follows for the error.
+the pixels that it is computed from. A result is taken from a transform only if the pair's norm is at most :data:`RANGE` times that of its
+window; other results are sums of products, or 0 where a window has nothing but zeros. ``docs/design.md`` says what follows for the error.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class FftArguments(NamedTuple):
     read_at: int
     written_at: int
     flags_at: int
+    maps_at: int
     filter_flags_at: int
     has_scale: int
     has_bias: int
@@ -98,12 +99,13 @@ class FftArguments(NamedTuple):
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-#: Threads of a block, by its tile.
-TILES = {(64, 64): 256, (64, 128): 512, (128, 128): 512}
+#: Threads of a block, by its tile; and by a tile that is a line.
+TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
+LINES = TILES | {(128, 128): 512}
 FORWARD, BACKWARD, WHOLE = range(3)  # fft_tiles.cu's MODE
 #: fft_range.cu's PARTS: of a tile; in a plane they are in a square.
 PARTS, SIDE = 1024, 32
-#: fft_range.cu's: the norm of a pair of tiles is at most so many times that of any window in them, or the tile is not transformed.
+#: fft_range.cu's: the norm of a pair of tiles is at most so many times that of a result's window, or the result is a sum.
 RANGE = 256
 #: fft_product.cu's: threads, and channels and pairs of tiles of each.
 THREADS, ROWS, COLUMNS = 128, 4, 4
@@ -240,18 +242,20 @@ def schedule(problem: ConvProblem, config: Fft, device: Device, noted: bool = Fa
     scratch = Arena(WORKSPACE)
     packed = Arena(PACKED) if device.backend == "cuda" else scratch
     (_, filter_spectra), (_, filter_flags) = packed.take(filters * spectrum), packed.take(groups * written * size)
-    (_, flags) = scratch.take(problem.N * groups * math.prod(tiles.count) * size)
+    all_tiles = problem.N * groups * math.prod(tiles.count)
+    (_, flags), (_, maps) = scratch.take(all_tiles * size), scratch.take(all_tiles * PARTS)
     kept = tiles.pairs if _dense(problem) else 0
     (_, spectra), (_, sums) = (scratch.take(channels * kept * spectrum) for channels in (problem.operand_channels, problem.result_channels))
 
     types = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem))}
     tile = {"TILE_H": config.TILE_H, "TILE_W": config.TILE_W}
-    line, threads = {"LINEAR": int(_is_line(problem))}, TILES[config.TILE_H, config.TILE_W]
+    line, threads = {"LINEAR": int(_is_line(problem))}, (LINES if _is_line(problem) else TILES)[config.TILE_H, config.TILE_W]
     of_filter = _arguments(problem, tiles, True)._replace(
         written_at=filter_spectra // size, flags_at=filter_flags // size, gain=bits(1 / tiles.frequencies, size),
     )
     of_image = _arguments(problem, tiles, False)._replace(
-        read_at=filter_spectra // size, flags_at=flags // size, filter_flags_at=filter_flags // size, gain=bits(1.0, size),
+        read_at=filter_spectra // size, flags_at=flags // size, maps_at=maps // size, filter_flags_at=filter_flags // size,
+        gain=bits(1.0, size),
     )
 
     def ranges(told: FftArguments, x: int, into: int) -> KernelLaunch:
@@ -312,7 +316,7 @@ def _arguments(problem: ConvProblem, tiles: _Tiles, of_filter: bool) -> FftArgum
         FftArguments, **what, channels=read, gain=0, used_h=tiles.used[0], used_w=tiles.used[1],
         parts_w=PARTS if _is_line(problem) else SIDE, part_h=tiles.part[0], part_w=tiles.part[1], k=groups * written, per_group=written,
         p=p, q=q, f_group=f_group, f_written=f_written, f_read=f_read, r=r, s=s, flipped=int(not forward),
-        read_at=0, written_at=0, flags_at=0, filter_flags_at=0, **finish(problem),
+        read_at=0, written_at=0, flags_at=0, maps_at=0, filter_flags_at=0, **finish(problem),
     )  # fmt: skip
 
 
@@ -337,10 +341,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
     product = {"FREQUENCIES": tuple(h * w for h, w in TILES), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
     yield TextFamily("fft_range", all_types)
     yield TextFamily("fft_product", all_types | product)
-    for (tile_h, tile_w), threads in TILES.items():
-        types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
-        tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
-        yield TextFamily("fft_tiles", tile | {"LINEAR": FLAG, "MODE": (FORWARD, BACKWARD, WHOLE)})
+    for linear, all_threads in enumerate((TILES, LINES)):
+        for (tile_h, tile_w), threads in all_threads.items():
+            types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
+            tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
+            yield TextFamily("fft_tiles", tile | {"LINEAR": (linear,), "MODE": (FORWARD, BACKWARD, WHOLE)})
 
 
 # ---- the choice
