@@ -278,25 +278,51 @@ def sampled(step, s, memory: Memory, source, image: int) -> int:
 
 
 def pack(step, memory: Memory) -> None:
-    s = named(step)
+    s, cluster = named(step), step.defines["CLUSTER"]
     for m in range(s.filter_rows):
         filter_row(step, s, memory, m)
     source, _, packed, parts, guesses, *_ = step.buffers
-    blocks = step.grid - s.filter_rows
+    assert cluster in (0, 8) and (not cluster or (step.grid % cluster == 0 and s.each in (1, 2, 4, 8) and s.each >= s.tiles))
+
+    def in_clusters(blocks: int) -> int:
+        return ceil(blocks, cluster) * cluster if cluster else blocks
+
+    blocks = step.grid - in_clusters(s.filter_rows)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
-    assert blocks in (0, rows * s.tiles) and s.lines == rows
+    assert blocks in (0, in_clusters(rows * (s.each if cluster else s.tiles))) and s.lines == rows
     tiles, wide = s.tiles if blocks else 0, step.defines["IN"] == 32
-    for line, tile in np.ndindex(rows, tiles):
+    for line in range(rows if blocks else 0):
         image = row_of(s, line) if step.defines["FILTER"] else line
-        real, guess = image >= 0, GUESS
+        real, guess, read = image >= 0, GUESS, []
         if step.defines["SAMPLED"] and real:
             guess = sampled(step, s, memory, source, image)
-            if tile == 0:
+            if not cluster:
                 store(memory.view(guesses, "int32"), image, guess)
-        values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
-        if step.defines["FLAGGED"] and real:
-            found = Extremes.of(values.astype("float32"))
-            store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
+        for tile in range(tiles):
+            values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
+            if step.defines["FLAGGED"] and real:
+                read.append(Extremes.of(values.astype("float32"), s.slack))
+                if not cluster:
+                    store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [read[-1].largest, read[-1].smallest - 1])
+        if cluster and real:
+            found = Extremes(max(one.largest for one in read), min(one.smallest for one in read), s.slack)
+            again = settle(step, memory, found, guess, (parts, guesses), image)
+            for tile in range(tiles if again else 0):
+                image_tile(step, s, memory, source, packed, line, tile, again)
+
+
+def settle(step, memory: Memory, found: Extremes, guess: int, places, image: int) -> float:
+    """Note scale and flag of an image; the scale by which to pack it again, or 0."""
+    scales, flags = (memory.view(place, kind) for place, kind in zip(places, ("float32", "int32"), strict=True))
+    if step.defines["IN"] != 32:
+        store(scales, image, 1.0)
+        store(flags, image, 2 * (found.largest >= 0x7F800000))
+        return 0.0
+    guessed = found.fits(guess)
+    scale = 2.0**guess if guessed else found.scale()
+    store(scales, image, 1 / scale)
+    store(flags, image, int(found.loses(guess)) if guessed else found.flag())
+    return 0.0 if guessed or not found.usable() else scale
 
 
 def settle_images(step, memory: Memory) -> None:
@@ -308,21 +334,11 @@ def settle_images(step, memory: Memory) -> None:
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
-        if step.defines["IN"] != 32:
-            if piece == 0:
-                store(memory.view(scales, "float32"), image, 1.0)
-                store(memory.view(flags, "int32"), image, 2 * (found.largest >= 0x7F800000))
-            continue
         guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLED"] else GUESS
-        guessed = found.fits(guess)
-        scale = 2.0**guess if guessed else found.scale()
-        if piece == 0:
-            store(memory.view(scales, "float32"), image, 1 / scale)
-            store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
-        if not guessed and found.usable():
-            for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
-                line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
-                image_tile(step, s, memory, source, packed, line, tile, scale)
+        again = settle(step, memory, found, guess, (scales, flags), image)
+        for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices) if again else ():
+            line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
+            image_tile(step, s, memory, source, packed, line, tile, again)
 
 
 # ---- tensor maps

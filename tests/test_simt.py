@@ -19,7 +19,7 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, packing
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -85,6 +85,25 @@ IMPLICITS = [
 @pytest.mark.parametrize(("case", "mode", "config"), IMPLICITS, ids=ids(IMPLICITS))
 def test_implicit_gemm(case, mode, config):
     check(case, mode, config, (1, 2))
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7])
+def test_images_of_few_tiles_settle_their_scale_while_they_are_packed(tiles, monkeypatch):
+    """The same bits as with a launch of its own: of images that are guessed right, that are packed again, and that have Inf."""
+    case, config = fprop((4, 32, 16 * tiles, 15), (24, 32, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
+    x, w, _ = case.normals("float32")
+    x[1] *= np.float32(1000)
+    x[2] *= np.float32(1e-9)
+    x[3, 5, 7, 7] = np.inf
+    problem, got = asked(case, "fp32"), []
+    for most in (8, 0):
+        monkeypatch.setattr(packing, "CLUSTER", most)
+        (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
+        assert (first.defines["CLUSTER"] > 0) == (most > 0)
+        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1, 2)))
+    assert got[0].tobytes() == got[1].tobytes()
+    want, size = case.reference(x[:3], w), case.reference(np.abs(x[:3]), np.abs(w))
+    assert_close(got[0][:3], want, 3e-6 * size, config)
 
 
 # ---- implicit_gemm_sm80.cu, for Ampere

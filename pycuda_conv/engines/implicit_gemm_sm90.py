@@ -374,7 +374,8 @@ def _schedule(
 
     high = config.BLOCK_N // 8 if config.splits_images else 0
     return assemble(
-        problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high
+        problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high,
+        clusters=True,
     )
 
 
