@@ -7,7 +7,7 @@
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + slack) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
-// direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
+// mend.cuh, or direct_gemm.cu, looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
 // image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
 // One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // Images of 16 bits are what they are; where they have flags (FLAGGED: windows, below) these are 2 if there is Inf or NaN.

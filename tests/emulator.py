@@ -502,7 +502,8 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 def product(step, memory: Memory, finite: bool) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
-    assert room == len(step.structs) >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs}) == 1
+    mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["RAW"]
+    assert len(step.structs) == (2 * room + 1 if mends else room) and room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["PAIRED"] else phases
@@ -512,6 +513,13 @@ def product(step, memory: Memory, finite: bool) -> None:
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
+    define, before = step.defines, memory.mended
+    if mends and named(whole[0]).splits == 1:
+        for one, phase in zip(whole, step.structs[room : room + phases], strict=True):
+            mend_own(one, named(one), phase, step.structs[-1], memory)
+        if define["MOMENTS"]:
+            store(memory.view(step.buffers[-1], "int32"), np.arange(step.grid), 0)
+            store(memory.view(step.buffers[-1], "int32"), 0, int(memory.mended > before))
 
 
 def multiplied(step, memory: Memory, finite: bool) -> None:
@@ -1172,11 +1180,17 @@ def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, a = SimpleNamespace(**step.defines), step.arguments
     assert d.GUARDED and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, redone = step.buffers
-    before = memory.mended
+    redone, before = step.buffers[-1], memory.mended
     if a.noted:
         store(memory.view(redone, "int32"), np.arange(step.grid), 0)
-    kind = ELEMENT[d.DTYPE]
+    mend(memory, a, ELEMENT[d.DTYPE], asked_of(step), step.buffers)
+    if a.noted:
+        store(memory.view(redone, "int32"), 0, int(memory.mended > before))
+
+
+def mend(memory: Memory, a, kind: str, asked: dict, buffers) -> None:
+    """Compute once more what flagged images and channels make doubtful."""
+    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *_ = buffers
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     image, inner = np.divmod(np.arange(a.n_pixels), a.plane)
     o, p, q = inner // (a.p * a.q), inner // a.q % a.p, inner % a.q
@@ -1200,20 +1214,38 @@ def direct_gemm(step, memory: Memory) -> None:
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
                 sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
             at = a.y_base + image * a.y_image + g * a.y_group + m[:, None] * a.y_channel + o * a.y_d + p * a.y_h + q * a.y_w
-            total = finished(asked_of(step), memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
+            total = finished(asked, memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
             unit = image * a.unit_image + g * a.unit_group + (p // a.patch_rows * a.row_units + q // 8 if a.patch_rows else 0)
             flags, written = units[unit] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
             if a.has_bias:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
-            if a.has_scale or a.has_residual or a.activation:
+            if a.has_scale or asked["HAS_RESIDUAL"] or a.activation:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())
             store(out, at[wanted], total[wanted].astype(kind))
-    if a.noted:
-        store(memory.view(redone, "int32"), 0, int(memory.mended > before))
+
+
+def mend_own(step, s, phase, arrays, memory: Memory) -> None:
+    """What blocks of implicit_gemm_sm90.cu do when they are through."""
+    define = step.defines
+    _, x_scales, w_scales, bias, scale, residual, y = step.buffers[:7]
+    x, w, x_flags, w_flags = step.buffers[7 + define["MOMENTS"] : 11 + define["MOMENTS"]]
+    taps, pixel = phase.taps_t * phase.taps_r * phase.taps_s, s.rows if define["NHWC"] else 1
+    strides = {f"{name}_{axis}": getattr(at, f"{long}_{axis}") for name, long, at in (("stride", "stride", arrays), ("pad", "pad", phase), ("dil", "dilation", arrays)) for axis in "dhw"}
+    a = SimpleNamespace(
+        n_pixels=s.pixels, plane=s.plane, p=s.pq // s.q, q=s.q, units=s.pixels // s.plane, unit_image=1, unit_group=0, patch_rows=0, groups=s.groups,
+        m=s.rows_group, gemm_k=arrays.channels * taps, taps=taps, r=phase.taps_r, s=phase.taps_s, **strides, d=arrays.d, h=arrays.h, w=arrays.w,
+        x_image=arrays.x_image, x_group=arrays.x_group, x_channel=arrays.x_channel,
+        x_w=arrays.x_pixel, x_h=arrays.x_pixel * arrays.w, x_d=arrays.x_pixel * arrays.w * arrays.h,
+        w_base=phase.w_base, w_g=arrays.w_group, w_m=arrays.w_m, w_c=arrays.w_c, w_t=arrays.w_t, w_r=arrays.w_r, w_s=arrays.w_s,
+        y_base=s.out_base * pixel, y_image=s.out_image, y_group=s.rows_group * s.out_row, y_channel=s.out_row,
+        y_d=s.out_d * pixel, y_h=s.out_h * pixel, y_w=s.out_w * pixel, has_bias=s.has_bias, has_scale=s.has_scale, activation=s.activation,
+    )  # fmt: skip
+    asked = {"HAS_SCALE": s.has_scale, "HAS_BIAS": s.has_bias, "HAS_RESIDUAL": s.has_residual, "ACTIVATION": (s.activation, s.slope)}
+    mend(memory, a, "float32", asked, (x, w, bias, scale, residual, y, x_flags, w_flags, x_scales, w_scales))
 
 
 # ---- a whole call

@@ -76,7 +76,7 @@ def test_what_mends_float32_is_one_kernel_for_all_sizes(layout):
     for size in (56, 55, 28, 7):
         for taps in (1, 3):
             problem = ConvProblem.forward(2, (32, 256, size, size), (256, 256, taps, taps), padding=taps // 2, layout=layout)
-            config = ImplicitGemm(64, 128)
+            config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
             assert engines.refusal(problem, config, device) is None
             launches = behind.launches(engines.schedule(problem, config, device))
             found |= {launch.source() for launch in launches if launch.defines.get("GUARDED")}

@@ -640,16 +640,16 @@ def row_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
-    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, Place], list[KernelLaunch]],
+    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
-    clusters: bool = False,
+    clusters: bool = False, mends: bool = False,
 ) -> Schedule:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
     :func:`packs_filter_last`; `windows`: see :func:`packing`. With `patch_rows` the product splits them itself, patches of 8 columns and
-    so many rows of the result at a time, each of which has a scale and a flag. `clusters`: the GPU has clusters of blocks. What `products`
-    is given last is the place of the parts of `moments`.
+    so many rows of the result at a time, each of which has a scale and a flag. `clusters`: the GPU has clusters of blocks. With `mends`
+    the product itself computes once more what is flagged. What `products` is given last is the place of `moments`.
     """
     packed, walks = packed_layout(problem, windows)
     if not packs_images:
@@ -663,11 +663,13 @@ def assemble(
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     layout = MomentsLayout(moments, scratch, multiprocessors)
-    after = [products(packed, walks, operands, target, layout.parts)]
+    after = [products(packed, walks, operands, target, layout)]
     if split > 1:
         after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
-    if checked:
+    if mends:
+        layout.redone_by(after[0])
+    elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
         after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
