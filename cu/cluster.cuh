@@ -18,6 +18,16 @@ template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count]
 
 #if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
+// two words of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
+DEVICE uint2 load_two_of_rank(uint32_t address, int rank) {
+  uint2 v;
+  uint32_t there;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  asm volatile("ld.shared::cluster.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(there) : "memory");
+  return v;
+}
 // four floats of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own
 DEVICE float4 load_of_rank(uint32_t address, int rank) {
   float4 v;

@@ -46,6 +46,8 @@
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
 //          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
+// Mending  the consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way, and compute some of the
+//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums, nor RAW: direct_gemm.cu.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
@@ -95,15 +97,20 @@
 #if RAW
 #include "limbs.cuh"
 #endif
+#define MENDS (OUT == 32 && !BF16 && !RAW)  // blocks look at their flagged results when they are through: where SCALED
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
+#if MENDS
+#include "mend.cuh"
+#endif
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
 constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
 constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
+[[maybe_unused]] constexpr int STORED = 3;  // the barrier of the consumers when they have stored all
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
 constexpr int THREADS = 128 * (1 + CONSUMERS + RAW);
 static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
@@ -171,6 +178,12 @@ struct Shapes {
 struct Maps {
   CUtensorMap of[PHASES];
 };
+#if MENDS
+struct Mends {
+  MendPhase of[PHASES];
+  MendArrays arrays;
+};
+#endif
 // Tiles of all phases of the launch, and which phase tile number `tile` belongs to. The grid and the phases (or the pairs of them) have no common factor, so a block
 // meets all phases.
 DEVICE int phase_bits(const Shapes& shapes) { return PHASES == 1 ? 0 : (int)shapes.of[0].phase_bits; }
@@ -1186,6 +1199,36 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 }
 #endif
 
+#if MENDS
+// Whether this thread of the consumers finds an image or a channel that is flagged.
+DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags, const int* __restrict__ w_flags) {
+  const int images = divided((int)shape.pixels, shape.by_plane), rows = (int)shape.rows;
+  int found = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x - 128; i < max(images, rows); i += 128 * CONSUMERS) found |= x_flags[min(i, images - 1)] | w_flags[min(i, rows - 1)];
+  return found != 0;
+}
+
+// What the block stored, once more where limbs were too few. The warps of the consumers share it.
+__device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, [[maybe_unused]] int* redone, out_t* y) {
+  const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    const int phase = phase_of(shapes, tile);
+    const GemmPhase& shape = shapes.of[phase];
+    const Tile of(shape, tile >> phase_bits(shapes));
+    for (int strip = warp; strip < ROWS / MENDED * ((PIXELS + 31) / 32); strip += 4 * CONSUMERS) {
+      const int m = of.m + strip % (ROWS / MENDED) * MENDED, inside = strip / (ROWS / MENDED) * 32 + lane;
+      if (m >= (int)shape.rows_group) continue;
+      const int pixel = HALO ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
+      [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, mends.arrays, mends.of[phase], operands, y, of.group, m, inside < PIXELS && pixel < of.end ? pixel : -1);
+#if MOMENTS
+      if (again && lane == 0) redone[blockIdx.x] = 1;
+#endif
+    }
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if RAW
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x, const float* __restrict__ x, float* __restrict__ unit_scales,
@@ -1205,7 +1248,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #if MOMENTS
                        float* __restrict__ moments,
 #endif
-                       const __grid_constant__ Shapes shapes) {
+#if MENDS
+                       const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags, const int* __restrict__ w_flags,
+#if MOMENTS
+                       int* __restrict__ redone,
+#endif
+#endif
+                       const __grid_constant__ Shapes shapes
+#if MENDS
+                       , const __grid_constant__ Mends mends
+#endif
+                       ) {
   extern __shared__ uint8_t dynamic[];
   constexpr int X_STAGES = HALO ? 4 : 0;  // at the most
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
@@ -1242,9 +1295,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
     barrier_init_done();
   }
+#if MENDS
+  __shared__ int any_flag;
+  const bool whole = shapes.of[0].splits == 1;  // else mending is left to what adds the parts
+  if (threadIdx.x == 0) any_flag = 0;
+#endif
   __syncthreads();
   AFTER_LAST_LAUNCH
-  if (SCALED && phase_bits(shapes) == 0 && shapes.of[0].splits == 1) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
+  if (RAW) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
@@ -1277,6 +1335,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   } else {
     registers_up<PINGPONG ? 240 : 232>();
+#if MENDS
+    if (whole && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
+#endif
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
 #else
@@ -1285,6 +1346,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int consumer = warpgroup - 1;
     consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, places + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
             residual, to, moments, y);
+#if MENDS
+#if MOMENTS
+    if (threadIdx.x == 128) redone[blockIdx.x] = 0;
+#else
+    int* const redone = nullptr;
+#endif
+    if (!whole) return;
+#if TENSOR_STORE
+    if (threadIdx.x % 128 == 0) bulk_wait<0>();
+#endif
+    named_barrier(STORED, 128 * CONSUMERS);
+    if (any_flag) mend_tiles(shapes, mends, {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k}, redone, y);
+#endif
   }
 #endif
 }

@@ -7,7 +7,7 @@
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + slack) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
-// direct_gemm.cu looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
+// mend.cuh, or direct_gemm.cu, looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
 // image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
 // One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
 // Images of 16 bits are what they are; where they have flags (FLAGGED: windows, below) these are 2 if there is Inf or NaN.
@@ -25,6 +25,8 @@
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
 // settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
+// Clusters  images of up to CLUSTER tiles need no such launch. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
+//          tell one another their extremes, so each knows those of the image: the first writes scale and flag, and all pack anew if they must.
 // Sampled  gradients, whose magnitude nobody can guess (SAMPLED): every block of an image takes the power of two that brings the largest of
 //          256 elements, spread evenly, to [2^11, 2^12). guesses[image] is its exponent.
 //
@@ -46,6 +48,10 @@
 #define SAMPLED 0    // a guess is made for each image
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded
+#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: settle_images follows
+#endif
+#if CLUSTER
+#include "cluster.cuh"
 #endif
 #include "limbs.cuh"
 
@@ -69,7 +75,7 @@ struct PackArguments {
   long long together, together_bits;                      // so many of them are of each tap, the same ones; 0: they are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and chunks of one, packed
   long long channels, by_channels;                        // of a group of x
-  long long slack;
+  long long slack, each;                                  // each: blocks of an image, where CLUSTER
   long long d, h, w;                                      // x
   long long x_image, x_group, x_channel, x_pixel;         // elements of x from one to the next
   long long packed_d, packed_h, by_packed_h, packed_w, by_packed_w;  // pixels of a packed image
@@ -104,6 +110,22 @@ __device__ Extremes over_block(Extremes mine) {
   for (int i = 1; i < THREADS / 32; ++i) all.add(warps[i]);
   return all;
 }
+
+#if CLUSTER
+// The extremes of `each` blocks of the cluster from `first` on, which pack an image, to every thread of each. Before its end a block has to call
+// cluster_wait: others may still read what it found.
+__device__ Extremes over_image(const Extremes& mine, int first, int each) {
+  __shared__ alignas(8) Extremes of_block;
+  const Extremes own = over_block(mine);
+  if (threadIdx.x == 0) of_block = own;
+  cluster_barrier();
+  const uint2 words = load_two_of_rank(shared_address(&of_block), first + threadIdx.x % each);
+  Extremes all = {words.x, words.y};
+  all.over_warp();
+  cluster_arrive();
+  return all;
+}
+#endif
 
 // where piece `piece`, of 16 bytes, of row `row` of 8, 4 or 2 of them of the packed filter lies among the row's, swizzled as in shared memory
 __device__ int swizzled_piece(int row, int piece, int piece_bits) { return piece ^ (row >> (3 - piece_bits) & ((1 << piece_bits) - 1)); }
@@ -514,47 +536,91 @@ __device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, FOLDED ? 3 : 4)
-    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, Extremes* __restrict__ parts, int* __restrict__ guesses,
+extern "C" __global__ void
+#if CLUSTER
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS, FOLDED ? 3 : 4)
+    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
+#if CLUSTER
+         float* __restrict__ x_scales, int* __restrict__ x_flags,
+#else
+         Extremes* __restrict__ parts, int* __restrict__ guesses,
+#endif
          uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const __grid_constant__ PackArguments shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
-  const int filter_rows = (int)shape.filter_rows;
-  const int blocks = gridDim.x - filter_rows;
-  const bool turns = filter_rows <= blocks && blockIdx.x < 2 * filter_rows;
-  const bool filter = turns ? blockIdx.x % 2 == 0 : filter_rows > blocks && blockIdx.x < filter_rows;
+  constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
+  const int filter_rows = (int)shape.filter_rows, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
+  const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = gridDim.x / EACH - filter_turns;
+  const bool turns = filter_turns <= image_turns && turn < 2 * filter_turns;
+  const bool filter = turns ? turn % 2 == 0 : filter_turns > image_turns && turn < filter_turns;
   if (!FILTER && filter) {
-    pack_filter(w, w_packed, w_scales, w_flags, shape, turns ? blockIdx.x / 2 : blockIdx.x);
+    const int row = (turns ? turn / 2 : turn) * EACH + rank;
+    if (row < filter_rows) pack_filter(w, w_packed, w_scales, w_flags, shape, row);
     return;
   }
-  const int block = turns ? blockIdx.x / 2 : blockIdx.x - filter_rows;
+  const int number = turns ? turn / 2 : turn - filter_turns;
+#if CLUSTER
+  const int each = (int)shape.each, tile = rank % each, line = (number * CLUSTER + rank) / each;
+#else
   // neighbouring rows of a filter side by side: they are neighbours in the packed one
-  const Divided of(block, FILTER ? shape.lines : shape.tiles, FILTER ? shape.by_lines : shape.by_tiles);
+  const Divided of(number, FILTER ? shape.lines : shape.tiles, FILTER ? shape.by_lines : shape.by_tiles);
   const int line = FILTER ? of.rest : of.quotient, tile = FILTER ? of.quotient : of.rest;
-  const int image = row_of(shape, line);
+#endif
+  const bool some = !CLUSTER || (line < (int)shape.lines && tile < (int)shape.tiles);  // else the block only waits for others of its cluster
+  const int image = some ? row_of(shape, line) : -1;
   const bool real = image >= 0;
 #if SAMPLED
   const float sampled = sample(x + max(image, 0) * shape.x_image, shape, real);
 #endif
-  const Extremes found = pack_tile(x, x_packed, shape, line, tile, [&] {
-    int guess = GUESS;
+  int guess = GUESS;
+  auto guessed_scale = [&] {
 #if SAMPLED
-    Extremes some = {0, ~0u};
-    some.add(sampled, sampled);
-    guess = over_block(some).guess();
+    Extremes few = {0, ~0u};
+    few.add(sampled, sampled);
+    guess = over_block(few).guess();
     __syncthreads();  // its room is used again
-    if (tile == 0 && threadIdx.x == 0 && real) guesses[image] = guess;
 #endif
     return IN == 32 && real ? power_of_two(guess) : 1;
-  });
+  };
+#if CLUSTER
+  Extremes found = {0, ~0u};
+  float scale = 0;  // not guessed yet
+  for (bool settled = false;; settled = true) {
+    if (some) {
+      const Extremes of_tile = pack_tile(x, x_packed, shape, line, tile, [&] {
+        if (!settled) scale = guessed_scale();
+        return scale;
+      });
+      if (!settled) found = of_tile;
+    }
+    if (settled) break;
+    found = over_image(found, rank - tile, each);
+    if (IN != 32) guess = 0;
+    const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
+    if (!guessed) scale = found.scale();
+    if (tile == 0 && threadIdx.x == 0 && real) {
+      x_scales[image] = 1 / scale;
+      x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
+    }
+    if (guessed || !found.usable()) break;
+  }
+  cluster_wait();
+#else
+  const Extremes found = pack_tile(x, x_packed, shape, line, tile, guessed_scale);
+#if SAMPLED
+  if (tile == 0 && threadIdx.x == 0 && real) guesses[image] = guess;
+#endif
 #if FLAGGED
   const Extremes all = over_block(found);
   if (threadIdx.x == 0 && real) parts[image * shape.tiles + tile] = all;
 #endif
+#endif
 }
 
-#if FLAGGED
+#if FLAGGED && !CLUSTER
 // scales[image] undoes the scale.
 extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
                                                                     const Extremes* __restrict__ parts, const int* __restrict__ guesses,

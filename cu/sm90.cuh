@@ -118,6 +118,8 @@ DEVICE void store_box(const CUtensorMap* map, uint32_t from, int x, int y, int z
 DEVICE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // all but the last `groups` commits of this thread have read their shared memory
 template <int groups> DEVICE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(groups) : "memory"); }
+// all but the last `groups` commits of this thread have been written, and it sees that
+template <int groups> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait_group %0;" ::"n"(groups) : "memory"); }
 
 // ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, turned; lanes 0 to 15 name the rows
 

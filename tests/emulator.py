@@ -278,25 +278,51 @@ def sampled(step, s, memory: Memory, source, image: int) -> int:
 
 
 def pack(step, memory: Memory) -> None:
-    s = named(step)
+    s, cluster = named(step), step.defines["CLUSTER"]
     for m in range(s.filter_rows):
         filter_row(step, s, memory, m)
     source, _, packed, parts, guesses, *_ = step.buffers
-    blocks = step.grid - s.filter_rows
+    assert cluster in (0, 8) and (not cluster or (step.grid % cluster == 0 and s.each in (1, 2, 4, 8) and s.each >= s.tiles))
+
+    def in_clusters(blocks: int) -> int:
+        return ceil(blocks, cluster) * cluster if cluster else blocks
+
+    blocks = step.grid - in_clusters(s.filter_rows)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
-    assert blocks in (0, rows * s.tiles) and s.lines == rows
+    assert blocks in (0, in_clusters(rows * (s.each if cluster else s.tiles))) and s.lines == rows
     tiles, wide = s.tiles if blocks else 0, step.defines["IN"] == 32
-    for line, tile in np.ndindex(rows, tiles):
+    for line in range(rows if blocks else 0):
         image = row_of(s, line) if step.defines["FILTER"] else line
-        real, guess = image >= 0, GUESS
+        real, guess, read = image >= 0, GUESS, []
         if step.defines["SAMPLED"] and real:
             guess = sampled(step, s, memory, source, image)
-            if tile == 0:
+            if not cluster:
                 store(memory.view(guesses, "int32"), image, guess)
-        values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
-        if step.defines["FLAGGED"] and real:
-            found = Extremes.of(values.astype("float32"))
-            store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [found.largest, found.smallest - 1])
+        for tile in range(tiles):
+            values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
+            if step.defines["FLAGGED"] and real:
+                read.append(Extremes.of(values.astype("float32"), s.slack))
+                if not cluster:
+                    store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [read[-1].largest, read[-1].smallest - 1])
+        if cluster and real:
+            found = Extremes(max(one.largest for one in read), min(one.smallest for one in read), s.slack)
+            again = settle(step, memory, found, guess, (parts, guesses), image)
+            for tile in range(tiles if again else 0):
+                image_tile(step, s, memory, source, packed, line, tile, again)
+
+
+def settle(step, memory: Memory, found: Extremes, guess: int, places, image: int) -> float:
+    """Note scale and flag of an image; the scale by which to pack it again, or 0."""
+    scales, flags = (memory.view(place, kind) for place, kind in zip(places, ("float32", "int32"), strict=True))
+    if step.defines["IN"] != 32:
+        store(scales, image, 1.0)
+        store(flags, image, 2 * (found.largest >= 0x7F800000))
+        return 0.0
+    guessed = found.fits(guess)
+    scale = 2.0**guess if guessed else found.scale()
+    store(scales, image, 1 / scale)
+    store(flags, image, int(found.loses(guess)) if guessed else found.flag())
+    return 0.0 if guessed or not found.usable() else scale
 
 
 def settle_images(step, memory: Memory) -> None:
@@ -308,21 +334,11 @@ def settle_images(step, memory: Memory) -> None:
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
         found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
-        if step.defines["IN"] != 32:
-            if piece == 0:
-                store(memory.view(scales, "float32"), image, 1.0)
-                store(memory.view(flags, "int32"), image, 2 * (found.largest >= 0x7F800000))
-            continue
         guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLED"] else GUESS
-        guessed = found.fits(guess)
-        scale = 2.0**guess if guessed else found.scale()
-        if piece == 0:
-            store(memory.view(scales, "float32"), image, 1 / scale)
-            store(memory.view(flags, "int32"), image, int(found.loses(guess)) if guessed else found.flag())
-        if not guessed and found.usable():
-            for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices):
-                line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
-                image_tile(step, s, memory, source, packed, line, tile, scale)
+        again = settle(step, memory, found, guess, (scales, flags), image)
+        for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices) if again else ():
+            line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
+            image_tile(step, s, memory, source, packed, line, tile, again)
 
 
 # ---- tensor maps
@@ -486,7 +502,8 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 def product(step, memory: Memory, finite: bool) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
-    assert room == len(step.structs) >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs}) == 1
+    mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["RAW"]
+    assert len(step.structs) == (2 * room + 1 if mends else room) and room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["PAIRED"] else phases
@@ -496,6 +513,13 @@ def product(step, memory: Memory, finite: bool) -> None:
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory, finite)
+    define, before = step.defines, memory.mended
+    if mends and named(whole[0]).splits == 1:
+        for one, phase in zip(whole, step.structs[room : room + phases], strict=True):
+            mend_own(one, named(one), phase, step.structs[-1], memory)
+        if define["MOMENTS"]:
+            store(memory.view(step.buffers[-1], "int32"), np.arange(step.grid), 0)
+            store(memory.view(step.buffers[-1], "int32"), 0, int(memory.mended > before))
 
 
 def multiplied(step, memory: Memory, finite: bool) -> None:
@@ -1156,11 +1180,17 @@ def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, a = SimpleNamespace(**step.defines), step.arguments
     assert d.GUARDED and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
-    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, redone = step.buffers
-    before = memory.mended
+    redone, before = step.buffers[-1], memory.mended
     if a.noted:
         store(memory.view(redone, "int32"), np.arange(step.grid), 0)
-    kind = ELEMENT[d.DTYPE]
+    mend(memory, a, ELEMENT[d.DTYPE], asked_of(step), step.buffers)
+    if a.noted:
+        store(memory.view(redone, "int32"), 0, int(memory.mended > before))
+
+
+def mend(memory: Memory, a, kind: str, asked: dict, buffers) -> None:
+    """Compute once more what flagged images and channels make doubtful."""
+    source, filters, bias, scale, residual, y, unit_flags, filter_flags, unit_scales, filter_scales, *_ = buffers
     x, w, out = memory.view(source, kind), memory.view(filters, kind), memory.view(y, kind)
     image, inner = np.divmod(np.arange(a.n_pixels), a.plane)
     o, p, q = inner // (a.p * a.q), inner // a.q % a.p, inner % a.q
@@ -1184,20 +1214,38 @@ def direct_gemm(step, memory: Memory) -> None:
                 total += np.einsum("mc,cn->mn", taps.astype(float), values.astype(float))
                 sizes += np.einsum("mc,cn->mn", np.abs(taps.astype(float)), np.abs(values.astype(float)))
             at = a.y_base + image * a.y_image + g * a.y_group + m[:, None] * a.y_channel + o * a.y_d + p * a.y_h + q * a.y_w
-            total = finished(asked_of(step), memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
+            total = finished(asked, memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
             unit = image * a.unit_image + g * a.unit_group + (p // a.patch_rows * a.row_units + q // 8 if a.patch_rows else 0)
             flags, written = units[unit] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
             if a.has_bias:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
             seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
-            if a.has_scale or a.has_residual or a.activation:
+            if a.has_scale or asked["HAS_RESIDUAL"] or a.activation:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())
             store(out, at[wanted], total[wanted].astype(kind))
-    if a.noted:
-        store(memory.view(redone, "int32"), 0, int(memory.mended > before))
+
+
+def mend_own(step, s, phase, arrays, memory: Memory) -> None:
+    """What blocks of implicit_gemm_sm90.cu do when they are through."""
+    define = step.defines
+    _, x_scales, w_scales, bias, scale, residual, y = step.buffers[:7]
+    x, w, x_flags, w_flags = step.buffers[7 + define["MOMENTS"] : 11 + define["MOMENTS"]]
+    taps, pixel = phase.taps_t * phase.taps_r * phase.taps_s, s.rows if define["NHWC"] else 1
+    strides = {f"{name}_{axis}": getattr(at, f"{long}_{axis}") for name, long, at in (("stride", "stride", arrays), ("pad", "pad", phase), ("dil", "dilation", arrays)) for axis in "dhw"}
+    a = SimpleNamespace(
+        n_pixels=s.pixels, plane=s.plane, p=s.pq // s.q, q=s.q, units=s.pixels // s.plane, unit_image=1, unit_group=0, patch_rows=0, groups=s.groups,
+        m=s.rows_group, gemm_k=arrays.channels * taps, taps=taps, r=phase.taps_r, s=phase.taps_s, **strides, d=arrays.d, h=arrays.h, w=arrays.w,
+        x_image=arrays.x_image, x_group=arrays.x_group, x_channel=arrays.x_channel,
+        x_w=arrays.x_pixel, x_h=arrays.x_pixel * arrays.w, x_d=arrays.x_pixel * arrays.w * arrays.h,
+        w_base=phase.w_base, w_g=arrays.w_group, w_m=arrays.w_m, w_c=arrays.w_c, w_t=arrays.w_t, w_r=arrays.w_r, w_s=arrays.w_s,
+        y_base=s.out_base * pixel, y_image=s.out_image, y_group=s.rows_group * s.out_row, y_channel=s.out_row,
+        y_d=s.out_d * pixel, y_h=s.out_h * pixel, y_w=s.out_w * pixel, has_bias=s.has_bias, has_scale=s.has_scale, activation=s.activation,
+    )  # fmt: skip
+    asked = {"HAS_SCALE": s.has_scale, "HAS_BIAS": s.has_bias, "HAS_RESIDUAL": s.has_residual, "ACTIVATION": (s.activation, s.slope)}
+    mend(memory, a, "float32", asked, (x, w, bias, scale, residual, y, x_flags, w_flags, x_scales, w_scales))
 
 
 # ---- a whole call

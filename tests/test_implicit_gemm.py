@@ -478,7 +478,8 @@ def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
     assert packing(problem, windows=True)[0].window.covers_unused_rows
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
-    assert len(ig.schedule(problem, config, H200).whole) == 4 + (config.SPLIT > 1) and ig.schedule(problem, config, H200).redoes
+    program = ig.schedule(problem, config, H200)
+    assert program.redoes and program.whole[-1][0].kernel == "direct_gemm" and program.whole[0][0].defines["FLAGGED"]
     if case.ndim == 2 and mode != "bf16 last":
         plain = replace(case, bias=False)
         check_not_finite(plain, mode, lambda *arrays: emulated(plain, mode, arrays, config, finite=False, keep=False))
@@ -522,7 +523,7 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
     assert reads(dgrad((2, 64, 5, 5), (64, 8, 3, 3))) and reads(dgrad((2, 192, 5, 5), (192, 24, 3, 3), stride=2))  # whose output channels are last
     assert not reads(dgrad((2, 24, 5, 5), (24, 8, 3, 3))) and not reads(dgrad((2, 64, 5, 5), (64, 12, 3, 3)))  # 32 channels a load; rows of 24 bytes
     assert kernels(BASE, "fp16 last", ImplicitGemm(64, 64, 3, 2)) == ["implicit_gemm_sm90", "direct_reduce"]
-    assert kernels(BASE, "fp32 last") == ["pack", "settle_images", "implicit_gemm_sm90", "direct_gemm"]
+    assert kernels(BASE, "fp32 last") == ["pack", "implicit_gemm_sm90"]
     assert kernels(fprop((2, 20, 5, 5), (4, 20, 3, 3)), "bf16 last" if "bf16 last" in MODES else "fp16 last") == ["pack", "implicit_gemm_sm90"]
     for case, mode in ((BASE, "fp32"), (POINT, "fp32 last"), (dgrad((2, 24, 5, 5), (24, 8, 3, 3)), "tf32 last")):
         assert ig.schedule(asked(case, mode), ImplicitGemm(64, 128, 3), H200).filter_last is None
@@ -621,7 +622,9 @@ def check_steps(program, kernel: str) -> None:
         defaults = set(re.findall(r"^#define (\w+) -?\d+", text, re.M))
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
         if step.kernel == kernel:
-            assert len(step.structs) == step.defines.get("PHASES", 1) and set(step.defines) == defaults and step.source()
+            phases = step.defines.get("PHASES", 1)
+            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["RAW"]
+            assert len(step.structs) == (2 * phases + 1 if mends else phases) and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 
@@ -955,7 +958,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
-    check_compiled(steps, tmp_path, 32)  # some words of a tile's stores, or of the arguments of a filter that is packed
+    check_compiled(steps, tmp_path, 48)  # some words of a tile's stores, or of the arguments of a filter that is packed
 
 
 def check_compiled(steps: dict, folder, most: int = 0) -> None:

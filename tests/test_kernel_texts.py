@@ -64,7 +64,7 @@ def test_measured_choices_never_leave_the_list(monkeypatch):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 2120), ("sm_80", 1095), ("opencl", 310)])
+@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 2185), ("sm_80", 1095), ("opencl", 310)])
 def test_the_list_is_short(architecture, most):
     """But for kernels of arrays of 2^31 elements."""
     assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
@@ -76,7 +76,7 @@ def test_what_mends_float32_is_one_kernel_for_all_sizes(layout):
     for size in (56, 55, 28, 7):
         for taps in (1, 3):
             problem = ConvProblem.forward(2, (32, 256, size, size), (256, 256, taps, taps), padding=taps // 2, layout=layout)
-            config = ImplicitGemm(64, 128)
+            config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
             assert engines.refusal(problem, config, device) is None
             launches = behind.launches(engines.schedule(problem, config, device))
             found |= {launch.source() for launch in launches if launch.defines.get("GUARDED")}

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from emulator import Memory, gpu, launch
 from reference import activated, dgrad, fprop
-from test_implicit_gemm import WHOLE, asked, patches, raw
+from test_implicit_gemm import WHOLE, asked, raw
 
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.runtime.base import KERNEL_DIR
 
 HERE = os.path.dirname(__file__)
@@ -51,9 +52,9 @@ KINDS = {
     "a filter of its own range": lambda x, w, rng: w[0, 0].__imul__(np.float32(2) ** rng.integers(-50, 50, w[0, 0].shape)),
 }
 RUNS = [  # case, configuration, activation
-    (WHOLE, patches(64, 4), None), (WHOLE, raw(4), None),
+    (WHOLE, ImplicitGemm(64, 64, 3, 2), None), (WHOLE, raw(4), None),
     (fprop((2, 120, 4, 8), (130, 60, 3, 3), padding=1, groups=2, bias=False), raw(2), None),
-    (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), raw(5), None), (WHOLE, patches(64, 4), "gelu"), (WHOLE, raw(4), ("leaky_relu", 0.2)),
+    (dgrad((2, 64, 10, 8), (64, 72, 3, 3), padding=1), raw(5), None), (WHOLE, ImplicitGemm(64, 64, 3, 2), "gelu"), (WHOLE, raw(4), ("leaky_relu", 0.2)),
 ]  # fmt: skip
 
 

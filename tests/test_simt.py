@@ -14,12 +14,12 @@ import test_dmma as dmma
 import test_implicit_gemm as implicit
 import test_lines as lines
 import test_pointwise as pointwise
-from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, fprop
+from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
 from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, packing
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -85,6 +85,77 @@ IMPLICITS = [
 @pytest.mark.parametrize(("case", "mode", "config"), IMPLICITS, ids=ids(IMPLICITS))
 def test_implicit_gemm(case, mode, config):
     check(case, mode, config, (1, 2))
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 7])
+def test_images_of_few_tiles_settle_their_scale_while_they_are_packed(tiles, monkeypatch):
+    """The same bits as with a launch of its own: of images that are guessed right, that are packed again, and that have Inf."""
+    case, config = fprop((4, 32, 16 * tiles, 15), (24, 32, 3, 3), padding=1, bias=False), ImplicitGemm(64, 64, 2)
+    x, w, _ = case.normals("float32")
+    x[1] *= np.float32(1000)
+    x[2] *= np.float32(1e-9)
+    x[3, 5, 7, 7] = np.inf
+    problem, got = asked(case, "fp32"), []
+    for most in (8, 0):
+        monkeypatch.setattr(packing, "CLUSTER", most)
+        (first, *_) = [step for stage in emulator.program_of(problem, config, 132).whole for step in stage]
+        assert (first.defines["CLUSTER"] > 0) == (most > 0)
+        got.append(simt.computed(problem, config, x, w, multiprocessors=132, seeds=(1, 2)))
+    assert got[0].tobytes() == got[1].tobytes()
+    want, size = case.reference(x[:3], w), case.reference(np.abs(x[:3]), np.abs(w))
+    assert_close(got[0][:3], want, 3e-6 * size, config)
+
+
+#: Tiles that are stored from registers, by threads and by TMA, in patches, of phases one by one and in pairs, by turns, of folded taps and of groups.
+MENDED = [
+    (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2)),
+    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3)), (implicit.WHOLE, "fp32", implicit.patches(64, 4)),
+    (implicit.WHOLE, "tf32", implicit.patches(128, 8)), (fprop((3, 40, 7, 9), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, schedule="pingpong")),
+    (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2)),
+    (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2)),
+    (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)),
+]  # fmt: skip
+CHANGED = {
+    "2^-40 to 2^40": lambda x, w, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
+    "Inf": lambda x, w, rng: x.__setitem__((0, 0, 2, 2), np.inf),
+    "NaN in the last image": lambda x, w, rng: x.__setitem__((-1,) * x.ndim, np.nan),
+    "a filter of its own range": lambda x, w, rng: w[0, 0].__imul__(np.float32(2) ** rng.integers(-50, 50, w[0, 0].shape)),
+}
+
+
+@pytest.mark.parametrize("how", ["sums", "residual", "gelu"])
+@pytest.mark.parametrize(("case", "mode", "config"), MENDED, ids=ids(MENDED))
+def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
+    problem = asked(case, mode)
+    if config.takes_turns and how == "residual":
+        how = "gelu"
+    problem = replace(problem, has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
+    kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
+    assert set(kernels) <= {"pack", "settle_images", "implicit_gemm_sm90"}
+    for seed, (kind, change) in enumerate(CHANGED.items()):
+        rng = np.random.default_rng(seed)
+        x, w, b = case.normals("float32", seed)
+        change(x, w, rng)
+        residual = rng.normal(size=problem.result_shape).astype("float32") if problem.has_residual else None
+        with np.errstate(all="ignore"):
+            want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
+            want = activated(want if residual is None else want + residual, problem.activation)
+            size = size if residual is None else size + np.abs(residual)
+        y = simt.computed(problem, config, x, w, b, None, residual, seeds=(seed,))
+        rounded = 2.0**-9 if mode.startswith("tf32") else 3e-6
+        with np.errstate(all="ignore"):
+            wrong = ~((np.abs(y - want) <= rounded * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
+        assert not wrong.any(), f"{kind}: {np.argwhere(wrong)[:5]}"
+
+
+def test_flagged_results_need_to_be_computed_once_more():
+    """What the test before compares is wrong without."""
+    case, mode, config = MENDED[0]
+    x, w, b = case.normals("float32")
+    x[0, 0, 2, 2] = np.inf
+    y = simt.computed(asked(case, mode), config, x, w, b, broken=("if (any_flag) mend_tiles", "if (false) mend_tiles"))
+    with np.errstate(all="ignore"):
+        assert not np.array_equal(np.isinf(y), np.isinf(case.reference(x, w, b)))
 
 
 # ---- implicit_gemm_sm80.cu, for Ampere

@@ -33,6 +33,7 @@ LISTS = {
     },
     "pack": {
         "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "FLAGGED": FLAG, "SAMPLED": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
+        "CLUSTER": {0, 8},
     },
     "dense_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,

@@ -32,6 +32,7 @@ from pycuda_conv.engines.packing import (
     written_so,
 )
 from pycuda_conv.engines.packing import why_not as why_not_packed
+from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
@@ -150,7 +151,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
     multiprocessors = device.multiprocessors
 
     def products(
-        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, parts: Place
+        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
         buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         return [_product(problem, config, packed, walk, buffers) for walk in walks]

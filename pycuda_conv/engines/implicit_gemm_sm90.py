@@ -34,7 +34,7 @@ from pycuda_conv.engines.packing import (
     written_places,
     written_so,
 )
-from pycuda_conv.engines.range_guard import slack
+from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
@@ -360,22 +360,31 @@ def _schedule(
     moments = _moments(problem, config) if noted else None
 
     def products(
-        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, parts: Place
+        packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        noted = (parts,) if moments else ()
+        noted: tuple[Place, ...] = (layout.parts,) if moments else ()
+        if _may_mend(problem, config):
+            noted += (INPUT, WEIGHT, operands.x_flags, operands.w_flags)
+            noted += (layout.redone,) if layout.redone else ()
         ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
         return [
-            _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w)
+            _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w, filter_last)
             for group in _launches(problem, walks)
         ]
 
     high = config.BLOCK_N // 8 if config.splits_images else 0
     return assemble(
-        problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high
+        problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high,
+        clusters=True, mends=_may_mend(problem, config) and config.SPLIT == 1,
     )
+
+
+def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether blocks of its text look at what is flagged: of float32's, which also writes the parts of float16 sums."""
+    return not config.splits_images and (problem.dtype == "float32" or (problem.dtype == "float16" and config.SPLIT > 1))
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
@@ -497,7 +506,7 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], x_limbs: tuple[int, int],
-    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None,
+    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None, filter_last: bool,
 ) -> KernelLaunch:
     """The launch of some phases."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
@@ -525,9 +534,11 @@ def _product(
         maps.append(_result_map(problem, config, buffers[6]))
     bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None)}
     phases = tuple(_arguments(problem, config, packed, walk, bits) for walk in walks)
+    mends = mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last) if _may_mend(problem, config) else ()
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
-        buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a", arguments=phases + phases[-1:] * unused,
+        buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
+        arguments=(*phases, *phases[-1:] * unused, *mends),
     )
 
 

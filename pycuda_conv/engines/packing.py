@@ -40,6 +40,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
 PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
+CLUSTER = 8  # blocks of a cluster: images of so many tiles have their scale settled while they are packed
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
 
 #: What TMA's im2col mode takes, by the number of spatial axes: corners (lowest, highest), and the largest offset of a tap.
@@ -338,6 +339,7 @@ class PackArguments(NamedTuple):
     channels: int
     by_channels: int
     slack: int
+    each: int
     d: int
     h: int
     w: int
@@ -423,7 +425,23 @@ class PackedArray:
     @property
     def blocks(self) -> int:
         """Of a launch that packs all images."""
-        return self.arguments.lines * self.tiles
+        return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles))
+
+    @property
+    def settles(self) -> bool:
+        """Whether blocks settle the scale of their image, so that no launch behind them has to."""
+        return self.defines["CLUSTER"] > 0
+
+    def in_clusters(self, blocks: int) -> int:
+        """So many, or a few more."""
+        return ceil(blocks, CLUSTER) * CLUSTER if self.settles else blocks
+
+    def in_cluster(self) -> PackedArray:
+        """The same by clusters of blocks, if these can have all tiles of an image."""
+        if not self.defines["FLAGGED"] or self.tiles > CLUSTER:
+            return self
+        each = 1 << (self.tiles - 1).bit_length()
+        return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
 
 
 def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filter: bool) -> PackedArray:
@@ -452,12 +470,12 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
         "EIGHTS": int(read % 8 == 0), "FLAGGED": int(flagged(problem, packed)), "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0), "CLUSTER": 0,
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     told = arguments(
         PackArguments, filter_rows=0, images=images, lines=lines, **tile, slices=1, groups=groups, group_chunks=group // 8, channels=read,
-        slack=slack(problem), **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
+        slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
         fold_s=packed.folded[2], **by_axis("stride_", steps), **by_axis("pad_", pads), **by_axis("dilation_", dilations),
@@ -532,8 +550,10 @@ def packs_filter_last(problem: ConvProblem) -> bool:
     return problem.direction == "fprop" and problem.layout == "NHWC" and math.prod(problem.filter_size) > 1
 
 
-def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool) -> Operands:
-    """Pack the operands, the images into `scratch`."""
+def pack_operands(
+    problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool
+) -> Operands:
+    """Pack the operands, the images into `scratch`; with `clusters` on a GPU that has them."""
     checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
     kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
@@ -544,13 +564,15 @@ def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, mu
 
     def at(images: PackedArray, room: Arena) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of the extremes and the guesses."""
-        return (room.take(8 * images.images * images.tiles), room.take(4 * images.images)) if checked else (nowhere, nowhere)
+        if not checked or images.settles:
+            return nowhere, nowhere
+        return room.take(8 * images.images * images.tiles), room.take(4 * images.images)
 
     def settle(
         images: PackedArray, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
         flags: tuple[int, int],
     ) -> list[KernelLaunch]:
-        if not checked:
+        if not checked or images.settles:
             return []
         # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
         # (those of 16 bits are only looked at)
@@ -562,6 +584,8 @@ def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, mu
         return [KernelLaunch("settle_images", images.defines, grid, PACK_THREADS, buffers, (), "pack", shared=shared, arguments=told)]
 
     images = _packed(problem, packed, problem.direction == "dgrad", False)
+    if clusters and not packed.as_is:
+        images = images.in_cluster()
     parts = guesses = nowhere
     if not packed.as_is:
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
@@ -572,18 +596,23 @@ def pack_operands(problem: ConvProblem, packed: PackedLayout, scratch: Arena, mu
     filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
-        buffers = (INPUT, WEIGHT, x_limbs, parts, guesses, w_limbs, w_scales, w_flags)
+        noted = (x_scales, x_flags) if images.settles else (parts, guesses)
+        buffers = (INPUT, WEIGHT, x_limbs, *noted, w_limbs, w_scales, w_flags)
         told = images.arguments._replace(filter_rows=filter_rows)
         if filter_last:
             told = told._replace(w_c=1, w_tap=told.channels)
         shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
-        return [KernelLaunch("pack", images.defines, filter_rows + blocks, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
+        grid = images.in_clusters(filter_rows) + blocks  # blocks of a cluster all pack one or the other
+        return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
     settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
         rows = _packed(problem, packed, True, True)
+        if clusters:
+            rows = rows.in_cluster()
         w_parts, w_guesses = at(rows, kept)
-        buffers = (WEIGHT, WEIGHT, w_limbs, w_parts, w_guesses, w_limbs, w_scales, w_flags)
+        noted = (w_scales, w_flags) if rows.settles else (w_parts, w_guesses)
+        buffers = (WEIGHT, WEIGHT, w_limbs, *noted, w_limbs, w_scales, w_flags)
         pack_w, pack_x = [
             KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
         ], pack(0, images.blocks)
@@ -611,21 +640,22 @@ def row_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 
 def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
-    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, Place], list[KernelLaunch]],
+    products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
+    clusters: bool = False, mends: bool = False,
 ) -> Schedule:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
     :func:`packs_filter_last`; `windows`: see :func:`packing`. With `patch_rows` the product splits them itself, patches of 8 columns and
-    so many rows of the result at a time, each of which has a scale and a flag. What `products` is given last is the place of the parts
-    of `moments`.
+    so many rows of the result at a time, each of which has a scale and a flag. `clusters`: the GPU has clusters of blocks. With `mends`
+    the product itself computes once more what is flagged. What `products` is given last is the place of `moments`.
     """
     packed, walks = packed_layout(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
-    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last)
+    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters)
     if patch_rows:
         units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
         operands = replace(operands, x_scales=scratch.take(4 * units), x_flags=scratch.take(4 * units))
@@ -633,11 +663,13 @@ def assemble(
     if split > 1:
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     layout = MomentsLayout(moments, scratch, multiprocessors)
-    after = [products(packed, walks, operands, target, layout.parts)]
+    after = [products(packed, walks, operands, target, layout)]
     if split > 1:
         after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
-    if checked:
+    if mends:
+        layout.redone_by(after[0])
+    elif checked:
         found = operands.x_flags, operands.w_flags, operands.x_scales, operands.w_scales
         after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
@@ -685,10 +717,11 @@ def written_so(d: Mapping[str, int]) -> bool:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of pack.cu for the type and the layout, and how images can be read."""
+    clusters = (0, CLUSTER) if device.capability >= (9, 0) else (0,)
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
         choices = {
             "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG, "FLAGGED": (1,) if code == FLOAT else FLAG,
-            "SAMPLED": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG,
+            "SAMPLED": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
         yield TextFamily("pack", choices, _packs)
 
@@ -698,6 +731,8 @@ def _packs(d: Mapping[str, int]) -> bool:
     if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLED"])):
         return False
     if d["IN"] != FLOAT and d["FLAGGED"] and not d["FOLDED"]:
+        return False
+    if d["CLUSTER"] and not d["FLAGGED"]:
         return False
     return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
 

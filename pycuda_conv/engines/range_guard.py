@@ -1,7 +1,7 @@
-"""What 16-bit limbs can't hold: which values are flagged, and the launches that compute with them once more in plain fp32.
+"""What 16-bit limbs can't hold: which values are flagged, and how their results are computed once more in plain fp32.
 
-Packing scales each image and each output channel of the filter, and flags those whose values don't all fit; the launches here
-find the flags on the device. The host is not asked.
+Packing scales each image and each output channel of the filter, and flags those whose values don't all fit; the launches here,
+or the product, find the flags on the device. The host is not asked.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import NamedTuple, cast
 
 from pycuda_conv.engines import direct_gemm
-from pycuda_conv.engines.geometry import divider
+from pycuda_conv.engines.geometry import Phase, divider, filter_strides, phases, read_strides, row_major
 from pycuda_conv.engines.schedule import WORKSPACE, Arena, Moments
 from pycuda_conv.engines.tensor_cores import limbs
 from pycuda_conv.problem import ConvProblem
@@ -56,21 +56,83 @@ def guarded(
     ]
 
 
+class MendArrays(NamedTuple):
+    """How operands lie in memory, and how a convolution meets them, for ``mend.cuh``."""
+
+    channels: int
+    d: int
+    h: int
+    w: int
+    x_image: int
+    x_group: int
+    x_channel: int
+    x_pixel: int
+    w_group: int
+    w_m: int
+    w_c: int
+    w_t: int
+    w_r: int
+    w_s: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+
+
+class MendPhase(NamedTuple):
+    """How a phase meets them."""
+
+    taps_t: int
+    taps_r: int
+    taps_s: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    w_base: int
+
+
+def mending(problem: ConvProblem, launched: Sequence[Phase], room: int, filter_last: bool) -> tuple[MendPhase | MendArrays, ...]:
+    """What ``mend.cuh`` has to know of a launch of some phases, which has `room` for so many; `filter_last` as for :func:`guarded`."""
+    x, (w_group, w_m, w_c), channels = read_strides(problem), filter_strides(problem), problem.operand_channels // problem.groups
+    tap_strides = row_major(problem.filter_size)
+    if filter_last:
+        w_c, tap_strides = 1, tuple(n * channels for n in tap_strides)
+    if problem.direction == "fprop":  # the launch's phase may have folded taps
+        launched = phases(problem)
+    told = [
+        MendPhase(*phase.taps, *phase.pad, sum(f * n for f, n in zip(phase.first, tap_strides, strict=True))) for phase in launched
+    ]
+    # one that has taps along an axis says how far these are apart
+    by_axis = [max(launched, key=lambda phase: phase.taps[i]) for i in range(3)]
+    taps = tuple(by_axis[i].every[i] * tap_strides[i] for i in range(3))
+    stride, dilation = tuple(by_axis[i].stride[i] for i in range(3)), tuple(by_axis[i].dilation[i] for i in range(3))
+    arrays = MendArrays(
+        channels, *problem.operand_size, x.image, x.group, x.channel, x.pixel, w_group, w_m, w_c, *taps, *stride, *dilation
+    )
+    return *told, *told[-1:] * (room - len(told)), arrays
+
+
 class MomentsLayout:
     """Makes room for `moments`, if there are to be any: the place of their parts, and the guarded launches that say what they redid."""
 
     def __init__(self, moments: Moments | None, scratch: Arena, multiprocessors: int) -> None:
         self._multiprocessors = multiprocessors
         self.parts: tuple[int, int] = (WORKSPACE, 0)
-        self._redone: tuple[int, int] | None = None
+        self.redone: tuple[int, int] | None = None
         self.moments = moments
         if moments is not None:
-            self.parts, self._redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
-            self.moments = replace(moments, parts=self.parts[1], redone=self._redone[1])
+            self.parts, self.redone = scratch.take(moments.nbytes), scratch.take(4 * multiprocessors)
+            self.moments = replace(moments, parts=self.parts[1], redone=self.redone[1])
 
     def guarded(self, problem: ConvProblem, found: Sequence[tuple[int, int]], filter_last: bool, patch_rows: int) -> list[KernelLaunch]:
         """:func:`guarded`."""
-        steps = guarded(problem, found, self._multiprocessors, filter_last, self._redone, patch_rows)
+        steps = guarded(problem, found, self._multiprocessors, filter_last, self.redone, patch_rows)
+        self.redone_by(steps)
+        return steps
+
+    def redone_by(self, steps: Sequence[KernelLaunch]) -> None:
+        """Of which launch the blocks say what they redid."""
         if self.moments is not None:
             self.moments = replace(self.moments, blocks=steps[0].grid)
-        return steps

@@ -68,6 +68,8 @@ inline float fabs(float v) { return __builtin_fabsf(v); }
 inline float sqrt(float v) { return __builtin_sqrtf(v); }
 inline double __longlong_as_double(long long v) { return bits_as<double>(v); }
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned)((unsigned long long)a * b >> 32); }
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
 inline unsigned __vimax3_u32(unsigned a, unsigned b, unsigned c) { return max(max(a, b), c); }
 inline unsigned __viaddmin_u32(unsigned a, unsigned b, unsigned c) { return min(a + b, c); }
 inline unsigned __viaddmin_u16x2(unsigned a, unsigned b, unsigned c) {

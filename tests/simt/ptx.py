@@ -135,7 +135,7 @@ INSTRUCTIONS = {
     r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?": "ptx::cluster_wait()",
     r"mapa\.shared::cluster\.u32": "{0} = ptx::map_rank({1}, {2})",
     r"ld\.shared(?:::c\w+)?(?:\.v\d)?\.(\w+)": load_shared,
-    r"ld\.global(?:\.nc)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
+    r"ld\.global(?:\.nc|\.cg)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
     r"st\.global(?:\.v\d)?\.b32": store,
     r"createpolicy\.[\w.:]+": "{0} = 0",
     r"cp\.async\.bulk\.shared::c\w+\.global\.mbarrier::complete_tx::bytes": "ptx::bulk_load({0[0]}, {1[0]}, {2}, {3[0]})",

@@ -1,0 +1,145 @@
+// mend.cuh: results that fp16 limbs can't give, once more in plain fp32, by the block that has stored them.
+//
+// pack.cu flags images and channels of the filter. What depends on one that holds Inf, NaN or what no scale fits (flag 2) is computed again.
+// Of what depends on one with too small numbers (flag 1) those results are that may show it: results that are small for their scales, and
+// whose summands are, too. Where more than the sum becomes of a result, that can't be seen, and all of them are.
+//
+// Mapping  a warp takes MENDED channels x 32 pixels at a time: a lane a pixel. A suspect's summands are looked at by all lanes.
+#pragma once
+#include "finish.cuh"
+
+constexpr int MENDED = 16;    // channels
+constexpr int SUSPECTS = 24;  // of more it is quicker to compute all again
+
+// How x and w lie, and how a convolution of theirs, or all phases of a gradient, meet them: pixel (o, p, q) of y and tap t of an axis at
+// o * stride_d - pad_d + t * dilation_d and so on.
+struct MendArrays {
+  long long channels, d, h, w;                      // x: channels of a group, and its size,
+  long long x_image, x_group, x_channel, x_pixel;   // elements from one image, group, channel and pixel to the next
+  long long w_group, w_m, w_c, w_t, w_r, w_s;       // w: elements from one group, channel of y, channel of x and tap to the next
+  long long stride_d, stride_h, stride_w, dilation_d, dilation_h, dilation_w;
+};
+// What differs from phase to phase; launches' arguments have room for 4 kB.
+struct MendPhase {
+  long long taps_t, taps_r, taps_s, pad_d, pad_h, pad_w;
+  long long w_base;                                 // elements of w to the first tap
+};
+// The arrays themselves.
+struct MendOperands {
+  const float *x, *w, *bias, *scale, *residual;
+  const int *x_flags, *w_flags;
+  const float *x_scales, *w_scales;
+};
+
+// A summand's channel and tap: the innermost axis first.
+struct Summand {
+  int c, t, r, s;
+  DEVICE void next(const MendPhase& phase, int channels) {
+    if (++s < (int)phase.taps_s) return;
+    s = 0;
+    if (++r < (int)phase.taps_r) return;
+    r = 0;
+    if (++t < (int)phase.taps_t) return;
+    t = 0;
+    c += channels;
+  }
+};
+
+DEVICE float load_stored(const float* from) {  // what other warps of the block have stored, some of them by TMA
+  uint32_t v;
+  asm volatile("ld.global.cg.b32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  return __uint_as_float(v);
+}
+
+// The channels m0, ... of `group` of a lane's pixel of the launch, -1 for none, which were stored. Returns whether some were computed again.
+template <bool nhwc, bool dense, class Shape>
+DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& phase, const MendOperands& of, float* y, int group, int m0, int pixel) {
+  const bool there = pixel >= 0;
+  const Divided of_image(there ? pixel : 0, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq);
+  const Divided row(slice.rest, shape.q, shape.by_q);
+  const int image = of_image.quotient, k0 = group * (int)shape.rows_group + m0, count = min(MENDED, (int)shape.rows_group - m0);
+  const int lane = threadIdx.x % 32, own = k0 + min(lane, count - 1);  // a lane has a channel's flag
+  const int x_flag = there ? of.x_flags[image] : 0, w_flag = of.w_flags[own];
+  if (!__any_sync(~0u, x_flag | w_flag)) return false;
+  const long long place = image * shape.out_image + (long long)plane_offset<dense>(shape, of_image.rest) * (nhwc ? (int)shape.rows : 1) + k0 * shape.out_row;
+  y += place;  // of channel k0
+  const bool known = !(shape.has_scale || shape.has_residual || shape.activation);  // the sums can be told from the results
+  const int gemm_k = (int)arrays.channels * (int)phase.taps_t * (int)phase.taps_r * (int)phase.taps_s;
+  const int channels = gemm_k ? (int)arrays.channels : 0;  // a phase may have no taps
+  float found[MENDED];
+#pragma unroll
+  for (int i = 0; i < MENDED; ++i) found[i] = load_stored(y + min(i, count - 1) * shape.out_row);
+  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = shape.has_bias ? of.bias[own] : 0;
+  unsigned mine = 0, suspects = 0;
+  bool any = false;
+#pragma unroll 1
+  for (int i = 0; i < MENDED; ++i) {
+    const int flag = x_flag | __shfl_sync(~0u, w_flag, i);
+    const float least = x_scale * __shfl_sync(~0u, w_least, i), sum = found[i] - __shfl_sync(~0u, w_bias, i);
+    if (!there || i >= count || !flag) continue;
+    mine |= 1u << i;
+    any |= flag > 1 || !known;
+    if (known && flag == 1 && !(fabsf(sum) >= least)) suspects |= 1u << i;
+  }
+  any = __any_sync(~0u, any) || __reduce_add_sync(~0u, __popc(suspects)) > SUSPECTS;
+  const int d0 = slice.quotient * (int)arrays.stride_d - (int)phase.pad_d, h0 = row.quotient * (int)arrays.stride_h - (int)phase.pad_h;
+  const int w0 = row.rest * (int)arrays.stride_w - (int)phase.pad_w;
+  // what a summand multiplies: x, 0 outside, for pixel (d, h, v) of image n, ...
+  auto x_at = [&](int n, int d, int h, int v, const Summand& at) {
+    d += at.t * (int)arrays.dilation_d;
+    h += at.r * (int)arrays.dilation_h;
+    v += at.s * (int)arrays.dilation_w;
+    const bool inside = (unsigned)d < (unsigned)arrays.d && (unsigned)h < (unsigned)arrays.h && (unsigned)v < (unsigned)arrays.w;
+    const long long pixel = ((long long)d * (int)arrays.h + h) * (int)arrays.w + v;
+    return inside ? of.x[n * arrays.x_image + group * arrays.x_group + at.c * arrays.x_channel + pixel * arrays.x_pixel] : 0.f;
+  };
+  // ... and w, for channel m0 + i of y
+  auto w_at = [&](int i, const Summand& at) {
+    return of.w + (phase.w_base + group * arrays.w_group + (m0 + i) * arrays.w_m + at.c * arrays.w_c + at.t * arrays.w_t + at.r * arrays.w_r + at.s * arrays.w_s);
+  };
+  // a suspect at a time: the size of its summands, as the limbs hold them
+#pragma unroll 1
+  for (int i = 0; !any && i < count; ++i) {
+#pragma unroll 1
+    for (unsigned lanes = __ballot_sync(~0u, suspects >> i & 1); lanes && !any; lanes &= lanes - 1) {
+      const int from = __ffs(lanes) - 1, n = __shfl_sync(~0u, image, from);
+      const int d = __shfl_sync(~0u, d0, from), h = __shfl_sync(~0u, h0, from), v = __shfl_sync(~0u, w0, from);
+      const float to_x = __fdividef(1, of.x_scales[n]), to_w = __fdividef(1, of.w_scales[k0 + i]);  // of powers of two
+      float size = 0;
+      bool some = false;
+#pragma unroll 1
+      for (Summand at = {lane}; at.c < channels; at.next(phase, 32)) {
+        const float a = *w_at(i, at), b = x_at(n, d, h, v, at);
+        size += fabsf(a * to_w * (b * to_x));
+        some |= a != 0 && b != 0;
+      }
+      for (int half = 16; half > 0; half /= 2) size += __shfl_xor_sync(~0u, size, half);
+      any = __any_sync(~0u, some) && !(size >= 4.f * gemm_k);
+    }
+  }
+  if (!any) return false;
+  float sum[MENDED] = {};
+#pragma unroll 1
+  for (Summand at = {}; at.c < channels; at.next(phase, 1)) {
+    const float b = x_at(image, d0, h0, w0, at);
+    const float* a = w_at(0, at);
+#pragma unroll
+    for (int i = 0; i < MENDED; ++i) {
+      sum[i] = fmaf(*a, b, sum[i]);
+      if (i + 1 < count) a += arrays.w_m;  // else there is none
+    }
+  }
+  float kept[MENDED];  // in local memory, so that what follows stands in the text once
+#pragma unroll
+  for (int i = 0; i < MENDED; ++i) kept[i] = sum[i];
+#pragma unroll 1
+  for (int i = 0; i < count; ++i) {
+    if (!(mine >> i & 1)) continue;
+    Finish<false> finish;
+    finish.of = ScaleAndBias(shape, of.scale, of.bias, k0 + i);
+    float v[] = {finish.whole(shape, kept[i], 1, shape.has_residual ? of.residual[place + i * shape.out_row] : 0)};
+    activate(shape, v);
+    y[i * shape.out_row] = v[0];
+  }
+  return true;
+}
