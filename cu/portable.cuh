@@ -46,6 +46,9 @@
 #define WITHIN_KERNEL
 #define GLOBAL_MEM __global
 #define LOCAL_MEM __local
+#ifndef ROOM
+#define ROOM 4096
+#endif
 #define LOCAL_ROOM(name) __local acc_t name[ROOM]
 #define RESTRICT restrict
 #define LAUNCH_BOUNDS(threads, blocks) __attribute__((reqd_work_group_size(threads, 1, 1)))
