@@ -1220,7 +1220,8 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
       const int m = of.m + strip % (ROWS / MENDED) * MENDED, inside = strip / (ROWS / MENDED) * 32 + lane;
       if (m >= (int)shape.rows_group) continue;
       const int pixel = HALO ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
-      [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, mends.arrays, mends.of[phase], operands, y, of.group, m, inside < PIXELS && pixel < of.end ? pixel : -1);
+      const int mended = inside < PIXELS && pixel < of.end ? pixel : -1;
+      [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
 #if MOMENTS
       if (again && lane == 0) redone[blockIdx.x] = 1;
 #endif

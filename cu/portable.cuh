@@ -47,7 +47,7 @@
 #define GLOBAL_MEM __global
 #define LOCAL_MEM __local
 #ifndef ROOM
-#define ROOM 4096
+#define ROOM 4096  // where a GPU's launch, which asks for shared memory itself, is tried on OpenCL
 #endif
 #define LOCAL_ROOM(name) __local acc_t name[ROOM]
 #define RESTRICT restrict

@@ -262,12 +262,11 @@ def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
     steps = {}
     for mode in ("fp32", "fp32 last", "tf32 last", "fp16", "fp16 last"):
         for columns in (8, 16, 24, 48):
-            for residual in (False, True):
-                problem = replace(asked(BASE, mode), has_residual=residual)
-                (((launch,),), config) = fc.schedule(problem, FewChannels(columns), H200).whole, FewChannels(columns)
-                launch = replace(launch, arch=arch)
-                steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path)
+            problem, config = asked(BASE, mode), FewChannels(columns)
+            ((launch,),) = fc.schedule(problem, config, H200).whole
+            launch = replace(launch, arch=arch)
+            steps[launch.source()] = launch, f"{problem} {config}"
+    check_compiled(steps, tmp_path, 8 if arch == "sm_80" else 0)  # two words, once a tile
 
 
 # ---- on the GPU

@@ -252,11 +252,10 @@ def test_the_kernels_compile_and_do_not_spill(tmp_path):
     steps = {}
     for case, mode in PLANNED:
         problem = asked(case, mode)
-        for one in (problem, replace(problem, has_residual=True, activation="relu")):
-            for step in gn.schedule(one, tiles(case, mode)[0], H200).whole:
-                for launch in step:
-                    steps[launch.source()] = launch, str(problem)
-    assert len(steps) == len(MODES) * 8
+        for step in gn.schedule(problem, tiles(case, mode)[0], H200).whole:
+            for launch in step:
+                steps[launch.source()] = launch, str(problem)
+    assert len(steps) == len(MODES) * 4
     check_compiled(steps, tmp_path)
 
 
