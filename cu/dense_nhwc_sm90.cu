@@ -208,14 +208,14 @@ struct Four {
     };
     if (place < 0 || count <= 0) return;
     const long long at = place * shape.rows + first;
-    const bool has_residual = !MOMENTS && BLOCK_N < 256 && shape.has_residual;  // moments are of what nothing is added to; the widest tile has no registers
+    const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
     Vector added = {}, out;
     float v[4];
-    if (has_residual && shape.wide) added = *(const Vector*)(residual + at);
+    if (added_to && shape.wide) added = *(const Vector*)(residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (has_residual && !shape.wide && e < count) added.v[e] = residual[at + e];
-      v[e] = finish[e].whole(shape, sum[e], 1, has_residual ? to_float(added.v[e]) : -0.f);
+      if (added_to && !shape.wide && e < count) added.v[e] = residual[at + e];
+      v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
     }
     activate(shape, v);
 #pragma unroll

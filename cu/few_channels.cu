@@ -372,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PRODUCTS == 1 && WIDE_LOAD
       const int k = k0 + kk;
       const long long at = n * arg.y_image + k * arg.y_channel + (p * arg.q + q0 + q) * arg.y_pixel;
       const Finish<false> finish{ScaleAndBias(arg, scale, bias, k)};
-      v[0] = finish.whole(arg, v[0], 1, arg.has_residual ? to_float(residual[at]) : -0.f);
+      v[0] = finish.whole(arg, v[0], 1, has_residual(arg) ? to_float(residual[at]) : -0.f);
       activate(arg, v);
       y[at] = from_float<data_t>(v[0]);
     }

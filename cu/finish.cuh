@@ -1,20 +1,39 @@
-// finish.cuh: epilogue.cuh for the kernels of the tensor cores, where bias, scale and activation are arguments: one text serves all of them.
+// finish.cuh: epilogue.cuh for the kernels of the tensor cores.
 //
-// What there is not is neutral: a scale of 1, a bias of -0, which no sum feels, not even one of -0. The multiplications and additions
-// are named one by one, because the compiler may join a product and a sum to one rounding where it likes. A residual that there is not is -0, too.
+// Which of scale, bias, residual and activation there are, the launch's arguments say, and one text serves all layers. With LAYER they are
+// constants of the text: far fewer instructions. What there is not is neutral: a scale of 1, a bias or a residual of -0, which no sum feels, not
+// even one of -0. The multiplications and additions are named one by one, because the compiler may join a product and a sum to one rounding
+// where it likes. So either text gives the same bits.
 #pragma once
 #include "packed.cuh"
 
 typedef float acc_t;
 #include "activation.cuh"
 
-// Scale and bias of an output channel, or what is neutral. `arguments` has the members has_bias, has_scale, has_residual, activation and slope.
+// What there is: `arguments` has the members has_bias, has_scale, activation and slope, and has_residual unless that is a constant of every text.
+#ifdef LAYER
+#define OF_LAYER(NAME, argument) NAME
+#else
+#define OF_LAYER(NAME, argument) ((int)(argument))
+#endif
+template <class Arguments> DEVICE int has_scale([[maybe_unused]] const Arguments& arguments) { return OF_LAYER(HAS_SCALE, arguments.has_scale); }
+template <class Arguments> DEVICE int has_bias([[maybe_unused]] const Arguments& arguments) { return OF_LAYER(HAS_BIAS, arguments.has_bias); }
+template <class Arguments> DEVICE int activation([[maybe_unused]] const Arguments& arguments) { return OF_LAYER(ACTIVATION, arguments.activation); }
+template <class Arguments> DEVICE int has_residual([[maybe_unused]] const Arguments& arguments) {
+#ifdef HAS_RESIDUAL
+  return HAS_RESIDUAL;
+#else
+  return (int)arguments.has_residual;
+#endif
+}
+
+// Scale and bias of an output channel, or what is neutral.
 struct ScaleAndBias {
   float scale, bias;
   ScaleAndBias() = default;
   template <class Arguments, class T>
   DEVICE ScaleAndBias(const Arguments& arguments, const T* scales, const T* biases, int k)
-      : scale(arguments.has_scale ? to_float(scales[k]) : 1), bias(arguments.has_bias ? to_float(biases[k]) : -0.f) {}
+      : scale(has_scale(arguments) ? to_float(scales[k]) : 1), bias(has_bias(arguments) ? to_float(biases[k]) : -0.f) {}
 };
 
 // What finishes the sums of a channel, but for the activation. `scaled`: they have a factor of their own.
@@ -23,21 +42,25 @@ template <bool scaled> struct Finish {
   // all but the residual
   template <class Arguments> DEVICE float shifted(const Arguments& arguments, float sum, float factor) const {
     if (!scaled) return fmaf(sum, of.scale, of.bias);
-    const float v = fmaf(sum, factor, arguments.has_scale ? -0.f : of.bias);
-    return arguments.has_scale ? fmaf(v, of.scale, of.bias) : v;
+    const float v = fmaf(sum, factor, has_scale(arguments) ? -0.f : of.bias);
+    return has_scale(arguments) ? fmaf(v, of.scale, of.bias) : v;
   }
   // all: without a bias the residual takes its place
   template <class Arguments> DEVICE float whole(const Arguments& arguments, float sum, float factor, float residual) const {
+#if defined(HAS_RESIDUAL) && !HAS_RESIDUAL
+    return shifted(arguments, sum, factor);
+#else
     Finish first = *this;
-    if (!arguments.has_bias) first.of.bias = residual;
+    if (!has_bias(arguments)) first.of.bias = residual;
     const float v = first.shifted(arguments, sum, factor);
-    return v + (arguments.has_bias ? residual : -0.f);
+    return v + (has_bias(arguments) ? residual : -0.f);
+#endif
   }
 };
 
 // The activation of finished sums, which are changed. It is one branch for all of them, and loads don't move across it.
 template <class Arguments, int count> DEVICE void activate(const Arguments& arguments, float (&v)[count]) {
 #if !MOMENTS  // of layers without an activation
-  activate_some<count>((int)arguments.activation, __int_as_float((int)arguments.slope), v);
+  activate_some<count>(activation(arguments), __int_as_float((int)arguments.slope), v);
 #endif
 }

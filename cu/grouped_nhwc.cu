@@ -206,10 +206,10 @@ struct Worker {
     data_t* to = y + at;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, from += shape.next_row)
-      if (shape.has_residual && i < rows) added[i] = *(const Vector*)from;
+      if (has_residual(shape) && i < rows) added[i] = *(const Vector*)from;
 #pragma unroll
-    for (int i = 0; i < 4 * ROWS; ++i) v[i] = finish[i % 4].whole(shape, sums[i], 1, shape.has_residual ? to_float(added[i / 4].v[i % 4]) : -0.f);
-    if (shape.activation) activate(shape, v);
+    for (int i = 0; i < 4 * ROWS; ++i) v[i] = finish[i % 4].whole(shape, sums[i], 1, has_residual(shape) ? to_float(added[i / 4].v[i % 4]) : -0.f);
+    if (activation(shape)) activate(shape, v);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i, to += shape.next_row) {
       Vector out;

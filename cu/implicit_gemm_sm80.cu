@@ -232,14 +232,14 @@ DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0
         const int image = of_image.quotient, offset = plane_offset<DENSE>(shape, of_image.rest), k = k0 + m;
         const long long at = NHWC ? (image * shape.out_size + offset) * shape.rows + k : image * shape.out_image + k * shape.out_row + offset;
         struct alignas(VEC * sizeof(out_t)) Vector { out_t v[VEC]; } vector, added;
-        if (shape.has_residual) added = *(const Vector*)(residual + at);
+        if (has_residual(shape)) added = *(const Vector*)(residual + at);
         float v[VEC];
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
           const int channel = NHWC ? k + e : k;
           const Finish<SCALED> finish{ScaleAndBias(shape, scale, bias, channel)};
           const float factor = SCALED && shape.scaled ? scale_n[image] * scale_k[channel] : 1;
-          v[e] = finish.whole(shape, staging[down * PITCH + across + e], factor, shape.has_residual ? to_float(added.v[e]) : -0.f);
+          v[e] = finish.whole(shape, staging[down * PITCH + across + e], factor, has_residual(shape) ? to_float(added.v[e]) : -0.f);
         }
         activate(shape, v);
 #pragma unroll

@@ -169,7 +169,7 @@ struct GemmPhase {
 
 // Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
 constexpr bool MAY_ADD = !MOMENTS && !PAIRED && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
-DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && shape.has_residual; }
+DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && has_residual(shape); }
 DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled); }
 
 struct Shapes {

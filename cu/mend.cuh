@@ -63,13 +63,13 @@ DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& 
   if (!__any_sync(~0u, x_flag | w_flag)) return false;
   const long long place = image * shape.out_image + (long long)plane_offset<dense>(shape, of_image.rest) * (nhwc ? (int)shape.rows : 1) + k0 * shape.out_row;
   y += place;  // of channel k0
-  const bool known = !(shape.has_scale || shape.has_residual || shape.activation);  // the sums can be told from the results
+  const bool known = !(has_scale(shape) || has_residual(shape) || activation(shape));  // the sums can be told from the results
   const int gemm_k = (int)arrays.channels * (int)phase.taps_t * (int)phase.taps_r * (int)phase.taps_s;
   const int channels = gemm_k ? (int)arrays.channels : 0;  // a phase may have no taps
   float found[MENDED];
 #pragma unroll
   for (int i = 0; i < MENDED; ++i) found[i] = load_stored(y + min(i, count - 1) * shape.out_row);
-  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = shape.has_bias ? of.bias[own] : 0;
+  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = has_bias(shape) ? of.bias[own] : 0;
   unsigned mine = 0, suspects = 0;
   bool any = false;
 #pragma unroll 1
@@ -137,7 +137,7 @@ DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& 
     if (!(mine >> i & 1)) continue;
     Finish<false> finish;
     finish.of = ScaleAndBias(shape, of.scale, of.bias, k0 + i);
-    float v[] = {finish.whole(shape, kept[i], 1, shape.has_residual ? of.residual[place + i * shape.out_row] : 0)};
+    float v[] = {finish.whole(shape, kept[i], 1, has_residual(shape) ? of.residual[place + i * shape.out_row] : 0)};
     activate(shape, v);
     y[i * shape.out_row] = v[0];
   }

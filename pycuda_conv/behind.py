@@ -83,14 +83,14 @@ def foresees(device: Device) -> bool:
 def likely(problem: ConvProblem, device: Device) -> list[KernelLaunch]:
     """Launches whose kernels a process that computes `problem` may soon wait for.
 
-    They are those of the same layer with more and with fewer images, and with larger and smaller ones, and, once for each kind of array,
-    direction and epilogue, those of a common network's layers.
+    They are its own, and those of the same layer with more and with fewer images, and with larger and smaller ones, and, once for each kind
+    of array, direction and epilogue, those of a common network's layers: general ones, each of which serves many layers.
     """
     found: dict[str, KernelLaunch] = {}
-    for one in _related(problem):
+    for one in (problem, *_related(problem)):
         config = engines.find(one, device)
         if config is not None and len(found) < MOST_LIKELY:
-            found |= {launch.source(): launch for launch in missing(form(engines.schedule(one, config, device), device), device)}
+            found |= {launch.source(): launch for launch in missing(engines.schedule(one, config, device), device)}
     return list(found.values())
 
 

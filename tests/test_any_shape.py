@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_epilogue as epilogue
 from reference import DTYPES, dgrad, fprop, reference, run
+from test_depthwise_nhwc import launched
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, behind, engines
@@ -220,6 +222,37 @@ def test_the_constants_of_a_layer_change_no_bit(device, case, config, monkeypatc
     made = behind.with_constants(plan.schedule).whole[0][0]
     assert made.defines.items() >= launch.layer.items() and made.source() != launch.source()
     assert run(plan, *operands).tobytes() == general.tobytes()
+
+
+#: Of each engine on a Hopper GPU; on OpenCL, of the direct kernels and those of depthwise layers. Precisions as they are asked for.
+FINISHED = [
+    (fprop((3, 64, 20, 21), (64, 64, 3, 3), padding=1), "float32", "NCHW", "fp32"), (fprop((2, 128, 16, 16), (64, 128, 1, 1)), "float32", "NCHW", "fp32"),
+    (fprop((3, 64, 20, 24), (96, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"), (fprop((3, 64, 20, 24), (96, 64, 3, 3), stride=2), "float32", "NHWC", "tf32"),
+    (fprop((2, 3, 64, 64), (32, 3, 7, 7), stride=2, padding=3), "float32", "NCHW", "tf32"), (fprop((2, 64, 30, 30), (3, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"),
+    (fprop((2, 64, 20, 24), (64, 8, 3, 3), padding=1, groups=8), "float16", "NHWC", "fp32"), (fprop((2, 32, 20, 24), (32, 1, 3, 3), padding=1, groups=32), "float32", "NHWC", "fp32"),
+    (fprop((2, 32, 20, 24), (32, 1, 5, 7), padding=2, groups=32), "float32", "NHWC", "fp32"), (dgrad((2, 64, 10, 12), (64, 64, 3, 3), stride=2), "float32", "NCHW", "fp32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("parts", ["residual", "relu", "scale and relu", "all"])
+@pytest.mark.parametrize(("case", "dtype", "layout", "precision"), FINISHED, ids=[f"{case}-{dtype}-{layout}-{precision}" for case, dtype, layout, precision in FINISHED])
+def test_constants_of_what_finishes_a_sum_change_no_bit(device, case, dtype, layout, precision, parts, monkeypatch):
+    pytest.importorskip("torch")
+    case = replace(case, bias=parts != "residual")
+    problem, place = replace(epilogue.finishing(case.problem(dtype), parts), layout=layout, precision=precision), get_device(device)
+    if place.backend == "opencl" and dtype == "float16":
+        pytest.skip("OpenCL has no float16 kernels")
+    if parts == "all":
+        problem = replace(problem, activation="gelu")
+    operands = epilogue.arrays(case, dtype, parts, integers=False)
+    computed = run if layout == "NCHW" else launched
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+    plan = Plan(problem, place)
+    general = computed(plan, *operands)
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
+    plan.specialise()
+    assert not behind.has_constants(plan.schedule) or any("LAYER" in launch.defines for launch in behind.launches(plan.loaded))
+    assert computed(plan, *operands).tobytes() == general.tobytes()
 
 
 GRADIENTS = [

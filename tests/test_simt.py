@@ -216,7 +216,8 @@ def test_the_epilogue(case, mode, config):
     x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
     each = (-1, *(1,) * case.ndim)
     ref = case.reference(x, w) * s.astype(float).reshape(each) + b.astype(float).reshape(each) + r.astype(float)
-    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1, 2)), np.maximum(ref, 0))
+    for constants in (False, True):
+        assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1, 2), constants=constants), np.maximum(ref, 0))
 
 
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
@@ -230,7 +231,7 @@ def test_activations(case, mode, config):
         x, w, b, r = (rng.integers(-2, 3, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, problem.result_shape))
         w, r = w / w.dtype.type(32), r if problem.has_residual else None
         before = case.reference(x, w, b) + (0 if r is None else r.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, r, seeds=(1,)), activated(before, activation)
+        got, ref = simt.computed(problem, config, x, w, b, None, r, seeds=(1,), constants=i > 1), activated(before, activation)
         assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, f"{config} {activation}")
 
 

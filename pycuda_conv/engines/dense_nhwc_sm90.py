@@ -38,7 +38,21 @@ from pycuda_conv.engines.hopper import (
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish,
+    finish_constants,
+)
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -297,7 +311,7 @@ def _product(
     buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT, *(() if parts is None else (parts,)))
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told,
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told, layer=finish_constants(told[0]),
     )  # fmt: skip
 
 

@@ -11,7 +11,19 @@ from typing import NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Schedule, finish
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    GRID_LIMIT,
+    INPUT,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Schedule,
+    finish,
+    finish_constants,
+)
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -351,7 +363,8 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         assert isinstance(config, Depthwise)
         kernel, told = "depthwise_nhwc", _tile_arguments(problem, config)
         defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(problem.direction == "dgrad" and not _flipped(problem))}
-    return Schedule.plain([[KernelLaunch(kernel, defines, _grid(problem, config), THREADS, buffers, (), arguments=told)]])
+    layer = finish_constants(told)
+    return Schedule.plain([[KernelLaunch(kernel, defines, _grid(problem, config), THREADS, buffers, (), arguments=told, layer=layer)]])
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Strides, arguments, ceil, filter_strides, read_strides, written_strides
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -298,7 +298,9 @@ def _launch(problem: ConvProblem, config: FewChannels, device: Device, filter_st
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     grid = workers * tile.combinations
-    return KernelLaunch("few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told)
+    return KernelLaunch(
+        "few_channels", defines, grid, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)
+    )
 
 
 def filter_key(problem: ConvProblem, config: FewChannels) -> None:

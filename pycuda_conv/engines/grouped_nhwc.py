@@ -19,7 +19,7 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, row_major
 from pycuda_conv.engines.packing import MOST_PIXELS
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -320,7 +320,10 @@ def _product(
     }  # fmt: skip
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     shared = _shared_bytes(problem, config)
-    return KernelLaunch("grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told)
+    return KernelLaunch(
+        "grouped_nhwc", defines, slabs * count * blocks, THREADS, buffers, (), shared=shared, arguments=told,
+        layer=finish_constants(told[0]),
+    )  # fmt: skip
 
 
 def _blocks(problem: ConvProblem, config: GroupedNhwc, device: Device, walks: tuple[_Walk, ...]) -> int:

@@ -33,7 +33,7 @@ from pycuda_conv.engines.packing import (
 )
 from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import TextFamily
@@ -247,7 +247,10 @@ def _product(
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES}
     grid = _blocks(problem, config, walk)
-    return KernelLaunch("implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared_bytes(problem, config), arguments=told)
+    return KernelLaunch(
+        "implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared_bytes(problem, config), arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
 
 
 def _tiles(problem: ConvProblem, config: ImplicitGemm80, walk: PhaseAddressing) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from pycuda_conv.engines.packing import (
     written_so,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -538,7 +538,7 @@ def _product(
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
-        arguments=(*phases, *phases[-1:] * unused, *mends),
+        arguments=(*phases, *phases[-1:] * unused, *mends), layer=finish_constants(phases[0]),
     )
 
 

@@ -17,7 +17,20 @@ from typing import ClassVar, NamedTuple
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
-from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Schedule,
+    finish,
+    finish_constants,
+)
 from pycuda_conv.engines.tensor_cores import fastest, products
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -309,7 +322,10 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     else:
         buffers = (laid, BIAS, SCALE, RESIDUAL, RESULT)
     threads, shared = 128 * (1 + config.CONSUMERS), shared_bytes(problem, config)
-    lines = KernelLaunch("lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told)
+    lines = KernelLaunch(
+        "lines_sm90", defines, grid, threads, buffers, (), maps=(images,), shared=shared, arch="sm_90a", arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
     return Schedule([[filters]], [[lines]], [[filters], [lines]], scratch.used, kept.used)
 
 

@@ -17,7 +17,21 @@ from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, ceil, filter_strides
 from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
 from pycuda_conv.engines.range_guard import MomentsLayout
-from pycuda_conv.engines.schedule import BIAS, INPUT, PACKED, RESIDUAL, RESULT, SCALE, WEIGHT, WORKSPACE, Arena, Moments, Schedule, finish
+from pycuda_conv.engines.schedule import (
+    BIAS,
+    INPUT,
+    PACKED,
+    RESIDUAL,
+    RESULT,
+    SCALE,
+    WEIGHT,
+    WORKSPACE,
+    Arena,
+    Moments,
+    Schedule,
+    finish,
+    finish_constants,
+)
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -235,8 +249,9 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     buffers, grid = (BIAS, SCALE, RESIDUAL, target, *noted_at), min(product.tiles, multiprocessors)
     shared, told = shared_bytes(problem, config), product.arguments(problem)
     launch = KernelLaunch(
-        "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told
-    )
+        "pointwise_sm90", defines, grid, THREADS, buffers, (), maps=tuple(maps), shared=shared, arch="sm_90a", arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
     steps = [[launch]]
     if split:
         steps.append([reduce_launch(problem, config.SPLIT, target)])

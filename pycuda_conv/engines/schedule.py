@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from pycuda_conv.engines.geometry import accumulator_bytes, bits, ceil
 from pycuda_conv.problem import ConvProblem
@@ -111,3 +112,9 @@ def finish(problem: ConvProblem, split: bool = False, asks_residual: bool = True
     if asks_residual:
         asked["has_residual"] = int(problem.has_residual)
     return dict.fromkeys(asked, 0) if split else asked
+
+
+def finish_constants(told: Any) -> dict[str, int]:
+    """:attr:`KernelLaunch.layer` of a kernel that asks its arguments, `told`, for what :func:`finish` says."""
+    names = "has_scale", "has_bias", "has_residual", "activation"
+    return {"LAYER": 1} | {name.upper(): getattr(told, name) for name in names if name in told._fields}

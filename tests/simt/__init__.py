@@ -22,6 +22,7 @@ from typing import Any
 import emulator
 import numpy as np
 
+from pycuda_conv import behind
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
 from simt.ptx import translated
 
@@ -186,13 +187,15 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
 
 def computed(
     problem, config, x, w, b=None, scale=None, residual=None, *, multiprocessors: int = 3, seeds: Sequence[int] = (0,), kept: bool = False, filter_last: bool = False,
-    broken: tuple[str, str] | None = None,
+    broken: tuple[str, str] | None = None, constants: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """What `config` computes, of arrays that are NCHW whatever the problem's layout: the same bits for every seed.
 
-    `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `seeds`, `broken`: see :func:`run`.
+    `kept`: with a filter that was packed before. `filter_last`: with a filter whose second axis is last in memory. `constants`: by kernels that know the
+    layer's constants. `seeds`, `broken`: see :func:`run`.
     """
     program = emulator.program_of(problem, config, multiprocessors)
+    program = behind.with_constants(program) if constants else program
     stages = program.filter_last if filter_last else (*program.prepare, *program.steps) if kept else program.whole
     results = []
     for seed in seeds:
