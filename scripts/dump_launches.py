@@ -21,7 +21,7 @@ from typing import Any
 from pycuda_conv import engines, tune
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
-from pycuda_conv.tools.suite import MODES, in_mode, suite
+from pycuda_conv.tools.suite import MODES, core, in_mode
 
 
 def fake(backend: str = "cuda", capability: tuple[int, int] = (0, 0), multiprocessors: int = 2, model: str = "") -> Any:
@@ -36,8 +36,8 @@ DEVICES = {
 
 
 def problems() -> Iterator[ConvProblem]:
-    """The suite and its gradients in all modes, some of them with everything that may follow a sum."""
-    for number, problem in enumerate(suite()):
+    """The core of the suite and its gradients in all modes, some of them with everything that may follow a sum."""
+    for number, problem in enumerate(core()):
         for mode in MODES:
             asked = in_mode(problem, mode)
             yield asked

@@ -31,7 +31,7 @@ from pycuda_conv.engines.packing import flagged, packing
 from pycuda_conv.runtime import get_device
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col
 from pycuda_conv.runtime.cache import cache_dir
-from pycuda_conv.tools.suite import suite
+from pycuda_conv.tools.suite import core
 
 H200 = emulator.gpu()
 
@@ -579,7 +579,7 @@ def test_the_engine_wants_its_dtypes_and_its_gpu():
     for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
         device = SimpleNamespace(capability=capability, multiprocessors=80, backend=backend, name="", model="")
         assert engines.refusal(BASE.problem(), ImplicitGemm(), device) is not None
-        for problem in suite():
+        for problem in core():
             assert not isinstance(engines.choose(problem, device), ImplicitGemm)
 
 
@@ -587,7 +587,7 @@ def test_the_engine_wants_its_dtypes_and_its_gpu():
 def test_the_planner_s_choices_for_the_suite_are_legal(mode):
     dtype, precision, layout = MODES.get(mode) or ("bfloat16", "fp32", "NHWC" if "last" in mode else "NCHW")
     taken = 0
-    for problem in (replace(p, dtype=dtype, precision=precision, layout=layout) for p in suite()):
+    for problem in (replace(p, dtype=dtype, precision=precision, layout=layout) for p in core()):
         chosen = engines.choose(problem, H200)
         assert engines.refusal(problem, chosen, H200) is None
         taken += isinstance(chosen, ImplicitGemm | DenseNhwc)
@@ -601,7 +601,7 @@ def test_the_planner_s_choices_for_the_suite_are_legal(mode):
         assert config in candidates and len(candidates) == len(set(candidates))
         times = [ig.time(problem, one, H200) for one in candidates]
         assert all(ig.refusal(problem, one) is None for one in candidates) and min(times) == us > 0
-    assert taken > len(suite()) // 3
+    assert taken > len(core()) // 3
 
 
 def test_the_model_knows_that_more_work_takes_longer():

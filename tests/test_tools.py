@@ -156,6 +156,16 @@ def test_operand_sets_and_checked_channels(problem):
     assert bench.checked_channels(problem, 1) == chosen
 
 
+def test_every_kind_of_layer_is_in_the_suite():
+    problems = suite.suite()
+    assert {kind: [suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS} == {kind: len(list(make())) for kind, make in suite.KINDS.items()}
+    assert 140 < len(problems) < 160 and problems[:43] == suite.core() and min([suite.kind_of(p) for p in problems].count(kind) for kind in suite.KINDS) >= 4
+    assert {p.ndim for p in problems} == {1, 2, 3} and {p.direction for p in problems} == {"fprop", "dgrad"}
+    for mode in suite.MODES:
+        assert all(suite.kind_of(suite.in_mode(p, mode)) == suite.kind_of(p) for p in problems)
+    assert not suite.kind_of(replace(problems[0], N=3))
+
+
 def test_the_suite_s_labels_are_unique():
     labels = [bench.label(p) for p in suite.suite()]
     assert len(set(labels)) == len(labels) and set(SMALLEST) <= set(labels)
@@ -226,7 +236,7 @@ def test_a_depthwise_layer_s_floor_is_its_bytes():
 
 
 def test_what_is_for_the_plain_units():
-    labels = {bench.label(p) for p in suite.suite() if for_plain_units(p)}
+    labels = {bench.label(p) for p in suite.core() if for_plain_units(p)}
     assert {text.split()[1] for text in labels} == {"1x1x5x5", "2x4x5x5", "32x16x7x7", "4x16x32x32", "1x1x512x512", "64x144x56x56", "64x192x28x28", "64x256x28x28"}
     assert for_plain_units(replace(_layer("conv2d 64x64x56x56 -> 64x56x56 k3x3", "fp32"), dtype="float64"))
     grouped = _layer(THIN, "fp16-nhwc")

@@ -27,7 +27,7 @@ from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 from pycuda_conv.tools import tune as tool
-from pycuda_conv.tools.suite import suite
+from pycuda_conv.tools.suite import core
 from pycuda_conv.tools.terminal import FAILED, OK, UNUSABLE
 from pycuda_conv.tools.training import gradients
 from pycuda_conv.tune import Choice, Table
@@ -436,7 +436,7 @@ def test_a_given_configuration_is_not_tuned():
         Plan(PROBLEM, "opencl", config=ODD, tune=True)
 
 
-@pytest.mark.parametrize("problem", suite(), ids=str)
+@pytest.mark.parametrize("problem", core(), ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_candidates_are_legal_begin_with_the_planner_s_own_and_hold_a_direct_one(problem, precision):
     problem = replace(problem, precision=precision)
@@ -585,7 +585,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and output in err and not imaginary
 
 
-BENCHED = list(dict.fromkeys(suite() + gradients(None)))  # in NCHW float32
+BENCHED = list(dict.fromkeys(core() + gradients(None)))  # in NCHW float32
 
 
 def test_without_a_gpu_it_says_so(command):
@@ -598,7 +598,7 @@ def test_without_a_gpu_it_says_so(command):
 def test_the_list_tells_every_problem_in_every_form(command):
     assert command("--list")[1].splitlines() == [str(problem) for problem in BENCHED]
     every = command("--list", "--dtype", "all", "--precision", "both", "--layout", "both")[1].splitlines()
-    assert len(every) == len(set(every)) == len(suite()) * 2 * 5 + (len(BENCHED) - len(suite())) * 2
+    assert len(every) == len(set(every)) == len(core()) * 2 * 5 + (len(BENCHED) - len(core())) * 2
     assert command("--list", "--precision", "tf32", "--dtype", "float16", "--match", "1x1x5x5")[1] == "conv2d 1x1x5x5 -> 1x3x3 k3x3 s1 p0 float16\n"
 
 
@@ -619,10 +619,10 @@ def test_the_table_shows_what_was_gained_and_nothing_is_measured_twice(command, 
 def test_an_output_is_written_instead_of_the_user_s_table(command, imaginary, folder):
     path = folder / "out.json"
     write(path, {("other", "p"): Choice(ODD, 3)})
-    tune.store(suite()[16], fake(), Choice(ODD, 3))  # what the user knows says nothing of the new table
-    assert command("--match", "1x1x5x5", "--output", path)[0] == OK and imaginary == [suite()[16]]
-    assert set(Table(path).read()) == {("other", "p"), (GPU, tune.key(suite()[16]))}
-    assert sorted(p.name for p in folder.glob("*.json*")) == ["out.json"] and tune.user_table().get(GPU, tune.key(suite()[16])).us == 3
+    tune.store(core()[16], fake(), Choice(ODD, 3))  # what the user knows says nothing of the new table
+    assert command("--match", "1x1x5x5", "--output", path)[0] == OK and imaginary == [core()[16]]
+    assert set(Table(path).read()) == {("other", "p"), (GPU, tune.key(core()[16]))}
+    assert sorted(p.name for p in folder.glob("*.json*")) == ["out.json"] and tune.user_table().get(GPU, tune.key(core()[16])).us == 3
 
 
 def test_wrong_results_and_missing_memory_have_their_lines(command, imaginary, monkeypatch):
@@ -745,5 +745,5 @@ def test_describe_tells_what_the_compiler_said():
 def test_the_command_tunes_and_the_calls_follow(command):
     status, out, _ = command("--match", "2x4x5x5")
     assert status == OK and "geometric mean of the gain" in out
-    (problem,) = (p for p in suite() if "2x4x5x5" in str(p))
+    (problem,) = (p for p in core() if "2x4x5x5" in str(p))
     assert Plan(problem, "cuda").tuned is not None

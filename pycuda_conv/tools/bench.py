@@ -51,7 +51,7 @@ from pycuda_conv.tools.report import (
     write_csv,
     write_json,
 )
-from pycuda_conv.tools.suite import MODES, in_mode, mode_words, suite
+from pycuda_conv.tools.suite import MODES, in_mode, kind_of, mode_words, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, table, track
 
 T = TypeVar("T")
@@ -271,7 +271,7 @@ def _blank(plan: Plan, mode: str, **known: Any) -> Row:
     least = floor(problem, tensor_cores=tensor_cores, packed=config.packs_images or not tensor_cores)
     return Row(
         label(problem), type(config).__name__, str(config), problem.flops, problem.bytes, problem.groups, mode, least.pack, least.compute,
-        least.traffic, least.us, **known,
+        least.traffic, least.us, kind=kind_of(problem), **known,
     )
 
 

@@ -15,7 +15,7 @@ from pycuda_conv.engines import batch_norm, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools.suite import MODES, in_mode, suite
+from pycuda_conv.tools.suite import MODES, core, in_mode
 from pycuda_conv.tools.terminal import OK, console, table
 from pycuda_conv.tune import key, shipped_table
 
@@ -41,7 +41,7 @@ def families(architecture: str) -> list[TextFamily]:
 def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:
     """The texts that the shipped table's choices for the benchmark's layers ask for, beside those `planned`."""
     found: dict[str, TextFamily] = {}
-    for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in suite() if device.model):
+    for problem in (as_called(in_mode(problem, mode), device) for mode in MODES for problem in core() if device.model):
         choice = shipped_table(device.model).get(device.model, key(problem))
         if choice is None or registry.refusal(problem, choice.config, device):
             continue

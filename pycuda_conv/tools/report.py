@@ -21,6 +21,7 @@ RESULTS_PAGE, FRONT_PAGE = "docs/results.md", "README.md"
 #: Columns of a record that follow from the others.
 COMPUTED = ("tflops", "kept_tflops", "torch_tflops", "ratio", "kept_ratio", "of_floor", "kept_of_floor")
 LARGE = 1e9  # FLOP
+CORE = "core"  # the kind of the layers whose dense means are told
 ERROR_MARGIN = 1.01  # errors nearer to each other are the same
 
 
@@ -51,6 +52,8 @@ class Row:
         "graph", "events" (launch by launch) or "wall".
     verdict : str
         "ok", "WRONG", or why the row was not measured.
+    kind : str
+        Of layer: one of :data:`pycuda_conv.tools.suite.KINDS`.
     """
 
     problem: str
@@ -76,6 +79,7 @@ class Row:
     torch_spread: float | None = None
     timing: str = ""
     verdict: str = "ok"
+    kind: str = CORE
 
     def _tflops(self, us: float | None) -> float | None:
         return self.flops / us / 1e6 if us else None
@@ -151,13 +155,14 @@ def geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """For every mode: what its large dense rows and what all its rows say together."""
-    found = {}
+    """For every mode: what the large dense rows of the core, the rows of each kind and all rows say together."""
+    found: dict[str, Any] = {}
     for mode in dict.fromkeys(row.mode for row in rows):
         own = [row for row in rows if row.mode == mode]
-        dense = [row for row in own if row.groups == 1 and row.flops > LARGE]
+        dense = [row for row in own if row.kind == CORE and row.groups == 1 and row.flops > LARGE]
+        kinds = {kind: _together([row for row in own if row.kind == kind]) for kind in dict.fromkeys(row.kind for row in own)}
         counts = {"rows": len(own), "wrong_rows": sum(row.verdict == "WRONG" for row in own)}
-        found[mode] = {"dense": _together(dense), "all": _together(own)} | counts
+        found[mode] = {"dense": _together(dense), "kinds": kinds, "all": _together(own)} | counts
     return found
 
 
@@ -242,6 +247,11 @@ def summary_lines(found: dict[str, Any]) -> list[str]:
             lines += _part_lines(f"{mode}, {dense['rows']} dense rows above 1 GFLOP", dense, _together([]))
         if every["rows"]:
             lines += _part_lines(f"{mode}, {every['rows']} rows in all", every, dense)
+        if len(means["kinds"]) > 1:
+            lines.append("  by kind: " + ", ".join(
+                f"{kind} {number(part['packed']['geometric_mean'], '.2f')} (lowest {number(part['packed']['lowest'], '.2f')})"
+                for kind, part in means["kinds"].items() if part["rows"]
+            ))  # fmt: skip
         lines.append(f"{mode}: {every['rows']} of {means['rows']} rows timed; {means['wrong_rows']} wrong")
     return lines
 
@@ -360,13 +370,14 @@ def excerpt(machine: dict[str, Any], rows: Sequence[Row]) -> str:
 
 
 def _markdown_summary(means: dict[str, Any]) -> str:
-    """Of each mode, what its large dense rows and what all its rows say together."""
+    """Of each mode, what the large dense rows of the core, those of each kind and all rows say together."""
     columns = (
         "mode", "layers", "ratio", "filter kept", "lowest ratio", "slower than torch", "less exact", "lower bound / ours", "filter kept",
     )
     lines = []
     for mode, told in means.items():
-        for words, part in (("{} dense, above 1 GFLOP", told["dense"]), ("all {}", told["all"])):
+        kinds = [("{} " + kind, part) for kind, part in told["kinds"].items()] if len(told["kinds"]) > 1 else []
+        for words, part in (("{} dense, above 1 GFLOP", told["dense"]), *kinds, ("all {}", told["all"])):
             ours, kept = part["packed"], part["kept"]
             if part["rows"]:
                 lines.append((

@@ -15,7 +15,7 @@ from pycuda_conv.measure import Compiler, WrongResultError, trials
 from pycuda_conv.problem import DTYPE_BYTES, PRECISIONS, ConvProblem
 from pycuda_conv.runtime import cuda
 from pycuda_conv.tools.report import geometric_mean, microseconds, number
-from pycuda_conv.tools.suite import suite
+from pycuda_conv.tools.suite import core
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, table, track
 from pycuda_conv.tools.training import gradients
 
@@ -61,14 +61,14 @@ COLUMNS = ("problem", "before us", "chosen", "after us", "gain")
 
 
 def problems(settings: Settings) -> list[ConvProblem]:
-    """The suite in the dtypes, precisions and layouts that were asked for; NCHW float32, the gradients of training too."""
+    """The core of the suite in the dtypes, precisions and layouts that were asked for; NCHW float32, the gradients of training too."""
     dtypes = DTYPE_BYTES if settings.dtype == "all" else (settings.dtype,)
     precisions = PRECISIONS if settings.precision == "both" else (settings.precision,)
     layouts = [layout for layout in LAYOUTS if settings.layout in (layout, "both")]
     found = [
         replace(problem, dtype=dtype, precision=precision, layout=layout)
         for dtype in dtypes for layout in layouts for precision in (precisions if dtype == "float32" else ("fp32",))
-        for problem in suite() + (gradients(None) if (dtype, layout) == ("float32", "NCHW") else [])
+        for problem in core() + (gradients(None) if (dtype, layout) == ("float32", "NCHW") else [])
     ]
     found = [problem for problem in dict.fromkeys(found) if settings.match in str(problem)]
     if not found:
