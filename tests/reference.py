@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pycuda_conv import ConvProblem
+from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.runtime.compiler import Nvcc
 
 try:
     import ml_dtypes  # teaches numpy the name bfloat16
@@ -283,6 +290,45 @@ def _run_on_cuda(plan, wholes, views) -> np.ndarray:
         whole = gpu_wholes[5].get()
         _check_margins(plan, whole)
         return gpu[5].get()
+
+
+# ---- kernels compiled by nvcc
+
+NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+
+
+def kept_folder() -> Path:
+    """Of what tests have compiled: the next run compiles only what has changed."""
+    found = Path(tempfile.gettempdir()) / f"pycuda_conv_tests_{os.getuid()}"
+    found.mkdir(mode=0o700, exist_ok=True)
+    return found
+
+
+def _with_headers(text: str) -> dict[str, str]:
+    """`text`, and by name each header of ours that it includes, directly or through others."""
+    found, todo = {"": text}, [text]
+    while todo:
+        for name in re.findall(r'^ *# *include +"(.+)"', todo.pop(), re.M):
+            if name not in found:
+                found[name] = (KERNEL_DIR / name).read_text()
+                todo.append(found[name])
+    return found
+
+
+def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
+    """What nvcc and ptxas say about a kernel file. What compiles is kept for later runs; what fails is compiled again each time."""
+    command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), *options, "-o", os.devnull]
+    key = repr((Nvcc(str(NVCC)).identity, command, _with_headers(file.read_text())))
+    kept = kept_folder() / f"nvcc_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
+    if kept.exists():
+        return subprocess.CompletedProcess(command, 0, "", kept.read_text())
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode == 0:
+        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as whole:
+            whole.write(done.stderr)
+        os.replace(whole.name, kept)  # at once: two workers may want the same
+    return done
 
 
 def spills(said: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_package import needs_nvcc, nvcc
+from reference import needs_nvcc, nvcc
 
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
@@ -85,5 +85,5 @@ def test_cuda_divides_so(monkeypatch):
 def test_nvcc_takes_it(tmp_path):
     file = tmp_path / "quotients.cu"
     file.write_text(TEXT)
-    result = nvcc(file, "sm_90", "-I", str(KERNEL_DIR))
+    result = nvcc(file, "sm_90")
     assert result.returncode == 0 and "warning" not in result.stderr, result.stderr

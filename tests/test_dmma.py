@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -14,14 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import assert_close, assert_exact
-from test_implicit_gemm import H200, NVCC, Arrays, side_by_side
+from reference import NVCC, assert_close, assert_exact, nvcc
+from test_implicit_gemm import H200, Arrays, side_by_side
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import dmma
 from pycuda_conv.engines.dmma import Dmma
 from pycuda_conv.engines.schedule import PACKED, RESULT, WEIGHT, WORKSPACE
-from pycuda_conv.runtime.base import KERNEL_DIR
 
 torch = pytest.importorskip("torch", reason="the reference is torch's CPU convolution")
 
@@ -228,8 +226,7 @@ def test_every_text_compiles_without_spilling_much(tmp_path):
         number, (arch, source) = item
         file = tmp_path / f"{number}.cu"
         file.write_text(source)
-        command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return nvcc(file, arch)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(compiled, enumerate(texts)))

@@ -3,14 +3,11 @@
 import copy
 import io
 import math
-import os
-import shutil
-import subprocess
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from reference import DTYPES, EPS, SUM_EPS
+from reference import DTYPES, EPS, SUM_EPS, needs_nvcc, nvcc
 
 import pycuda_conv as pc
 from pycuda_conv import execute
@@ -19,7 +16,6 @@ from pycuda_conv.engines import batch_norm
 from pycuda_conv.engines.batch_norm import Pixels, compiled
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
-from pycuda_conv.runtime.base import KERNEL_DIR
 
 torch = pytest.importorskip("torch", reason="the fused layer is a torch module")
 nn = torch.nn
@@ -275,7 +271,7 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 
 
-@pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+@needs_nvcc
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
@@ -284,9 +280,9 @@ def test_nothing_spills(shape, dtype, summed, tmp_path):
     (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True, summed)
     file = tmp_path / "batch_norm.cu"
     file.write_text(step.source())
-    command = ["nvcc", "-cubin", "-std=c++17", "-O3", "-arch=sm_90", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
-    assert found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
+    done = nvcc(file, "sm_90")
+    found = done.stderr
+    assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
 
 
 # ---- the gradient of a bias

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import shutil
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -18,7 +16,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from reference import DTYPES, EPS, TINY, Case, assert_close, assert_exact, dgrad, fprop, spills, tensor
+from reference import DTYPES, EPS, NVCC, TINY, Case, assert_close, assert_exact, dgrad, fprop, nvcc, spills, tensor
 from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
@@ -902,9 +900,6 @@ def test_the_emulator_notices_a_wrong_tensor_map(field, monkeypatch):
 
 # ---- the kernels, compiled
 
-NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-
-
 def _compiled_variants() -> list:
     """(problem, config): the widest tiles of every kind, and the packing beside them."""
     found = []
@@ -968,8 +963,7 @@ def check_compiled(steps: dict, folder, most: int = 0) -> None:
         i, (source, (step, _)) = item
         file = folder / f"{i}.cu"
         file.write_text(source)
-        command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={step.arch or 'sm_90'}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", os.devnull, str(file)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return nvcc(file, step.arch or "sm_90")
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = list(pool.map(compiled, enumerate(steps.items())))

@@ -1,8 +1,6 @@
 """The package as a whole: what importing it does, threads, caches, environment variables, and its kernel files by hand."""
 
-import os
 import re
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -12,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import why_no_opencl
-from reference import fprop, python, reference, spills
+from reference import NVCC, fprop, needs_nvcc, nvcc, python, reference, spills
 
 import pycuda_conv as pc
 from pycuda_conv import Plan
@@ -217,14 +215,7 @@ def test_cache_folder_variable(monkeypatch, tmp_path):
 
 # ---- the kernel files by hand
 
-NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 VARIANTS = [("sm_90", 16), ("sm_90", 17), ("sm_90", 32), ("sm_90", 64), ("sm_80", 32), ("sm_100", 32)]
-
-
-def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
-    command = [NVCC, "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-o", os.devnull, *options, str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
@@ -284,7 +275,7 @@ def test_the_planner_s_matrix_products_do_not_spill(tmp_path):
     def compiled(config):
         file = tmp_path / f"{abs(hash(config))}.cu"
         file.write_text(direct_gemm.schedule(problem, config, None).steps[0][0].source())
-        return nvcc(file, "sm_90", "-I", str(base.KERNEL_DIR))
+        return nvcc(file, "sm_90")
 
     configs = list(direct_gemm.GEMM_RATES)
     with ThreadPoolExecutor(2) as pool:
