@@ -21,7 +21,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools.families import draw
-from pycuda_conv.tools.suite import core, in_mode
+from pycuda_conv.tools.suite import in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
 
@@ -188,7 +188,7 @@ def problems(settings: Settings) -> list[tuple[ConvProblem, bool]]:
     """What to warm."""
     if settings.model:
         return model_problems(settings.model, settings.size, settings.mode, settings.training)
-    plain = [in_mode(problem, mode) for mode in settings.mode for problem in core()]
+    plain = [in_mode(problem, mode) for mode in settings.mode for problem in suite()]
     if settings.training:
         return [made for problem in plain for made in _uses(problem, True)]
     return [(problem, False) for problem in plain]
