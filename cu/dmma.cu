@@ -62,7 +62,7 @@ struct DmmaArguments {
   long_t y_base, y_d, y_h, y_w;                 // pixels of a plane of y: of a phase's first one, and from one to the next
   long_t size;                                  // elements of y, and of a part of a split sum
   long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at 16 bytes
-  long_t activation, slope;                     // slope: a double's bits
+  long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
 };
 
 constexpr int BLOCK_K = 16, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
@@ -316,13 +316,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       }
     }
   };
-  if (p.splits > 1 || !(scale || bias || residual || p.activation)) {
+  if (!(p.has_scale || p.has_bias || p.has_residual || p.activation)) {
     store([](double&, int, int) {});
   } else {
     store([&](double& v, int channel, int at) {
-      if (scale) v *= scale[channel];
-      if (bias) v += bias[channel];
-      if (residual) v += residual[at];
+      if (p.has_scale) v *= scale[channel];
+      if (p.has_bias) v += bias[channel];
+      if (p.has_residual) v += residual[at];
       ACTIVATE_SOME((int)p.activation, __longlong_as_double(p.slope), &v, 1)
     });
   }

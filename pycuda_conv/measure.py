@@ -186,7 +186,9 @@ class _Operands:
         self._workspace_bytes = max(max(plan.workspace_bytes for plan in plans), 1)
 
         def room(nbytes: int) -> int:
-            self._blocks.append(device.allocate(max(nbytes, 1)))
+            if not nbytes:  # as for calls, there is no such operand
+                return 0
+            self._blocks.append(device.allocate(nbytes))
             return int(self._blocks[-1])
 
         workspace = room(self._workspace_bytes)

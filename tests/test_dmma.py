@@ -323,3 +323,15 @@ def test_the_epilogue(layout, split):
     want = np.maximum(reference(asked, first, second) * scale[column] + bias[column] + residual, 0)
     got = Arrays(torch, Plan(asked, "cuda", config=Dmma(64, 64, split)), first, second, bias, scale, residual).launch()
     assert_exact(got, want)
+
+
+@pytest.mark.gpu
+def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
+    """Tuning hands no memory to kernels for operands that a layer does not have."""
+    from pycuda_conv.measure import device_times
+    from pycuda_conv.runtime import get_device
+
+    x, w = (4, 96, 28, 28), (128, 96, 3, 3)
+    asked = ConvProblem.forward(2, x, w, (128,), padding=1, dtype="float64", activation="relu")
+    plans = [Plan(asked, get_device("cuda"), config=Dmma(*tile, split)) for tile in dmma.TILES for split in (1, 2)]
+    assert all(us > 0 for us in device_times(plans))

@@ -320,8 +320,8 @@ def test_batch_norm_with_a_residual(pixels):
 # ---- dmma.cu, direct_reduce.cu
 
 
-@pytest.mark.parametrize(("problem", "config"), dmma.RUNS[:60:19], ids=str)
-def test_float64(problem, config):
+def run_dmma(problem, config, broken=None):
+    """The result in float64, and what it should be."""
     problem = replace(problem, has_bias=False)
     first, second = dmma.operands(problem, dmma.integers)
     want = dmma.lying(problem, dmma.reference(problem, first, second))
@@ -329,8 +329,22 @@ def test_float64(problem, config):
     sizes = (0, want.nbytes, schedule.workspace_bytes, schedule.filter_bytes, 0, 0)
     given = (np.frombuffer(np.ascontiguousarray(a).tobytes(), np.uint8) for a in (dmma.lying(problem, first), second))
     memory = SimpleNamespace(buffers=[*given, *(np.full(size, 0xFF, np.uint8) for size in sizes)])
-    simt.run(schedule.whole, memory, 1)
-    assert_exact(memory.buffers[3].view(np.float64).reshape(want.shape), want, config)
+    simt.run(schedule.whole, memory, 1, broken=broken)
+    return memory.buffers[3].view(np.float64).reshape(want.shape), want
+
+
+@pytest.mark.parametrize(("problem", "config"), dmma.RUNS[:60:19], ids=str)
+def test_float64(problem, config):
+    got, want = run_dmma(problem, config)
+    assert_exact(got, want, config)
+
+
+@pytest.mark.parametrize("name", ["bias", "scale", "residual"])
+def test_a_read_of_an_operand_that_is_not_there_is_found(name):
+    problem, config = next((problem, config) for problem, config in dmma.RUNS if config.SPLIT == 1)
+    asked = replace(problem, activation="relu")  # the sums are finished
+    with pytest.raises(simt.Wrong):
+        run_dmma(asked, config, (f"if (p.has_{name})", "if (true)"))
 
 
 # ---- products of operands that both have rows along m and n, as a gradient of the filter multiplies them

@@ -132,6 +132,9 @@ class DmmaArguments(NamedTuple):
     y_w: int
     size: int
     pairs: int
+    has_scale: int
+    has_bias: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -306,7 +309,6 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
     x, y = read_strides(problem), written_strides(problem)
     _, y_base, *y_steps = places(problem, phase)
     pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
-    asked = finish(problem)
     axes = {
         "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
     }
@@ -318,7 +320,7 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
         w_group=w_group, w_row=w_row, w_channel=w_channel, **dict(zip(("w_t", "w_r", "w_s"), of_taps, strict=True)),
         x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
         y_image=y.image, y_group=y.group, y_channel=y.channel, y_pixel=y.pixel, y_base=y_base,
-        size=math.prod(problem.result_shape), pairs=int(pairs), activation=asked["activation"], slope=asked["slope"],
+        size=math.prod(problem.result_shape), pairs=int(pairs), **finish(problem, config.SPLIT > 1),
         **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
     )
 

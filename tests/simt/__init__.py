@@ -177,9 +177,8 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
     try:
         for array, at in zip(memory.buffers, addresses, strict=True):
             ctypes.memmove(at, array.tobytes(), array.nbytes)
-        pointers = [at if array.nbytes else 0 for array, at in zip(memory.buffers, addresses, strict=True)]
         for step in steps:
-            launch(step, memory, pointers, seed, broken)
+            launch(step, memory, addresses, seed, broken)  # of what there is not as well: arguments say so, not addresses
         memory.buffers[:] = [np.frombuffer(ctypes.string_at(at, array.nbytes), np.uint8) for array, at in zip(memory.buffers, addresses, strict=True)]
     finally:
         machine().simt_free()
