@@ -43,12 +43,20 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
     return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
 
 
+#: Times the predicted time of the better configuration that one which stands in may take on a GPU: a captured graph keeps it for good.
+SLOWEST = 3
+
+
 def stand_in(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config | None:
-    """The best configuration that gives the same bits as `config` and whose kernels are compiled, or None.
+    """The best configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
 
     Where choices of such a GPU were measured, those configurations count as well: their kernels may have served other sizes of the layer.
     """
-    return _first_compiled(problem, engines.alternatives(problem, config, device, measured_configs(device)), device)
+    others = engines.alternatives(problem, config, device, measured_configs(device))
+    best = engines.predicted(problem, config, device) if device.backend == "cuda" else None  # the models are of GPUs
+    if best is not None:
+        others = [one for one in others if (engines.predicted(problem, one, device) or 0) <= SLOWEST * best]
+    return _first_compiled(problem, others, device)
 
 
 def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:

@@ -525,6 +525,19 @@ def test_a_measured_tile_stands_in(monkeypatch, empty):
     assert behind.stand_in(problem, chosen, empty) == tile
 
 
+def test_what_is_much_slower_does_not_stand_in(monkeypatch, empty):
+    """A graph that is captured by its first call would keep it."""
+    problem = fprop((1, 256, 56, 56), (256, 1, 7, 7), padding=3, groups=256).problem()
+    chosen = engines.choose(problem, empty)
+    others = [chosen, *engines.alternatives(problem, chosen, empty)]
+    times = [engines.predicted(problem, config, empty) for config in others]
+    assert type(chosen) is direct.Tile and times[-1] > behind.SLOWEST * times[0] > times[1]
+    for config, us in list(zip(others, times, strict=True))[1:]:
+        known = {launch.source() for launch in behind.launches(engines.schedule(problem, config, empty))}
+        monkeypatch.setattr(Empty, "compiled", lambda _, launch, known=known: launch.source() in known)
+        assert behind.stand_in(problem, chosen, empty) == (config if us <= behind.SLOWEST * times[0] else None)
+
+
 def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
     for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False), (None, "cuda", False)):
         monkeypatch.setattr(behind.os, "cpu_count", lambda cores=cores: cores)

@@ -260,7 +260,7 @@ def launched(made, *arrays):
     """What launches leave in these arrays, or None, where a number stands for so many bytes."""
     (steps, workspace), given = made, []
     for array in arrays:
-        given.append(np.zeros(0, np.uint8) if array is None else np.full(array, 0xFF, np.uint8) if isinstance(array, int) else array.reshape(-1).view(np.uint8))
+        given.append(None if array is None else np.full(array, 0xFF, np.uint8) if isinstance(array, int) else array.reshape(-1).view(np.uint8))
     memory = SimpleNamespace(buffers=[*given, np.full(workspace, 0xFF, np.uint8)])
     simt.run([steps], memory, 1)
     return memory.buffers
@@ -273,9 +273,9 @@ def test_statistics_of_moments_that_a_convolution_noted():
     parts = np.array([[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32)
     workspace = np.concatenate([np.zeros(64, np.float32), parts.ravel()])  # nothing was computed again
     moments = Moments(1, len(y), per, pixels.K, parts=256, redone=0, blocks=2)
-    ((launch,), nothing), none = batch_norm.statistics(pixels, 3, 1e-5, 0.1, moments), np.zeros(0, np.uint8)
+    (launch,), nothing = batch_norm.statistics(pixels, 3, 1e-5, 0.1, moments)
     empty = np.full(4 * pixels.K, 0xFF, np.uint8)
-    buffers = [none, none, empty, empty.copy(), none, none, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
+    buffers = [None, None, empty, empty.copy(), None, None, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
     simt.run([[launch]], SimpleNamespace(buffers=buffers), 1)
     assert nothing == 0 and buffers[6].view(np.int64)[0] == 42
     assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))

@@ -17,6 +17,7 @@ from pycuda_conv.engines.registry import (
     config_classes,
     filter_key,
     find,
+    predicted,
     predictions,
     reads_c_order,
     refusal,
@@ -26,8 +27,8 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "find", "predictions", "reads_c_order",
-    "refusal", "schedule", "uses_tensor_cores",
+    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "find", "predicted", "predictions",
+    "reads_c_order", "refusal", "schedule", "uses_tensor_cores",
 ]  # fmt: skip
 
 

@@ -103,6 +103,11 @@ def find(problem: ConvProblem, device: Device) -> Config | None:
     return None if best is None else best[1]
 
 
+def predicted(problem: ConvProblem, config: Config, device: Device) -> float | None:
+    """The microseconds that `config` should take, or None where no model knows."""
+    return engine_of(config).time(problem.launched, config, device)
+
+
 def predictions(problem: ConvProblem, device: Device) -> list[tuple[float, Config]]:
     """What the models say of every configuration that they know: the microseconds it should take, the fastest first."""
     return sorted(((us, config) for us, config in _compared(problem, device) if us is not None), key=lambda pair: pair[0])

@@ -161,6 +161,7 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
         As a schedule has them. They may be other objects that have the members of a launch which are used here.
     memory : emulator.Memory, or anything else that has `buffers`
         A list of arrays of bytes, in the order in which launches count them. Others take their places, with what the kernels leave.
+        Of an empty one kernels get the address of nothing, and must not read there; instead of None they get no address.
     seed : int
         Decides the order in which threads run and loads arrive.
     broken : (str, str), optional
@@ -173,13 +174,15 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
     """
     steps = [step for stage in stages for step in stage]
     assert broken is None or any(broken[0] in step.source() for step in steps), f"no kernel's text has {broken[0]!r}"
-    addresses = [machine().simt_allocate(array.nbytes) for array in memory.buffers]
+    addresses = [0 if array is None else machine().simt_allocate(array.nbytes) for array in memory.buffers]
+    given = [(i, array, at) for i, (array, at) in enumerate(zip(memory.buffers, addresses, strict=True)) if array is not None]
     try:
-        for array, at in zip(memory.buffers, addresses, strict=True):
+        for _, array, at in given:
             ctypes.memmove(at, array.tobytes(), array.nbytes)
         for step in steps:
-            launch(step, memory, addresses, seed, broken)  # of what there is not as well: arguments say so, not addresses
-        memory.buffers[:] = [np.frombuffer(ctypes.string_at(at, array.nbytes), np.uint8) for array, at in zip(memory.buffers, addresses, strict=True)]
+            launch(step, memory, addresses, seed, broken)
+        for i, array, at in given:
+            memory.buffers[i] = np.frombuffer(ctypes.string_at(at, array.nbytes), np.uint8)
     finally:
         machine().simt_free()
 
