@@ -1,6 +1,7 @@
 // direct_tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
 //
-// Same sum, layouts and uses as direct_single.cu. New: neighbouring pixels overlap in what they read, so a block
+// Same sum, layouts and uses as direct_single.cu, and without a stride the gradient of the input of a depthwise layer: the same sum over dy, with
+// the filter's taps from the last to the first. New: neighbouring pixels overlap in what they read, so a block
 // fetches the window of its whole tile once and every thread reads it from shared memory. And what each column of the
 // filter gives is added up by itself, unless the result has 16 bits: short sums lose less.
 //
@@ -28,6 +29,7 @@ typedef struct TileArguments {
   long_t h, w, p, q;                                // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
+  long_t flipped;                                   // whether the filter's last tap comes first
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
@@ -76,7 +78,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   const int n = OVER(plane, k_all, by_k), k = plane - n * k_all;  // plane = n*K + k
   const int h_end = AXES < 2 ? 1 : (int)arg.h, w_end = (int)arg.w, p_end = AXES < 2 ? 1 : (int)arg.p, q_end = (int)arg.q;
 
-  for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + i);
+  const int flipped = OF_LAYER(FLIPPED, flipped);
+  for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + (flipped ? R * S - 1 - i : i));
   const int h0 = tile_p * STRIDE_H - OF_LAYER(PAD_H, pad_h), w0 = tile_q * STRIDE_W - OF_LAYER(PAD_W, pad_w);
   const index_t corner = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
 #pragma unroll 8

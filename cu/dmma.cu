@@ -5,20 +5,21 @@
 //   A[m, (c,t,r,s)]     = w[w_base + g*w_group + m*w_row + c*w_channel + t*w_t + r*w_r + s*w_s]
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
-// It is direct_gemm.cu's product with other arithmetic: a sum is a chain of IEEE fused multiply-adds, as on the plain cores, at up to
-// four times their rate. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
+// It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. A chain
+// has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
 // of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows of k would
 // lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
-//          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8.
+//          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.
+//          Such warps add up their sums through shared memory at the end, in order, each some columns: small tiles, for small problems.
 // Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
-//          from a pixel's corner and a channel's row: one warp writes a table of the 16 k of a stage, two stages ahead.
-// Memory   shared: a ring of STAGES stages of 16 of k, 16 KB for 128 channels and about as much for 128 pixels. A lies as rows of k: 128
-//          bytes, whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
+//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, two stages ahead.
+// Memory   shared: a ring of STAGES stages of BLOCK_K of k; of 16, 8 KB for 64 channels and about as much for 64 pixels. A lies as rows of k,
+//          whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
 //          apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
 //          arrives in the register where the instruction wants it.
-// Registers  64 sums of 8 bytes a thread in tiles of 128 x 128: 128 of 255 registers.
+// Registers  32 sums of 8 bytes a thread, of a chain and of all: 128 of 255 registers.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
@@ -30,12 +31,13 @@ typedef double acc_t;
 #include "activation.cuh"
 
 #ifndef BLOCK_M
-#define BLOCK_M 128
-#define BLOCK_N 128
+#define BLOCK_M 64
+#define BLOCK_N 64
 #define WARP_M 32
-#define WARP_N 64
-#define STAGES 5
-#define MIN_BLOCKS 1
+#define WARP_N 32
+#define WARPS_K 1       // warps that share a stage's k
+#define STAGES 6
+#define MIN_BLOCKS 2
 #define A_VEC 2         // elements of A that a copy takes: 2 where k runs contiguously in w and rows begin at 16 bytes
 #define B_IN_ROWS_OF_K 0  // whether x is copied along k, whose elements are neighbours in it, or along pixels
 #define B_VEC 1         // elements of B that a copy takes
@@ -65,7 +67,8 @@ struct DmmaArguments {
   long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
 };
 
-constexpr int BLOCK_K = 16, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int BLOCK_K = 16 * WARPS_K, WARPS_M = BLOCK_M / WARP_M, WARPS_N = BLOCK_N / WARP_N, THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
+constexpr int PROMOTION = 4;                                                 // stages whose sum is one chain
 constexpr int ROW = 8 * BLOCK_K;                                             // bytes of a row of k
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
 constexpr int A_BYTES = BLOCK_M * ROW, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
@@ -73,7 +76,9 @@ constexpr int OUTSIDE = -(1 << 30);                                          // 
 constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, PARTS = FRAGMENTS_N;
 static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
 static_assert(BLOCK_N % 16 == 0, "rows of pixels meet all banks");
-static_assert(STAGE_BYTES % 16 == 0, "copies of 16 bytes");
+static_assert(STAGE_BYTES % 128 == 0, "pieces of a row keep their places");
+static_assert(WARPS_K == 1 || (WARPS_M * WARPS_N == 1 && FRAGMENTS_N % WARPS_K == 0), "warps that share sums finish some columns each");
+static_assert(WARPS_K == 1 || STAGES * STAGE_BYTES >= THREADS * WARP_M * WARP_N / 32 * 8, "their sums fit in the ring");
 
 struct Tables {
   int4 x[2][BLOCK_K];   // offset in x; d, h, w
@@ -104,6 +109,8 @@ DEVICE void load(double& a, uint32_t at) { asm volatile("ld.shared.f64 %0, [%1];
 
 // Where element k of a row of k lies.
 DEVICE int in_row(int row, int k) { return row * ROW + ((k / 4 ^ row % 4) << 5) + k % 4 * 8; }
+// Where the same k lies some rows below `at`, an address that in_row gave for one of the first rows; `rows` is a multiple of their number.
+DEVICE uint32_t below(uint32_t at, int rows) { return (at ^ (rows % 4 << 5)) + rows * ROW; }
 
 // d += a b for 16 rows, 8 columns and 16 of k; a[half of the rows][k], b[k].
 DEVICE void multiply(double (&d)[4], const double (&a)[2][4], const double (&b)[4]) {
@@ -169,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   // this thread's copies: always the same k of a stage, and every so many rows
   constexpr int A_COLUMNS = BLOCK_K / A_VEC, A_APART = THREADS / A_COLUMNS, A_COPIES = BLOCK_M / A_APART;
-  static_assert(A_APART % 8 == 0 && BLOCK_M % A_APART == 0, "the piece of a row is the same for all copies");
+  static_assert((A_APART == 2 || A_APART % 4 == 0) && BLOCK_M % A_APART == 0, "below");
   const int a_k = thread % A_COLUMNS * A_VEC, a_row = thread / A_COLUMNS;
   const double* const w_row = w + (long_t)g * p.w_group + (long_t)(m0 + a_row) * p.w_row;
   const long_t w_apart = A_APART * p.w_row;
@@ -180,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   constexpr int B_COPIES = BLOCK_K * BLOCK_N / B_VEC / THREADS;
 #if B_IN_ROWS_OF_K
   constexpr int B_COLUMNS = BLOCK_K / B_VEC, B_APART = THREADS / B_COLUMNS;  // every so many pixels
-  static_assert(B_APART % 8 == 0 && BLOCK_N % B_APART == 0, "the piece of a row is the same for all copies");
+  static_assert((B_APART == 2 || B_APART % 4 == 0) && BLOCK_N % B_APART == 0, "below");
   const int b_k = thread % B_COLUMNS * B_VEC, b_pixel = thread / B_COLUMNS;
   const uint32_t to_b = ring + A_BYTES + in_row(b_pixel, b_k), corners = shared_address(tables.corner + b_pixel);
 #else
@@ -221,12 +228,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto fetch = [&](uint32_t at, int part) {
 #pragma unroll
     for (int i = part * A_PART; i < min((part + 1) * A_PART, A_COPIES); ++i)
-      copy<8 * A_VEC>(to_a + at + i * A_APART * ROW, w_row + of_w + i * w_apart, of_w >= 0 && i * A_APART < rows);
+      copy<8 * A_VEC>(below(to_a + at, i * A_APART), w_row + of_w + i * w_apart, of_w >= 0 && i * A_APART < rows);
 #pragma unroll
     for (int i = part * B_PART; i < min((part + 1) * B_PART, B_COPIES); ++i) {
       const int4& of = of_x[i - part * B_PART];
 #if B_IN_ROWS_OF_K
-      copy<8 * B_VEC>(to_b + at + i * B_APART * ROW, x + of.x + tap.x, inside(of, tap));
+      copy<8 * B_VEC>(below(to_b + at, i * B_APART), x + of.x + tap.x, inside(of, tap));
 #else
       copy<8 * B_VEC>(to_b + at + i * B_PITCH, x_pixel + of.x, inside(corner, of));
 #endif
@@ -247,20 +254,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   write_table(STAGES - 1);
 
-  double sum[FRAGMENTS_M][FRAGMENTS_N][4];
+  double sum[FRAGMENTS_M][FRAGMENTS_N][4], total[FRAGMENTS_M][FRAGMENTS_N][4];
 #pragma unroll
   for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
     for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) sum[i][j][e] = 0;
+      for (int e = 0; e < 4; ++e) sum[i][j][e] = total[i][j][e] = 0;
+  auto promote = [&] {  // a long chain of sums would lose more
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i)
+#pragma unroll
+      for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          total[i][j][e] += sum[i][j][e];
+          sum[i][j][e] = 0;
+        }
+  };
 
-  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;
-  uint32_t of_a[4], of_b[4];  // where this lane reads k = 4 i + c of the warp's first rows
+  const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M % WARPS_N * WARP_N, warp_k = WARPS_K > 1 ? warp : 0;
+  uint32_t of_a[4], of_b[4];  // where this lane reads k = 4 i + c of the warp's 16 k and first rows
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    of_a[i] = ring + in_row(warp_m + group, 4 * i + c);
-    of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, 4 * i + c) : (4 * i + c) * B_PITCH + (warp_n + group) * 8);
+    const int k = 16 * warp_k + 4 * i + c;
+    of_a[i] = ring + in_row(warp_m + group, k);
+    of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, k) : k * B_PITCH + (warp_n + group) * 8);
   }
   uint32_t slot = 0, free = (STAGES - 1) * STAGE_BYTES;
 #pragma unroll 1
@@ -291,8 +310,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     write_table(step + STAGES);
     free = slot;
     slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+    if (step % PROMOTION == PROMOTION - 1) promote();
   }
+  promote();
 
+  // Whether this warp finishes a column of fragments. Warps that have each a part of k share the columns, and add up all warps' sums there.
+  auto is_mine = [&](int j) { return WARPS_K == 1 || j % WARPS_K == warp_k; };
+#if WARPS_K > 1
+  wait<0>();
+  __syncthreads();
+  double* const all_sums = (double*)ring_memory;
+  auto of_warp = [&](int k, int i, int j, int e) -> double& { return all_sums[(((k * FRAGMENTS_M + i) * FRAGMENTS_N + j) * 4 + e) * 32 + lane]; };
+#pragma unroll
+  for (int i = 0; i < FRAGMENTS_M; ++i)
+#pragma unroll
+    for (int j = 0; j < FRAGMENTS_N; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) of_warp(warp_k, i, j, e) = total[i][j][e];
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < FRAGMENTS_N; ++j) {
+    if (!is_mine(j)) continue;
+#pragma unroll
+    for (int i = 0; i < FRAGMENTS_M; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        total[i][j][e] = of_warp(0, i, j, e);
+#pragma unroll
+        for (int k = 1; k < WARPS_K; ++k) total[i][j][e] += of_warp(k, i, j, e);
+      }
+  }
+#endif
   // A lane has rows `group` of blocks of 8, and columns 2 c and 2 c + 1 of fragments: neighbours of one row of pixels.
   y += split * p.size;
   auto store = [&](auto finish) {
@@ -303,8 +351,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int channel = g * (int)p.rows + m, of_row = m * (int)p.y_channel;
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
+        if (!is_mine(j)) continue;
         const int2 at = *(const int2*)&tables.y[warp_n + j * 8 + 2 * c];
-        double2 v = make_double2(sum[i / 2][j][i % 2 * 2], sum[i / 2][j][i % 2 * 2 + 1]);
+        double2 v = make_double2(total[i / 2][j][i % 2 * 2], total[i / 2][j][i % 2 * 2 + 1]);
         if (at.x >= 0) finish(v.x, channel, at.x + of_row);
         if (at.y >= 0) finish(v.y, channel, at.y + of_row);
         if (p.pairs) {

@@ -120,6 +120,7 @@ static_assert(!RAW || (HALO && ROWS == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
+[[maybe_unused]] constexpr int EARLY = HALO ? PARTS : 2;  // stages of three products that are multiplied while the tile before is stored
 static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
@@ -1004,7 +1005,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if HALO
   const int halo_w = (int)shapes.of[0].halo_w, halo_bytes = (int)shapes.of[0].halo_bytes;
 #else
-  constexpr int halo_w = 0;
+  constexpr int halo_w = 0, halo_bytes = 0;
 #endif
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
   const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
@@ -1035,15 +1036,23 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     if (tap.next(shapes.of[0])) x_at.next(shapes.of[0]);
 #endif
   };
-  // the products of the stage that comes next and one pair of limbs
-  auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], int limb_a, int limb_b, bool fresh) {
-    const uint64_t w = w_descriptor(a0 + at.stage * STAGE_BYTES + limb_a * A_BLOCK);
+  // where the stage that comes next lies
+  struct Place {
+    uint32_t w, x;
+  };
+  auto place = [&] {
+    Place of;
+    of.w = a0 + at.stage * STAGE_BYTES;
 #if HALO
-    const uint32_t x = b0 + (x_at.stage * LIMBS + limb_b) * halo_bytes + (tap.r * dilation_h * halo_w + tap.s * dilation_w) * SPAN;
+    of.x = b0 + x_at.stage * LIMBS * halo_bytes + (tap.r * dilation_h * halo_w + tap.s * dilation_w) * SPAN;
 #else
-    const uint32_t x = b0 + at.stage * STAGE_BYTES + limb_b * B_BYTES;
+    of.x = b0 + at.stage * STAGE_BYTES;
 #endif
-    multiply(d, w, x_descriptor(x, halo_w), fresh);
+    return of;
+  };
+  // the products of a stage and one pair of limbs
+  auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], const Place& of, int limb_a, int limb_b, bool fresh) {
+    multiply(d, w_descriptor(of.w + limb_a * A_BLOCK), x_descriptor(of.x + limb_b * (HALO ? halo_bytes : B_BYTES), halo_w), fresh);
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
@@ -1056,18 +1065,33 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
   Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], stored >> phase_bits(shapes)), consumer, scale_n, scale_k, scale, bias);
+#if PRODUCTS == 3
+  // Where the tile's second and third stage lie, if they were multiplied while the tile before was stored: their main products are missing.
+  Place put_off[EARLY > 1 ? EARLY - 1 : 1];
+  // The products of the tile's stage that comes next, its `number`th, while registers hold the tile before: a main sum of one stage, for the sum of
+  // several would lose more to cuts, and all cross products.
+  auto multiply_early = [&](auto number) {
+    constexpr int n = decltype(number)::value;
+    arrived();
+    wgmma_fence();
+    const Place of = place();
+    if (n == 0) multiply_limbs(main, of, 0, 0, true);
+    else put_off[n > 0 ? n - 1 : 0] = of;
+    multiply_limbs(cross, of, 0, 1, n == 0);
+    multiply_limbs(cross, of, 1, 0, false);
+    wgmma_commit();
+    advance();
+  };
+#else
   // the products of the stage that comes next; `fresh` begins new sums
   auto multiply_stage = [&](bool fresh) {
     arrived();
     wgmma_fence();
-    multiply_limbs(main, 0, 0, fresh);
-#if PRODUCTS == 3
-    multiply_limbs(cross, 0, 1, fresh);
-    multiply_limbs(cross, 1, 0, false);
-#endif
+    multiply_limbs(main, place(), 0, 0, fresh);
     wgmma_commit();
     advance();
   };
+#endif
 #if HALO
   auto store_part = [&](auto part) {
     constexpr int number = decltype(part)::value;
@@ -1114,7 +1138,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #else
     for_all<PARTS>([&](auto part) {
       if (step < range.last) {
-        multiply_stage(step == range.first);
+        multiply_early(part);
         ++step;
       }
       if (pending) store_part(part);
@@ -1138,7 +1162,12 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       for (int i = 0; i < WGMMA_N / 2; ++i) main[i] = cross[i] = 0;
     }
     // two stages at once, while the tile before is stored; from then on total is this tile's
-    for (; step < min(range.first + 2, range.last); ++step) multiply_stage(step == range.first);
+    for_all<EARLY>([&](auto number) {
+      if (step < range.last) {
+        multiply_early(number);
+        ++step;
+      }
+    });
     if (OVERLAP && pending) store();
 #endif
     look_ahead();
@@ -1147,30 +1176,51 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     wgmma_wait<0>();
     wgmma_arrived(main);
     wgmma_arrived(cross);
-    for (int ago = step - range.first; ago > 0; --ago) give_back(ago);
+    const int early = step - range.first;
+    if (any) give_back(early);
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
       cross[i] = any ? cross[i] : 0;
     }
-    for (; step < range.last; ++step) {
+#pragma unroll
+    for (int number = 1; number < EARLY; ++number) {
+      if (number >= early) break;
+      wgmma_fence();
+      multiply_limbs(main, put_off[number - 1], 0, 0, true);
+      wgmma_commit();
+      wgmma_wait<0>();
+      wgmma_arrived(main);
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
+      give_back(early - number);
+    }
+    // the next stage, whose main sum `add` adds to the total while the cross products are under way
+    auto multiply_next = [&](auto add) {
       arrived();
       wgmma_fence();
-      multiply_limbs(main, 0, 0, true);
+      const Place of = place();
+      multiply_limbs(main, of, 0, 0, true);
       wgmma_commit();
-      multiply_limbs(cross, 0, 1, false);
-      multiply_limbs(cross, 1, 0, false);
+      multiply_limbs(cross, of, 0, 1, false);
+      multiply_limbs(cross, of, 1, 0, false);
       wgmma_commit();
       advance();
       wgmma_wait<1>();
       wgmma_arrived(main);
 #pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
+      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += add(total[i], main[i]);
       wgmma_wait<0>();
       wgmma_arrived(cross);
       give_back(1);
+    };
+    for (; step + 1 < range.last; ++step) multiply_next([](float, float last) { return last; });
+    const bool promote_last = step < range.last;
+    if (promote_last) {
+      const Promoted promoted(range.last - range.first);
+      multiply_next([&](float so_far, float last) { return promoted.last(so_far, last); });
     }
-    const float part = 2048 * lost_in_promoted(range.last - range.first, HALO ? PARTS : 2);
+    const float part = promote_last ? 0 : 2048 * lost_in(4);
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i] + give_back_lost(total[i], part), 0x1p-11f, total[i]);
 #else

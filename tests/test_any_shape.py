@@ -204,7 +204,7 @@ LAYERED = [
     (fprop((2, 3, 300), (6, 1, 15), groups=3, padding=7), direct.Tile(1, 256, 1)), (fprop((2, 4, 9, 8), (4, 1, 3, 2), groups=4), direct.Single()),
     (fprop((2, 6, 90), (8, 3, 5), groups=2, dilation=2), direct.Batched(BLOCK_K=4)), (fprop((1, 5, 5, 6, 7), (4, 5, 2, 3, 3), padding=1), direct.Batched()),
     (fprop((2, 6, 20, 21), (6, 6, 3, 2)), direct.Batched(BLOCK_C=2, SPLIT=2)), (dgrad((2, 6, 9, 8), (6, 5, 4, 2), stride=3), direct.Dgrad(BLOCK_K=2, SPLIT=3)),
-    (dgrad((2, 4, 30), (4, 3, 3), stride=2), direct.Dgrad(BLOCK_C=2)), (dgrad((1, 4, 3, 4, 5), (4, 3, 2, 3, 3), stride=2, padding=1), direct.Dgrad()),
+    (dgrad((2, 4, 30), (4, 3, 3), stride=2), direct.Dgrad(BLOCK_C=2)), (dgrad((2, 4, 20, 30), (4, 1, 5, 3), padding=(2, 0), groups=4), direct.Tile(8, 32, 2)), (dgrad((1, 4, 3, 4, 5), (4, 3, 2, 3, 3), stride=2, padding=1), direct.Dgrad()),
 ]  # fmt: skip
 
 

@@ -83,7 +83,8 @@ def runs() -> list[tuple[ConvProblem, Dmma]]:
     for x, w, options in SHAPES:
         for of, layout in (("y", "NCHW"), ("y", "NHWC"), ("x", "NCHW"), ("x", "NHWC"), ("w", "NCHW")):
             asked = problem(of, x, w, layout, bias=of == "y", **options)
-            found += [(asked, config) for config in configs[len(found) % 2 :: 2]]
+            first = len(found) // (len(configs) // 2) % 2
+            found += [(asked, config) for config in configs[first::2]]
     return found
 
 
@@ -130,7 +131,8 @@ def _follow_product(step, memory) -> None:
     )
     inside = (d >= 0) & (d < p.d) & (h >= 0) & (h < p.h) & (v >= 0) & (v < p.w)
     tiles = -(-p.pixels // step.defines["BLOCK_N"]) * -(-p.rows // step.defines["BLOCK_M"])
-    assert step.grid == tiles * p.groups * p.splits and p.splits * p.split_steps * dmma.BLOCK_K >= p.reduction
+    each = p.split_steps * dmma.BLOCK_K * step.defines["WARPS_K"]
+    assert step.grid == tiles * p.groups * p.splits and p.splits * each >= p.reduction
     for g in range(p.groups):
         from_w = p.w_base + g * p.w_group + m * p.w_row + (c * p.w_channel + t * p.w_t + r * p.w_r + s * p.w_s).T
         from_x = n * p.x_image + g * p.x_group + c * p.x_channel + ((d * p.h + h) * p.w + v) * p.x_pixel
@@ -139,7 +141,7 @@ def _follow_product(step, memory) -> None:
         if p.pairs:
             assert p.pixels % 2 == 0 and p.size % 2 == 0 and (to[:, ::2] % 2 == 0).all() and (np.diff(to)[:, ::2] == 1).all()
         for split in range(p.splits):
-            part = slice(split * p.split_steps * dmma.BLOCK_K, (split + 1) * p.split_steps * dmma.BLOCK_K)
+            part = slice(split * each, (split + 1) * each)
             y[split * p.size + to] = a[:, part] @ b[part]
         # what is copied two at a time are neighbours, begin at 16 bytes, and lie both inside
         if step.defines["A_VEC"] == 2:
@@ -220,7 +222,7 @@ def test_every_text_compiles_without_spilling_much(tmp_path):
             for step in (launch for launches in dmma.schedule(asked.launched, config, device).whole for launch in launches):
                 if step.file == "dmma" or step.kernel == "dmma":
                     texts.setdefault((arch, step.source()), step)
-    assert len({key for key in texts if key[0] == "sm_90"}) <= 33  # two tiles, two ways to copy A, four to copy B, and the filter's
+    assert len({key for key in texts if key[0] == "sm_90"}) <= 17  # two tiles, two ways to copy A, four to copy B, and the filter's
 
     def compiled(item):
         number, (arch, source) = item
@@ -283,7 +285,7 @@ def exact(asked: ConvProblem, first, second) -> np.ndarray:
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", RUNS[:: len(dmma.TILES)], ids=str)
 def test_errors_are_those_of_float64(run):
-    """Within the elementwise bound, no further from the truth than cuDNN by more than a fifth, without a bias, the same bits each time."""
+    """Within the elementwise bound, the same bits each time."""
     asked, config = replace(run[0], has_bias=False), run[1]
     first, second = operands(asked, normals)
     truth = exact(asked, first, second)

@@ -224,12 +224,12 @@ HALOS = [  # (case, mode, config)
     for mode, rows, high, stages in (("fp32", 64, highs[0], 3), ("tf32", 128, highs[1], 4), ("fp32", 128, highs[1], 4), ("tf32", 64, highs[0], 2))
 ]  # fmt: skip
 HALOS += [  # windows
-    (case, "tf32", patches(rows, high, stages))
+    (case, mode, patches(rows, high, stages))
     for case, highs in (
         (fprop((2, 3, 23, 31), (64, 3, 7, 7), stride=2, padding=3), (6, 12)), (fprop((3, 5, 10, 16), (70, 5, 3, 7), padding=(1, 3)), (5, 10)),
         (fprop((2, 4, 31, 32), (72, 4, 7, 4), stride=(3, 2), padding=((2, 2), (0, 3))), (5, 10)),
     )
-    for rows, high, stages in ((128, highs[1], 4), (64, highs[0], 2))
+    for mode, rows, high, stages in (("tf32", 128, highs[1], 4), ("tf32", 64, highs[0], 2), ("fp32", 64, highs[0], 3))
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import direct, direct_gemm
 from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
@@ -26,11 +26,12 @@ GENERAL = fprop((3, 11, 13, 10), (70, 11, 3, 2), padding=(1, 0), stride=(1, 2))
 POINTWISE = fprop((2, 36, 8, 10), (68, 36, 1, 1))  # takes the 16-byte loads of B and stores of the result
 DEPTHWISE = fprop((2, 3, 19, 67), (6, 1, 3, 5), padding=((1, 2), (2, 0)), groups=3)
 TRANSPOSED = dgrad((2, 10, 5, 6), (10, 9, 3, 2), padding=(1, 0), stride=(1, 2))
+FLIPPED = dgrad((2, 3, 19, 67), (3, 1, 3, 5), padding=((1, 2), (2, 0)), dilation=(2, 1), groups=3)  # a forward convolution of another filter
 
 MIXED = [  # small ones, in every dtype
     (DEPTHWISE, Single()), (DEPTHWISE, Single(THREADS=32)),
     (DEPTHWISE, Tile()), (DEPTHWISE, Tile(8, 32, 8)), (DEPTHWISE, Tile(4, 8, 1)), (DEPTHWISE, Tile(32, 32, 1)),
-    (GENERAL, Batched(BLOCK_K=8, BLOCK_C=8)), (GENERAL, Batched(64, 2, 1)), (GENERAL, Batched(32, 3, 5)),
+    (FLIPPED, Tile()), (FLIPPED, Tile(8, 32, 8)), (GENERAL, Batched(BLOCK_K=8, BLOCK_C=8)), (GENERAL, Batched(64, 2, 1)), (GENERAL, Batched(32, 3, 5)),
     (TRANSPOSED, Dgrad(BLOCK_C=8, BLOCK_K=8)), (TRANSPOSED, Dgrad(64, 1, 2)), (TRANSPOSED, Dgrad(32, 3, 5)),
     (GENERAL, Batched(64, 4, 4, SPLIT=3)), (GENERAL, Batched(32, 8, 5, SPLIT=8)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=3)), (TRANSPOSED, Dgrad(32, 1, 4, SPLIT=20)),
     (GENERAL, GEMM), (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)), (POINTWISE, GEMM), (POINTWISE, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=4)),
@@ -92,10 +93,20 @@ SINGLE_CHANNEL = [
     fprop((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
 ]
 
+ALONE = [  # transposed convolutions of a channel alone, without stride
+    dgrad((1, 1, 1, 1), (1, 1, 1, 1)),
+    dgrad((2, 5, 9, 35), (5, 1, 7, 2), groups=5, padding=((3, 1), (0, 1)), bias=False),
+    dgrad((1, 2, 17, 13), (2, 1, 3, 2), groups=2, dilation=(2, 5), padding=(1, 4)),
+    dgrad((1, 2, 12, 12), (2, 1, 2, 3), groups=2, padding=(3, 4)),  # pad > R: the border is cropped
+    dgrad((3, 2, 71), (2, 1, 5), groups=2, padding=((3, 0),)),
+    dgrad((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
+]
+
 AWKWARD = (
     [(case, config) for case in FORWARD for config in (Batched(64, 4, 2), GEMM)]
     + [(case, config) for case in TRANSPOSED_CASES for config in (Dgrad(64, 2, 4), Dgrad(32, 1, 2, SPLIT=2), GEMM)]
     + [(case, config) for case in SINGLE_CHANNEL for config in (Single(), Tile(8, 32, 2), Tile(4, 16, 2))]
+    + [(case, config) for case in ALONE for config in (Tile(8, 32, 2), Tile(1, 256, 1))]
 )
 
 
@@ -236,6 +247,15 @@ def test_the_planner_chooses_what_is_legal(case):
         for backend in ("cuda", "opencl"):
             device = fake(backend, 132)
             assert engines.refusal(problem, engines.choose(problem, device), device) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_depthwise_gradients_without_stride_are_tiles_and_long_single_filters_products(dtype):
+    h200 = SimpleNamespace(backend="cuda", multiprocessors=132, capability=(9, 0), name="", model="")
+    depthwise = ConvProblem.gradient("input", 2, (8, 96, 56, 56), (96, 1, 5, 5), (8, 96, 56, 56), padding=2, groups=96, dtype=dtype)
+    assert isinstance(engines.choose(depthwise, h200), Tile)
+    audio = ConvProblem.forward(1, (4, 1, 16000), (256, 1, 400), stride=160, padding=199, dtype=dtype)  # no tile holds its pixels
+    assert not isinstance(engines.choose(audio, h200), Single)
 
 
 def test_the_planner_has_a_kernel_for_filters_beyond_shared_memory(device):

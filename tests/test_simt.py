@@ -78,7 +78,7 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
 #: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; tiles of the image, and such as are split where they are loaded; consumers by turns.
 IMPLICITS = [
     *sample(implicit.SHAPES[2::12], list(TILES), planned),
-    *(run for runs in (implicit.POINTWISE, implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]),
+    *(run for runs in (implicit.POINTWISE, implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]), implicit.HALOS[-1],
 ]  # fmt: skip
 
 
@@ -320,10 +320,10 @@ def test_batch_norm_with_a_residual(pixels):
 # ---- dmma.cu, direct_reduce.cu
 
 
-def run_dmma(problem, config, broken=None):
+def run_dmma(problem, config, broken=None, make=dmma.integers):
     """The result in float64, and what it should be."""
     problem = replace(problem, has_bias=False)
-    first, second = dmma.operands(problem, dmma.integers)
+    first, second = dmma.operands(problem, make)
     want = dmma.lying(problem, dmma.reference(problem, first, second))
     schedule = dmma.dmma.schedule(problem.launched, config, dmma.H200)
     sizes = (0, want.nbytes, schedule.workspace_bytes, schedule.filter_bytes, 0, 0)
@@ -333,10 +333,27 @@ def run_dmma(problem, config, broken=None):
     return memory.buffers[3].view(np.float64).reshape(want.shape), want
 
 
-@pytest.mark.parametrize(("problem", "config"), dmma.RUNS[:60:19], ids=str)
+#: One tile after the other; and the forms of the smallest, whose warps share k.
+FLOAT64 = dmma.RUNS[:60:19] + [(problem, config) for problem, config in dmma.RUNS if config.BLOCK_M == 32][1:50:7]
+
+
+@pytest.mark.parametrize(("problem", "config"), FLOAT64, ids=str)
 def test_float64(problem, config):
     got, want = run_dmma(problem, config)
     assert_exact(got, want, config)
+
+
+@pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
+def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
+    problem = dmma.problem("y", (1, 1024, 4, 4), (16, 1024, 1, 1))
+    first, second = dmma.operands(problem, dmma.normals)
+    products = second.reshape(16, 1024, 1) * first.reshape(1, 1024, 16)
+    chain = np.zeros((16, 16))
+    for k in range(1024):
+        chain += products[:, k]
+    exact = np.einsum("kc,cp->kp", second.reshape(16, 1024).astype(np.longdouble), first.reshape(1024, 16).astype(np.longdouble))
+    got, _ = run_dmma(problem, dmma.Dmma(*tile), make=dmma.normals)
+    assert np.linalg.norm((got.reshape(16, 16) - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
 
 
 @pytest.mark.parametrize("name", ["bias", "scale", "residual"])

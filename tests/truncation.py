@@ -57,31 +57,38 @@ def given_back(sum: np.ndarray, part: float) -> np.ndarray:
     return np.where(sum.astype(np.float32).view(np.int32) & 15, rounded(sum * part), 0)
 
 
-CUT = 0.345e-7 * 16 / 15
+CUT, STEADY = 0.345e-7 * 16 / 15, 0.5e-7 * 16 / 15
 
 
 def lost_in(n: int) -> float:
     return CUT * 0.5 * (n + 1)
 
 
-def lost_in_promoted(stages: int, first: int) -> float:
-    return lost_in(4 * stages) if stages <= first else CUT * (2.5 + 2 * first * (first - 1) / stages)
+def last_promoted(so_far: np.ndarray, last: np.ndarray, stages: int) -> np.ndarray:
+    """Promoted: the last stage's sum, with what all of them lost."""
+    steady = lost_in(4) + STEADY * (1 - (4 * stages - 3) ** -0.5)
+    total = rounded(so_far + last)
+    part = np.where(abs(last * stages - total) < 0.5 * abs(total), steady, steady - STEADY)
+    return rounded(last + np.where(total.astype(np.float32).view(np.int32) & 15, part, 0) * total)
 
 
-def three_products(x: np.ndarray, w: np.ndarray, first: int = 2, give_back: bool = True) -> np.ndarray:
-    """implicit_gemm_sm90.cu in fp32, of x, [k, m], and w, [k, n]: the first stages of 64 of k are one sum, then each is promoted."""
+EARLY = 2  # stages that begin a tile; sums that have no more are corrected as single ones
+
+
+def three_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.ndarray:
+    """implicit_gemm_sm90.cu in fp32, of x, [k, m], and w, [k, n]: each stage of 64 of k is promoted."""
     (x_high, x_low, x_scale), (w_high, w_low, w_scale) = limbs(x), limbs(w)
     total = cross = None
     stages = -(-len(x) // 64)
-    for begin, end in [(0, first), *((stage, stage + 1) for stage in range(first, stages))]:
-        some = slice(64 * begin, 64 * end)
-        main = tensor_sum(None, x_high[some], w_high[some], FP16_STEP)
-        for stage in range(begin, min(end, stages)):
-            of = slice(64 * stage, 64 * stage + 64)
-            cross = tensor_sum(tensor_sum(cross, x_high[of], w_low[of], FP16_STEP), x_low[of], w_high[of], FP16_STEP)
+    for stage in range(stages):
+        of = slice(64 * stage, 64 * stage + 64)
+        main = tensor_sum(None, x_high[of], w_high[of], FP16_STEP)
+        cross = tensor_sum(tensor_sum(cross, x_high[of], w_low[of], FP16_STEP), x_low[of], w_high[of], FP16_STEP)
+        if give_back and EARLY <= stage == stages - 1:
+            main = last_promoted(total, main, stages)
         total = main if total is None else rounded(total + main)
-    if give_back:
-        cross = rounded(cross + given_back(total, 2048 * lost_in_promoted(stages, first)))
+    if give_back and stages <= EARLY:
+        cross = rounded(cross + given_back(total, 2048 * lost_in(4)))
     return rounded(total + cross / 2048) / (x_scale * w_scale)
 
 

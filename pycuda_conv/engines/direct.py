@@ -94,6 +94,7 @@ MOST_SUMS = 64  # of a thread, where it has several filters
 DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu and direct_dgrad.cu
 #: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
 WGRAD_RUN = 128
+FEW = 1024  # results: below, the launch is all there is, and the smallest kernel wins
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
 
@@ -119,7 +120,8 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
         return "it takes NCHW arrays"
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
-        if problem.direction != "fprop" or problem.C != problem.groups or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
+        forward = problem.direction == "fprop" or (isinstance(config, Tile) and _flips(problem))
+        if not forward or problem.C != problem.groups or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
             return "it takes one input channel a group and at most two spatial axes"
         if problem.padding_before[0] or problem.padding_after[0]:
             return "it takes at most two spatial axes"
@@ -148,6 +150,11 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     return None
 
 
+def _flips(problem: ConvProblem) -> bool:
+    """Whether the gradient of a depthwise layer's input is a convolution of dy with the filter's taps from the last to the first."""
+    return problem.direction == "dgrad" and problem.stride == (1, 1, 1) and problem.K == problem.C == problem.groups
+
+
 def _halo(problem: ConvProblem, config: Tile) -> tuple[int, int]:
     (_, r, s), (_, sh, sw), (_, dh, dw) = problem.filter_size, problem.stride, problem.dilation
     return (config.TILE_P - 1) * sh + (r - 1) * dh + 1, (config.TILE_Q - 1) * sw + (s - 1) * dw + 1
@@ -155,7 +162,7 @@ def _halo(problem: ConvProblem, config: Tile) -> tuple[int, int]:
 
 def _grid(problem: ConvProblem, config: Config) -> int:
     """Blocks of the launch."""
-    planes, (_, p, q) = problem.N * problem.K, problem.output_size
+    planes, (_, p, q) = problem.N * problem.K, problem.result_size
     if isinstance(config, Single):
         return planes * ceil(p * q, config.THREADS)
     if isinstance(config, Tile):
@@ -193,7 +200,7 @@ SingleArguments = namedtuple(
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w has_scale has_bias has_residual activation slope",
+    "r s stride_h stride_w dil_h dil_w by_halo_w flipped has_scale has_bias has_residual activation slope",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
@@ -274,13 +281,16 @@ def _single(problem: ConvProblem, config: Single) -> Made:
 
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
-    (_, h, w), (_, r, s), (_, p, q) = problem.input_size, problem.filter_size, problem.output_size
-    (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.stride, problem.dilation
+    (_, h, w), (_, r, s), (_, p, q) = problem.operand_size, problem.filter_size, problem.result_size
+    (_, stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = problem.stride, problem.dilation, problem.padding_before
+    flipped = problem.direction == "dgrad"
+    if flipped:
+        pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
     halo_h, halo_w = _halo(problem, config)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     arguments = TileArguments(
         tiles_p, divider(tiles_p), tiles_q, divider(tiles_q), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C),
-        h, w, p, q, *problem.padding_before[1:], r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), **finish(problem),
+        h, w, p, q, pad_h, pad_w, r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), int(flipped), **finish(problem),
     )
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, arguments)
@@ -419,11 +429,12 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 
 
 STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
+TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
 CHUNK = 1.0  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """Microseconds that `config` should take; None for direct_single.cu, which no model knows.
+    """Microseconds that `config` should take; None for direct_single.cu where it is chosen by rule.
 
     A thread of direct_batched.cu and direct_dgrad.cu waits for memory at every channel, so what counts are the channels that one walks
     and how many threads are there for each that fits, not the multiplications. So it is with pixels in direct_wgrad.cu. A tile costs its
@@ -431,15 +442,19 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     right within a factor of 1.5, small ones of many channels within 2 or 3.
     """
     if isinstance(config, Tile):
-        _, p, q = problem.output_size
+        _, p, q = problem.result_size
         planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
         us = planes * (pixels * taps / 12e6 + _tile_loads(problem, config) / 0.5e6) * 132 / device.multiprocessors
         return 3 + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
-    if not isinstance(config, Batched | Dgrad):
-        return None
+    if isinstance(config, Single):
+        if problem.K == problem.C or math.prod(problem.result_shape) <= FEW:
+            return None  # by rule
+        rounds = max(1.0, math.prod(problem.result_shape) / (1536 * device.multiprocessors))
+        return 3 + rounds * TAP * math.prod(problem.filter_size)
+    assert isinstance(config, Batched | Dgrad)
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
     if isinstance(config, Batched):
@@ -492,10 +507,11 @@ def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:
 def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations that are faster than this engine's others, from the best downwards."""
     if problem.direction == "fprop" and problem.C == problem.groups:
-        # below a thousand results the launch is all there is, and the smallest kernel wins
-        if problem.N * problem.K * math.prod(problem.output_size) > 1024:
+        if math.prod(problem.result_shape) > FEW:
             yield from sorted(_tiles(device), key=lambda config: _tile_loads(problem, config))
         yield Single()
+    if _flips(problem):
+        yield from sorted(_tiles(device), key=lambda config: _tile_loads(problem, config))
     if problem.layout == "CNHW":
         written, pixels = problem.result_channels // problem.groups, _pixels(problem)
         if device.backend == "cuda" or written * pixels < LEAST_FILLED * 64 * ceil(written, 64) * 64 * ceil(pixels, 64):
@@ -558,6 +574,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     if problem.direction == "fprop" and problem.C == problem.groups:
         yield from (*_tiles(device), Single())
+    if _flips(problem):
+        yield from _tiles(device)
     if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
         for block in BLOCKS[device.backend]:
             for reduction in (16, 4):
@@ -580,7 +598,7 @@ def _tiles(device: Device) -> tuple[Tile, ...]:
 
 def _tile_loads(problem: ConvProblem, config: Tile) -> int:
     """Elements that the tiles of one plane load, halos and overhang included: what such a kernel spends its time on."""
-    _, p, q = problem.output_size
+    _, p, q = problem.result_size
     return ceil(p, config.TILE_P) * ceil(q, config.TILE_Q) * math.prod(_halo(problem, config))
 
 

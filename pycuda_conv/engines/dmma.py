@@ -32,8 +32,9 @@ from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
-BLOCK_K = 16  # of gemm k, in a stage
+BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
+LAUNCH = 1.5  # microseconds of each launch of a phase, of more than side by side hides
 MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, a little past the end
 
 
@@ -41,8 +42,8 @@ MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, a li
 class Dmma(Config):
     """One tile of ``dmma.cu``: its output channels, its pixels, and parts of a split sum."""
 
-    BLOCK_M: int = 128
-    BLOCK_N: int = 128
+    BLOCK_M: int = 64
+    BLOCK_N: int = 64
     SPLIT: int = 1
 
 
@@ -59,6 +60,7 @@ class _Tile:
     MIN_BLOCKS : that a multiprocessor runs at once
     rate : TFLOP/s while all 132 multiprocessors are busy
     start : microseconds of a block beside its products
+    WARPS_K : warps that share a stage's k, and add up their sums at the end
     """
 
     WARP_M: int
@@ -68,11 +70,11 @@ class _Tile:
     MIN_BLOCKS: int
     rate: float
     start: float
+    WARPS_K: int = 1
 
 
 TILES = {
-    (128, 128): _Tile(32, 64, 5, 4, 1, 47.8, 1.7), (128, 64): _Tile(32, 64, 4, 3, 2, 53.4, 1.0),
-    (64, 128): _Tile(32, 64, 4, 3, 2, 51.0, 0.8), (64, 64): _Tile(32, 32, 4, 3, 3, 55.1, 0.5),
+    (64, 64): _Tile(32, 32, 6, 4, 2, 50.0, 0.5), (32, 32): _Tile(32, 32, 3, 2, 2, 29.0, 0.4, 4),
 }  # fmt: skip
 
 
@@ -276,18 +278,23 @@ def _product(
 
 def stage_bytes(config: Dmma, form: _Form) -> int:
     """Shared memory of a stage."""
-    return 8 * BLOCK_K * (config.BLOCK_M + config.BLOCK_N + (0 if form.B_IN_ROWS_OF_K else 4))
+    return 8 * block_k(config) * (config.BLOCK_M + config.BLOCK_N + (0 if form.B_IN_ROWS_OF_K else 4))
+
+
+def block_k(config: Dmma) -> int:
+    """How much of gemm k a stage has."""
+    return BLOCK_K * TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K
 
 
 def _threads(config: Dmma) -> int:
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
-    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N)
+    return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N) * tile.WARPS_K
 
 
 def _defines(config: Dmma, form: _Form, device: Device) -> dict[str, int]:
     tile = TILES[config.BLOCK_M, config.BLOCK_N]
     return {
-        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N,
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "WARPS_K": tile.WARPS_K,
         "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": tile.MIN_BLOCKS,
         "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
     }
@@ -314,7 +321,7 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
     }
     return arguments(
         DmmaArguments, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
-        split_steps=ceil(ceil(reduction, BLOCK_K), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
+        split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
         inner=inner, rs=rs_here, s=s_here, opq=o * p * q, pq=p * q, q=q,
         w_base=sum(first * stride for first, stride in zip(phase.first, tap_strides, strict=True)),
         w_group=w_group, w_row=w_row, w_channel=w_channel, **dict(zip(("w_t", "w_r", "w_s"), of_taps, strict=True)),
@@ -326,8 +333,8 @@ def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -
 
 
 def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
-    """Where a split sum is cut."""
-    return config.SPLIT
+    """Where a sum is cut."""
+    return config.SPLIT, TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -376,8 +383,9 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     else:
         us += sum(count * length for count, length in blocks) / multiprocessors
         us += 0.8 * tile.MIN_BLOCKS * max(length for _, length in blocks)
+        us += LAUNCH * max(0, len(blocks) - 4)
     if config.SPLIT > 1:
-        us += 5.6 + math.prod(problem.result_shape) * 8 * (2 * config.SPLIT + 1) / 10e6
+        us += 3.0 + math.prod(problem.result_shape) * 8 * (2 * config.SPLIT + 1) / 10e6
     return us
 
 

@@ -216,8 +216,6 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return "sums of patches are not split"
     if products(problem) == 3 and config.STAGES < 3:
         return "three stages are multiplied while the tile before is stored"
-    if products(problem) == 3 and packed.window is not None:
-        return "of so few stages three would be summed by the tensor core alone, which truncates"
     if _x_stages(problem, config) < 2:
         return "its shared memory leaves no room for what all taps of two tiles meet"
     return None

@@ -81,9 +81,9 @@ def mma(found: re.Match, d: list, a: list, b: list, c: list) -> str:
 
 
 def mma_f64(found: re.Match, d: list, a: list, b: list, c: list) -> str:
-    assert c == d
     arrays = f"{references('d', 'double', d)} {array('a', 'double', a)} {array('b', 'double', b)}"
-    return f"{{ {arrays} ptx::mma_f64(d, {found[1]}, {found[2]}, a, b); }}"
+    begun = "" if c == d else " ".join(f"{to} = {of};" for to, of in zip(d, c, strict=True))
+    return f"{{ {begun} {arrays} ptx::mma_f64(d, {found[1]}, {found[2]}, a, b); }}"
 
 
 def load(found: re.Match, to: str | list[str], at: list[str], *policy: str) -> str:
