@@ -7,6 +7,7 @@ event, or is given back too early, comes out wrong there.
 
 import ctypes
 import gc
+import importlib
 import itertools
 import math
 import os
@@ -48,6 +49,12 @@ try:
 except ImportError:
     torch = None
 
+try:
+    COPIER = importlib.import_module("pycuda_conv.runtime._copy")
+except ImportError:
+    COPIER = None
+
+needs_copier = pytest.mark.skipif(COPIER is None, reason="the threads in C were not built")
 needs_torch = pytest.mark.skipif(torch is None, reason="torch is not installed")
 SOAK = int(os.environ.get("PYCUDA_CONV_SOAK", "300"))
 
@@ -235,24 +242,20 @@ class Planned(SimpleNamespace):
         super().__init__(problem=problem, config=config, fixed=fixed)
 
 
-def test_every_number_of_gpus_runs_the_same_pieces_with_the_same_configurations():
+def test_all_pieces_have_one_configuration():
     cases = [fprop((7, 16, 30, 30), (32, 16, 3, 3), padding=1), dgrad((1, 16, 99, 30), (16, 20, 3, 3), stride=2), fprop((1, 2, 5), (1, 2, 5))]
     sizes, large = [20_000] * 3, fprop((7, 64, 60, 60), (64, 64, 3, 3), padding=1)
     for case, chunk_bytes, capability in (*zip(cases, sizes, [(7, 0)] * 3, strict=True), (large, 2_000_000, (7, 0)), (large, 2_000_000, (9, 0))):
         device = SimpleNamespace(multiprocessors=132, backend="cuda", capability=capability, model="")
         plan = Planned(case.problem(), device, engines.choose(case.problem(), device))
-        seen = []
-        for shares in range(1, 10):
-            chunks = [c for share in range(shares) for c in host._chunks.__wrapped__(plan, chunk_bytes, device, share, shares)]
-            seen.append([(chunk.piece, chunk.plan.config) for chunk in chunks])
-        assert [piece for piece, _ in seen[0]] == host.pieces(plan.problem, chunk_bytes)
-        assert all(one == seen[0] for one in seen)
-        assert len({config for _, config in seen[0]}) == 1
+        seen = [(chunk.piece, chunk.plan.config) for chunk in host._chunks.__wrapped__(plan, chunk_bytes, device)]
+        assert [piece for piece, _ in seen] == host.pieces(plan.problem, chunk_bytes)
+        assert len({config for _, config in seen}) == 1
         if capability == (9, 0):
-            assert len({engines.filter_key(piece.problem, config) for piece, config in seen[0]}) == 1
-            assert isinstance(seen[0][0][1], ImplicitGemm)
+            assert len({engines.filter_key(piece.problem, config) for piece, config in seen}) == 1
+            assert isinstance(seen[0][1], ImplicitGemm)
         mine = Planned(case.problem(), device, Gemm(64, 64, 8, 4, 4, 1), fixed=True)
-        chunks = host._chunks.__wrapped__(mine, chunk_bytes, device, 0, 1)
+        chunks = host._chunks.__wrapped__(mine, chunk_bytes, device)
         assert {chunk.plan.config for chunk in chunks} == {mine.config}, "the caller's configuration"
 
 
@@ -301,6 +304,9 @@ class Library:
         with self._lock:
             del self.blocks[address]
         return 0
+
+    def cuGetErrorName(self, code, reference):
+        reference._obj.value = b"CUDA_ERROR_ILLEGAL_ADDRESS, an illegal address" if code == 700 else None
 
     def cuPointerGetAttribute(self, reference, attribute, pointer):
         assert attribute == 2
@@ -468,7 +474,7 @@ VIEWS = {
 def some_parts(rng, view, count, width):
     rows = max(1, rng.randrange(count, 2 * count + 1))
     array = VIEWS[view](np.arange(rows * width, dtype="f4").reshape(rows, width) + 1)
-    return host._parts(array, 0, max(1, array.nbytes // count))
+    return host._parts(array, max(1, array.nbytes // count))
 
 
 def feed(parts, rng, stop=None):
@@ -589,6 +595,11 @@ class Event:
             assert self.mark.wait(60)
             self._stream.device.check()
 
+    def query(self):
+        if self.mark is not None:
+            self._stream.device.check()
+        return self.mark is None or self.mark.is_set()
+
 
 _streams = weakref.WeakValueDictionary()  # by their handles
 
@@ -697,12 +708,16 @@ class Block:
     __del__ = free
 
 
-class Local(threading.local):
+class Current:
+    """Each thread's stack of contexts. What a thread of C keeps in ``threading.local`` is gone at its next call."""
+
     def __init__(self):
-        self.stack = []
+        self._stacks = {}
 
+    @property
+    def stack(self):
+        return self._stacks.setdefault(threading.get_ident(), [])
 
-class Current(Local):
     def __getitem__(self, i):
         return self.stack[i]
 
@@ -717,6 +732,7 @@ class Simulated(cuda.CudaDevice):
         self.push, self.pop = lambda: self.current.stack.append(self), lambda: self.current.stack.pop()
         self._threads, self._idle_streams, self.blocks, self.memory = threading.local(), [], weakref.WeakSet(), {}
         self.broken, self.launched, self.fail = None, 0, None
+        self.copier, self.context = None, SimpleNamespace(handle=ordinal + 1)
         self._drv = SimpleNamespace(
             Event=Event, Memcpy2D=lambda: Memcpy2D(self), mem_alloc=lambda nbytes: Block(self, nbytes),
             memcpy_htod_async=lambda target, a, stream: self.copy(int(target), address(a), a.nbytes, stream, a, True),
@@ -751,6 +767,10 @@ class Simulated(cuda.CudaDevice):
             stream.put(lambda: ctypes.memmove(target, self._find(source, nbytes).ctypes.data, nbytes))
             if not locked:
                 stream.synchronize()
+
+    @property
+    def copy_functions(self):
+        return tuple(ctypes.cast(function, ctypes.c_void_p).value for function in DriverInC.functions)
 
     def compiled(self, step):
         return True
@@ -794,6 +814,73 @@ class Simulated(cuda.CudaDevice):
         return launch
 
 
+class DriverInC:
+    """The driver's functions that threads of C call, for simulated devices. A call fails if `failing` of its name is true."""
+
+    events, failing = {}, None
+
+    @staticmethod
+    def of(kind):
+        def wrap(function):
+            def call(*args):
+                try:
+                    if DriverInC.failing is not None and DriverInC.failing(function.__name__):
+                        return 700
+                    function(*args)
+                except Exception:
+                    return 700
+                return 0
+
+            return kind(call)
+
+        return wrap
+
+    def copy_in(at, source, nbytes, stream):
+        view = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(source), np.uint8)
+        _streams[stream].device.copy(at, source, nbytes, _streams[stream], view, True)
+
+    def copy_out(target, at, nbytes, stream):
+        view = np.frombuffer((ctypes.c_uint8 * nbytes).from_address(target), np.uint8)
+        _streams[stream].device.copy(target, at, nbytes, _streams[stream], view, False)
+
+    def create(place, flags):
+        event = Event(flags)
+        DriverInC.events[id(event)] = event, Simulated.current[-1]
+        place[0] = id(event)
+
+    def destroy(event):
+        del DriverInC.events[event]
+
+    def record(event, stream):
+        known, device = DriverInC.events[event]
+        assert _streams[stream].device is device is Simulated.current[-1]
+        known.record(_streams[stream])
+
+    def synchronize(event):
+        known, device = DriverInC.events[event]
+        assert device is Simulated.current[-1]
+        known.synchronize()
+
+    def push(context):
+        Simulated.current.stack.append(cuda._made[context - 1])
+
+    def pop(place):
+        place[0] = Simulated.current.stack.pop().context.handle
+
+
+def in_order_of_c():
+    """Those functions, as C calls them."""
+    word, pointer, size, place = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_void_p)
+    kinds = {
+        "copy_in": (word, pointer, size, pointer), "copy_out": (pointer, word, size, pointer), "create": (place, ctypes.c_uint),
+        "destroy": (pointer,), "record": (pointer, pointer), "synchronize": (pointer,), "push": (pointer,), "pop": (place,),
+    }  # fmt: skip
+    return tuple(DriverInC.of(ctypes.CFUNCTYPE(ctypes.c_int, *kind))(getattr(DriverInC, name)) for name, kind in kinds.items())
+
+
+DriverInC.functions = in_order_of_c()
+
+
 def forget_plans():
     memo.forget_plans()
     host._chunks.cache_clear()
@@ -831,11 +918,22 @@ def test_an_error_of_the_driver_has_its_name(monkeypatch):
             cuda._check(code, "launching pack")
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture
+def in_c(simulated, monkeypatch):
+    """Two simulated GPUs whose arrays are copied by threads of C, however short their runs are."""
+    monkeypatch.setattr(host, "LEAST_RUN_BYTES", 1)
+    for device in simulated:
+        device.copier = COPIER
+    yield simulated
+    DriverInC.failing = None
+    assert not DriverInC.events
+
+
+@pytest.fixture(params=["simulated", pytest.param("in_c", marks=needs_copier), pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpus(request):
     """The GPUs: simulated ones, or the machine's."""
-    if request.param == "simulated":
-        return request.getfixturevalue("simulated")
+    if request.param != "cuda":
+        return request.getfixturevalue(request.param)
     return [get_device(i) for i in range(cuda.driver().Device.count())]
 
 
@@ -1229,6 +1327,71 @@ def test_a_broken_context_raises_and_leaves_no_thread(gpus, cut):
             gpus[0].broken = gpus[0].fail = None
 
 
+@needs_copier
+@needs_torch
+@pytest.mark.parametrize("devices", [[0], [0, 1]], ids=str)
+@pytest.mark.parametrize("name", ["create", "push", "copy_in", "copy_out", "record", "synchronize"])
+def test_an_error_of_the_driver_in_the_threads_of_c_is_raised(in_c, cut, name, devices):
+    """Wherever it comes from, nothing is left, and the next call is right. `out` is ordinary, so threads copy both ways."""
+    cut(1500, 400)
+    for case in (IMAGES, BANDS):
+        arrays = case.integers("float32")
+        expected, before, failed = case.reference(*arrays), memory(in_c), 0
+        for at in (1, 2, 3, 5, 9, 14, 10_000):
+            seen = itertools.count(1)
+            DriverInC.failing = lambda called, at=at, seen=seen: called == name and next(seen) == at
+            out = np.full(expected.shape, np.nan, "f")
+            try:
+                within(60, lambda case=case, arrays=arrays, out=out: call(case, *arrays, out=out, devices=devices))
+            except RuntimeError as error:
+                assert "illegal address" in str(error)
+                failed += 1
+            else:
+                assert np.array_equal(out, expected) and next(seen) <= at, "the error was lost"
+            DriverInC.failing = None
+            assert not DriverInC.events and memory(in_c) == before
+            assert np.array_equal(call(case, *arrays, devices=devices), expected)
+        assert failed
+
+
+@needs_copier
+@needs_torch
+@pytest.mark.parametrize("threads", [0, 1, 5])
+def test_any_number_of_threads_of_c_will_do(in_c, cut, monkeypatch, threads):
+    """Without any, the thread that launches does what it would wait for."""
+    monkeypatch.setattr(host, "THREADS_IN_C", threads)
+    for way, chunk_bytes, part_bytes in itertools.product(("images", "rows", "transposed rows"), (900, 1 << 20), (100, 100_000)):
+        cut(chunk_bytes, part_bytes)
+        case = WAYS[way]
+        arrays = case.integers("float32")
+        for devices in ([0], [0, 1]):
+            out = np.full((expected := case.reference(*arrays)).shape, np.nan, "f")
+            within(60, lambda case=case, arrays=arrays, out=out, devices=devices: call(case, *arrays, out=out, devices=devices))
+            assert np.array_equal(out, expected)
+
+
+@needs_copier
+def test_the_threads_of_c_refuse_what_cannot_be(in_c):
+    data, ring = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    part = address(data), 0, 16, 16, (), ()
+    functions, more = in_c[0].copy_functions, (address(ring), 16, 4, (1,), 1)
+    for wrong in (
+        ((*functions[:3], "x", *functions[4:]), True, (part,), *more), (functions, True, ((address(data), 0, 16, 4, (3,), (8,)),), *more),
+        (functions, True, ((address(data), 0, 17, 17, (), ()),), *more), (functions, True, (part,), address(ring), 16, 0, (1,), 1),
+        (functions, True, (part,), address(ring), 16, 4, (), 1), (functions, True, ((address(data), 0, 16, 16, (1,) * 7, (1,) * 7),), *more),
+    ):  # fmt: skip
+        with pytest.raises((ValueError, TypeError)):
+            COPIER.job(*wrong)
+    job = COPIER.job(functions, True, (part, part, part), *more)
+    for call_it, *wrong in ((COPIER.send, 1, 1, 0), (COPIER.receive, 0, 1, 0), (COPIER.send, 0, 4, 0), (COPIER.send, 0, 1, 1), (COPIER.send, 0, 1, -1)):
+        with pytest.raises(ValueError, match="order"):
+            call_it(job, *wrong, 0, 0, True)
+    assert COPIER.close(job) == 0
+    with pytest.raises(ValueError, match="order"):
+        COPIER.send(job, 0, 1, 0, 0, 0, True)
+    assert np.array_equal(data, np.arange(64))
+
+
 @needs_torch
 def test_calls_from_eight_threads_at_once(gpus, cut):
     jobs = [(case, case.integers("float32", seed)) for case in (IMAGES, ROWS, BANDS) for seed in range(8)]
@@ -1349,8 +1512,8 @@ def test_any_set_of_gpus_gives_the_same_bits(gpus, cut, monkeypatch, way):
 def test_all_gpus_take_part(gpus, cut, monkeypatch):
     if len(gpus) < 2:
         pytest.skip("this machine has one GPU")
-    used, original = set(), type(gpus[0]).copy_in
-    monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, *args: (used.add(self.name), original(self, *args)))
+    used, original = set(), host._Lane.launch
+    monkeypatch.setattr(host._Lane, "launch", lambda self, chunk: (used.add(self.device.name), original(self, chunk))[1])
     call(IMAGES, *IMAGES.normals("float32"), devices="all")
     assert used == {gpu.name for gpu in gpus}
     one = fprop((1, 1, 5, 5), (1, 1, 3, 3))  # fewer pieces than GPUs
@@ -1548,13 +1711,15 @@ def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut,
     bound = Plan(case.problem(), gpus[0]).bind(w, b)
     assert sum(memory(gpus)[0]) == sum(before[0]) + 2
     monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream)))
+    in_c = host._InC.__init__
+    monkeypatch.setattr(host._InC, "__init__", lambda self, lanes, parts, *rest: (sent.extend(part.view.nbytes for part in parts), in_c(self, lanes, parts, *rest))[1])
     for small in (0, 1 << 20):
         sent.clear()
         monkeypatch.setattr(host, "SMALL_BYTES", small)
         for _ in range(3):
             y = bound(x)
             assert np.array_equal(y, expected)
-        assert sum(sent) <= 3 * (x.nbytes + 256)
+        assert 3 * x.nbytes <= sum(sent) <= 3 * (x.nbytes + 256)
     del bound, y
     assert memory(gpus)[0] == before[0]
 
