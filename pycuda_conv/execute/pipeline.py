@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -23,7 +24,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -53,6 +55,10 @@ HELPED_BYTES = 128 << 20
 THREADS = min(6, os.cpu_count() or 1)
 #: Such threads of C, in each direction and for each GPU of a call.
 THREADS_IN_C = 8
+#: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
+LEAST_SHARED_BYTES = 4 * LEAST_CHUNK_BYTES
+#: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
+PACE_BYTES, PACE_ROUNDS, WORTH = 64 << 20, 4, 1.03
 #: Shorter runs of bytes that lie together are left to numpy.
 LEAST_RUN_BYTES = 64
 
@@ -690,6 +696,91 @@ class _Pipeline:
         lane.done(counted=len(self._lanes) > 1)
 
 
+# ---- how many GPUs pay
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a host takes to copy arrays to GPUs and back: seconds to begin with, and seconds a byte."""
+
+    start: float
+    per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        """For so many bytes, in and out together."""
+        return self.start + self.per_byte * nbytes
+
+
+class _Nothing:
+    """A plan that launches nothing."""
+
+    filter_bytes, filter_key, schedule = 0, None, SimpleNamespace(workspace_bytes=0)
+
+    def launch(self, *_: Any) -> None:
+        pass
+
+
+def copy_only(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> None:
+    """Copy `x` to GPUs and as many bytes from there to `y`, by the chunks, streams and threads of a call; nothing is computed.
+
+    Both have the shape (images, 1, pixels) and are of float32.
+    """
+    cut = pieces(ConvProblem.forward(1, x.shape, (1, 1, 1)), _chunk_bytes(x, y))
+    chunks = [_Chunk(piece, cast("Plan", _Nothing())) for piece in cut]
+    _run([(one, chunks) for one in gpus], x, Filter(np.zeros((1, 1, 1), x.dtype), None), y, None)
+
+
+_pacing = threading.Lock()
+_paces: dict[Hashable, dict[int, Pace]] = {}
+
+
+def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Pace]:
+    """The pace of 1, 2, 4 and so on of `gpus`, and of all; measured once a process, which takes some 0.1 s."""
+    key = tuple(gpus), from_ordinary, to_ordinary
+    with _pacing:
+        if key not in _paces:
+            shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
+            with first:
+                x, y = (np.zeros(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
+            _paces[key] = {count: _pace(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
+    return _paces[key]
+
+
+def numbers_of_gpus(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return sorted({1 << i for i in range(most.bit_length())} | {most})
+
+
+def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
+    """Measured on `x` and `y`, and on a part of them."""
+    part = len(x) // 4
+    sizes = (x[:part], y[:part]), (x, y)
+    seconds = [math.inf] * len(sizes)
+    for _ in range(PACE_ROUNDS):
+        for i, (one, other) in enumerate(sizes):
+            began = time.perf_counter()
+            copy_only(gpus, one, other)
+            seconds[i] = min(seconds[i], time.perf_counter() - began)
+    nbytes = [one.nbytes + other.nbytes for one, other in sizes]
+    per_byte = max(seconds[1] - seconds[0], 0.0) / (nbytes[1] - nbytes[0])
+    return Pace(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
+
+
+def gpus_that_pay(plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None) -> int:
+    """How many of `gpus` to use: as many as are expected to take the least time; if it is all the same, fewer."""
+    nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
+    if nbytes < LEAST_SHARED_BYTES:
+        return 1
+    with gpus[0] as first:
+        ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
+    kernels = (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
+    expected = {
+        count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
+    }
+    least = min(expected.values())
+    return min(count for count, seconds in expected.items() if seconds <= WORTH * least)
+
+
 # ---- the call
 
 
@@ -750,20 +841,34 @@ def _convolve(
             return y
     batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
-    chunk_bytes = max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
+    chunk_bytes = _chunk_bytes(x, y)
+    gpus = devices or (gpu,)
+    if len(gpus) > 1:
+        gpus = gpus[: gpus_that_pay(plan, gpus, x, y, residual)]
+    _run([(one, _chunks(plan, chunk_bytes, one)) for one in gpus], batch_x, filters, batch_y, batch_r, stream)
+    return y
+
+
+def _chunk_bytes(x: np.ndarray, y: np.ndarray) -> int:
+    """The size of chunks for an input and a result."""
+    return max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
+
+
+def _run(
+    gpus: Sequence[tuple[CudaDevice, Sequence[_Chunk]]], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None,
+    stream: Any = None,
+) -> None:
+    """Let GPUs, each with its plans for all chunks, compute `y` together. There is at least one chunk."""
     lanes: list[_Lane] = []
     with ExitStack() as stack:
-        for one in devices or (gpu,):
-            chunks = _chunks(plan, chunk_bytes, one)
-            if len(lanes) < len(chunks):
-                with one:
-                    if stream is not None:
-                        one.wait_for(stream)
-                    lanes.append(_Lane(one, chunks, filters, residual is not None))
-                stack.callback(lanes[-1].close)
+        for device, chunks in gpus[: len(gpus[0][1])]:
+            with device:
+                if stream is not None:
+                    device.wait_for(stream)
+                lanes.append(_Lane(device, chunks, filters, residual is not None))
+            stack.callback(lanes[-1].close)
         with lanes[0].device:
-            _Pipeline(lanes, batch_x, filters, batch_y, batch_r).run()
-    return y
+            _Pipeline(lanes, x, filters, y, residual).run()
 
 
 def _convolve_small(
