@@ -55,6 +55,8 @@ HELPED_BYTES = 128 << 20
 THREADS = min(6, os.cpu_count() or 1)
 #: Such threads of C, in each direction and for each GPU of a call.
 THREADS_IN_C = 8
+#: Threads that copy one array to another one.
+COPYING = 4
 #: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
 LEAST_SHARED_BYTES = 4 * LEAST_CHUNK_BYTES
 #: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
@@ -282,6 +284,32 @@ def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
         place = (*lead, slice(first, end))
         found.append(_Part(array.nbytes // n * first, array[place]))
     return found
+
+
+def copy(target: np.ndarray, source: Any) -> None:
+    """Copy an array to another of its shape, a large one of numpy's by several threads."""
+    if not isinstance(source, np.ndarray) or source.dtype != target.dtype or source.nbytes < 2 * PART_BYTES:
+        target[...] = source
+        return
+    left = deque(zip(_parts(target, PART_BYTES), _parts(source, PART_BYTES), strict=True))
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                to, part = left.popleft()
+                np.copyto(to.view, part.view)
+
+    helpers: list[Future[None]] = []
+    with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads
+        for _ in range(min(COPYING, os.cpu_count() or 1, len(left)) - 1):
+            helpers.append(_Worker.submit(work))
+    try:
+        work()
+    finally:
+        left.clear()
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
 
 
 class _Threads:
