@@ -18,6 +18,8 @@ import dask.array as da
 import numpy as np
 
 import pycuda_conv as pc
+from pycuda_conv.dask import ChunkPlace
+from pycuda_conv.execute.pipeline import copy_only
 
 
 def source(shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
@@ -35,6 +37,20 @@ def measure(name: str, y: da.Array, nbytes: int, threads: int) -> None:
             corner.compute()
             seconds.append(time.perf_counter() - start)
     print(f"{name:32s} {threads} threads: {min(seconds):6.2f} s {nbytes / min(seconds) / 1e9:6.2f} GB/s", flush=True)
+
+
+def copies_alone(gpus: int) -> Callable[[np.ndarray], np.ndarray]:
+    """What our copies take without a convolution: a chunk goes to the GPU with the least to do and back."""
+    place = ChunkPlace(devices=tuple(range(gpus)))
+
+    def there_and_back(block: np.ndarray) -> np.ndarray:
+        with place.taken() as gpu:
+            y = place.empty(block, block.shape)
+            pixels = block.shape[-2] * block.shape[-1]
+            copy_only((gpu,), block.reshape(-1, 1, pixels), y.reshape(-1, 1, pixels))
+        return y
+
+    return there_and_back
 
 
 def cupy_convolve(w: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -59,6 +75,8 @@ def main() -> None:
             measure(f"{name}: one GPU", convolve(x, w, padding="same", device=0), 2 * x.nbytes, threads)
             if cupy.cuda.runtime.getDeviceCount() > 1:
                 measure(f"{name}: all GPUs", convolve(x, w, padding="same", devices="all"), 2 * x.nbytes, threads)
+            for gpus in range(1, min(cupy.cuda.runtime.getDeviceCount(), 2) + 1):
+                measure(f"{name}: copies alone, {gpus} GPUs", x.map_blocks(copies_alone(gpus), dtype="f4"), 2 * x.nbytes, threads)
             measure(f"{name}: CuPy, copies alone", x.map_blocks(lambda block: cupy.asarray(block).get(), dtype="f4"), 2 * x.nbytes, threads)
             measure(f"{name}: CuPy's convolve", da.map_overlap(cupy_convolve(w), x, **theirs), 2 * x.nbytes, threads)
 

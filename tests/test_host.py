@@ -1555,7 +1555,7 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
         monkeypatch.setattr(host, "paces", lambda *key: asked.append(key) or {n: host.Pace(start * n, s / 1e9) for n, s in counts.items()})
         return host.gpus_that_pay(plan, simulated, x, of, residual)
 
-    assert [host.numbers_of_gpus(n) for n in (1, 2, 3, 4, 7)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 7]]
+    assert [host.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert pay(1.0, 0.5) == 2 and pay(1.0, 1.2) == 1 and pay(1.0, 0.99) == 1  # within what counts as the same
     assert pay(1.0, 0.6, 0.3) == 4 and pay(1.0, 0.6, 0.61) == 2
     assert pay(1.0, 0.9, start=0.001) == 2 and pay(1.0, 0.9, start=0.1) == 1  # 0.27 GB
