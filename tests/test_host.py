@@ -1375,11 +1375,11 @@ def test_any_number_of_threads_of_c_will_do(in_c, cut, monkeypatch, threads):
 def test_the_threads_of_c_refuse_what_cannot_be(in_c):
     data, ring = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     part = address(data), 0, 16, 16, (), ()
-    functions, more = in_c[0].copy_functions, (address(ring), 16, 4, (1,), 1)
+    functions, more = in_c[0].copy_functions, (address(ring), 16, 4, (1,), 1, (data, ring))
     for wrong in (
         ((*functions[:3], "x", *functions[4:]), True, (part,), *more), (functions, True, ((address(data), 0, 16, 4, (3,), (8,)),), *more),
-        (functions, True, ((address(data), 0, 17, 17, (), ()),), *more), (functions, True, (part,), address(ring), 16, 0, (1,), 1),
-        (functions, True, (part,), address(ring), 16, 4, (), 1), (functions, True, ((address(data), 0, 16, 16, (1,) * 7, (1,) * 7),), *more),
+        (functions, True, ((address(data), 0, 17, 17, (), ()),), *more), (functions, True, (part,), address(ring), 16, 0, *more[3:]),
+        (functions, True, (part,), address(ring), 16, 4, (), 1, None), (functions, True, ((address(data), 0, 16, 16, (1,) * 7, (1,) * 7),), *more),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             COPIER.job(*wrong)
@@ -1391,6 +1391,19 @@ def test_the_threads_of_c_refuse_what_cannot_be(in_c):
     with pytest.raises(ValueError, match="order"):
         COPIER.send(job, 0, 1, 0, 0, 0, True)
     assert np.array_equal(data, np.arange(64))
+
+
+@needs_copier
+def test_a_job_keeps_the_memory_that_threads_copy(in_c):
+    data, ring = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
+    kept = [weakref.ref(data), weakref.ref(ring)]
+    job = COPIER.job(in_c[0].copy_functions, True, ((address(data), 0, 16, 16, (), ()),), address(ring), 16, 1, (1,), 1, (data, ring))
+    COPIER.threads(1)
+    del data, ring
+    gc.collect()
+    assert all(one() is not None for one in kept)
+    del job
+    assert all(one() is None for one in kept)
 
 
 @needs_torch

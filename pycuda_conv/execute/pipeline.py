@@ -483,12 +483,12 @@ class _InC:
         device = lanes[0].device
         self._device, self._native, self._numbers = device, device.copier, {lane: i for i, lane in enumerate(lanes)}
         slots, nbytes = min(max(2 * threads, 4), len(parts)), max(part.view.nbytes for part in parts)
-        self._ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
+        ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
         self._next = 0
         contexts = tuple(lane.device.context.handle for lane in lanes)
         described = tuple(_described(part) for part in parts)
-        address = self._ring.__array_interface__["data"][0]
-        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads)
+        address = ring.__array_interface__["data"][0]
+        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, parts))
         if isinstance(job, int):
             device.check_code(job, "creating events")
         self._job = job

@@ -57,6 +57,7 @@ typedef struct Job {
   Py_ssize_t busy, most;  // threads at work, and how many may be
   int error, closed;
   pthread_cond_t changed;
+  PyObject* memory;  // what the ring and the parts lie in
 } Job;
 
 static const char JOB[] = "pycuda_conv.runtime._copy.job";
@@ -187,6 +188,7 @@ static void free_job(Job* job) {
   end(job);
   Py_END_ALLOW_THREADS
   pthread_cond_destroy(&job->changed);
+  Py_XDECREF(job->memory);
   PyMem_Free(job->parts);
   PyMem_Free(job->contexts);
   PyMem_Free(job->events);
@@ -255,20 +257,24 @@ static int create_events(Job* job) {
   return 0;
 }
 
-// job(functions, up, parts, ring, slot bytes, slots, contexts, most) -> job, or the driver's error
+// job(functions, up, parts, ring, slot bytes, slots, contexts, most, memory) -> job, or the driver's error
+//
+// `memory` is any object: the job keeps it for as long as threads may copy to it or from it.
 static PyObject* make_job(PyObject* self, PyObject* args) {
   unsigned long long functions[8], ring;
-  PyObject *parts, *contexts;
+  PyObject *parts, *contexts, *memory;
   Job* job = PyMem_Calloc(1, sizeof *job);
   if (!job) return PyErr_NoMemory();
   pthread_cond_init(&job->changed, NULL);
-  if (!PyArg_ParseTuple(args, "(KKKKKKKK)pO!KnnO!n", &functions[0], &functions[1], &functions[2], &functions[3], &functions[4], &functions[5],
+  if (!PyArg_ParseTuple(args, "(KKKKKKKK)pO!KnnO!nO", &functions[0], &functions[1], &functions[2], &functions[3], &functions[4], &functions[5],
                         &functions[6], &functions[7], &job->up, &PyTuple_Type, &parts, &ring, &job->slot_bytes, &job->slots, &PyTuple_Type, &contexts,
-                        &job->most) ||
+                        &job->most, &memory) ||
       (job->ring = address_of(ring), read_job(job, functions, parts, contexts))) {
     free_job(job);
     return NULL;
   }
+  Py_INCREF(memory);
+  job->memory = memory;
   int code;
   Py_BEGIN_ALLOW_THREADS
   code = create_events(job);
@@ -366,7 +372,7 @@ static PyObject* threads(PyObject* self, PyObject* args) {
 }
 
 static PyMethodDef methods[] = {
-    {"job", make_job, METH_VARARGS, "job(functions, up, parts, ring, slot bytes, slots, contexts, most): a job, or the driver's error."},
+    {"job", make_job, METH_VARARGS, "job(functions, up, parts, ring, slot bytes, slots, contexts, most, memory): a job, or the driver's error."},
     {"send", send, METH_VARARGS, "send(job, first, count, lane, address, stream, last): the error or 0."},
     {"receive", receive, METH_VARARGS, "receive(job, first, count, lane, address, stream, last): the error or 0."},
     {"close", close_job, METH_O, "close(job): the error or 0."},
