@@ -794,6 +794,12 @@ def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
     return Pace(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
 
 
+@lru_cache(maxsize=256)
+def _kernel_seconds(plan: Plan) -> float:
+    """How long the kernels of `plan` should run on one GPU; 0 where no model knows."""
+    return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
+
+
 def gpus_that_pay(plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None) -> int:
     """How many of `gpus` to use: as many as are expected to take the least time; if it is all the same, fewer."""
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
@@ -801,7 +807,7 @@ def gpus_that_pay(plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.n
         return 1
     with gpus[0] as first:
         ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
-    kernels = (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
+    kernels = _kernel_seconds(plan)
     expected = {
         count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
     }
