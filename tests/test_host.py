@@ -1375,16 +1375,17 @@ def test_any_number_of_threads_of_c_will_do(in_c, cut, monkeypatch, threads):
 @needs_copier
 def test_the_threads_of_c_refuse_what_cannot_be(in_c):
     data, ring = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
-    part = address(data), 0, 16, 16, (), ()
+    array = address(data), 16, 16, (), (), -1, 16
     functions, more = in_c[0].copy_functions, (address(ring), 16, 4, (1,), 1, (data, ring))
     for wrong in (
-        ((*functions[:3], "x", *functions[4:]), True, (part,), *more), (functions, True, ((address(data), 0, 16, 4, (3,), (8,)),), *more),
-        (functions, True, ((address(data), 0, 17, 17, (), ()),), *more), (functions, True, (part,), address(ring), 16, 0, *more[3:]),
-        (functions, True, (part,), address(ring), 16, 4, (), 1, None), (functions, True, ((address(data), 0, 16, 16, (1,) * 7, (1,) * 7),), *more),
+        ((*functions[:3], "x", *functions[4:]), True, (array,), *more), (functions, True, ((address(data), 16, 4, (3,), (8,), 0, 1),), *more),
+        (functions, True, ((address(data), 17, 17, (), (), -1, 17),), *more), (functions, True, (array,), address(ring), 16, 0, *more[3:]),
+        (functions, True, (array,), address(ring), 16, 4, (), 1, None), (functions, True, ((address(data), 16, 16, (1,) * 7, (1,) * 7, 0, 1),), *more),
+        (functions, True, ((address(data), 16, 16, (), (), 0, 1),), *more), (functions, True, ((address(data), 16, 16, (), (), -1, 0),), *more),
     ):  # fmt: skip
         with pytest.raises((ValueError, TypeError)):
             COPIER.job(*wrong)
-    job = COPIER.job(functions, True, (part, part, part), *more)
+    job = COPIER.job(functions, True, (array, array, array), *more)
     for call_it, *wrong in ((COPIER.send, 1, 1, 0), (COPIER.receive, 0, 1, 0), (COPIER.send, 0, 4, 0), (COPIER.send, 0, 1, 1), (COPIER.send, 0, 1, -1)):
         with pytest.raises(ValueError, match="order"):
             call_it(job, *wrong, 0, 0, True)
@@ -1398,7 +1399,7 @@ def test_the_threads_of_c_refuse_what_cannot_be(in_c):
 def test_a_job_keeps_the_memory_that_threads_copy(in_c):
     data, ring = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     kept = [weakref.ref(data), weakref.ref(ring)]
-    job = COPIER.job(in_c[0].copy_functions, True, ((address(data), 0, 16, 16, (), ()),), address(ring), 16, 1, (1,), 1, (data, ring))
+    job = COPIER.job(in_c[0].copy_functions, True, ((address(data), 16, 16, (), (), -1, 8),), address(ring), 16, 1, (1,), 1, (data, ring))
     COPIER.threads(1)
     del data, ring
     gc.collect()
@@ -1784,7 +1785,7 @@ def test_a_bound_plan_s_filter_is_sent_once_and_its_memory_given_back(gpus, cut,
     assert sum(memory(gpus)[0]) == sum(before[0]) + 2
     monkeypatch.setattr(type(gpus[0]), "copy_in", lambda self, target, whole, part, stream: (sent.append(part.nbytes), original(self, target, whole, part, stream)))
     in_c = host._InC.__init__
-    monkeypatch.setattr(host._InC, "__init__", lambda self, lanes, parts, *rest: (sent.extend(part.view.nbytes for part in parts), in_c(self, lanes, parts, *rest))[1])
+    monkeypatch.setattr(host._InC, "__init__", lambda self, lanes, arrays, *rest: (sent.extend(array.nbytes for array in arrays), in_c(self, lanes, arrays, *rest))[1])
     for small in (0, 1 << 20):
         sent.clear()
         monkeypatch.setattr(host, "SMALL_BYTES", small)

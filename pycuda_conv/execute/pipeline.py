@@ -372,11 +372,11 @@ class _Threads:
 class _Feeder(_Threads):
     """Fills buffers with `parts` in their order, ahead of the copies to the device."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
         total = sum(part.view.nbytes for part in parts)
         #: whether the launching thread copies as well
         self._helped = total < HELPED_BYTES
-        self._offsets = [part.offset for part in parts]
+        self._offsets, self._sizes = [part.offset for part in parts], deque(sizes)
         self._parts = deque(enumerate(parts))
         self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray] | None] = SimpleQueue()
         self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -418,9 +418,9 @@ class _Feeder(_Threads):
         self._taken += 1
         return self._early.pop(self._taken - 1)
 
-    def send(self, count: int, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """Copy the next `count` parts to blocks of memory on GPUs, given by their addresses; each part from one buffer."""
-        for _ in range(count):
+    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
+        """Copy the next array to blocks of memory on GPUs, given by their addresses; each part from one buffer."""
+        for _ in range(self._sizes.popleft()):
             buffer, staged = self.take()
             offset, events = self._offsets[self._taken - 1], []
             for lane, address in targets:
@@ -442,9 +442,9 @@ class _Feeder(_Threads):
 class _Lander(_Threads):
     """Empties buffers into ordinary memory, each when the copy from the device has come."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
         self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
-        self._coming = deque(parts)
+        self._coming, self._sizes = deque(parts), deque(sizes)
         total = sum(part.view.nbytes for part in parts)
         super().__init__(device, parts, max(1, min(threads, len(parts), total // PART_BYTES)))
 
@@ -455,9 +455,9 @@ class _Lander(_Threads):
             np.copyto(place, landed)
             self.free(buffer)
 
-    def receive(self, count: int, lane: _Lane, address: int) -> None:
-        """Copy the next `count` parts from a block of memory on a GPU, whose context is current."""
-        for _ in range(count):
+    def receive(self, lane: _Lane, address: int) -> None:
+        """Copy the next array from a block of memory on a GPU, whose context is current."""
+        for _ in range(self._sizes.popleft()):
             part = self._coming.popleft()
             buffer, landed = self.buffer(part.view)
             lane.device.copy_out(landed, landed, address + part.offset, lane.down)
@@ -479,23 +479,25 @@ class _Lander(_Threads):
 class _InC:
     """What :class:`_Feeder` and :class:`_Lander` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
 
-    def __init__(self, lanes: Sequence[_Lane], parts: Sequence[_Part], threads: int, up: bool) -> None:
+    def __init__(self, lanes: Sequence[_Lane], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
         device = lanes[0].device
         self._device, self._native, self._numbers = device, device.copier, {lane: i for i, lane in enumerate(lanes)}
-        slots, nbytes = min(max(2 * threads, 4), len(parts)), max(part.view.nbytes for part in parts)
+        described, sizes, largest = zip(*(_described(array, part_bytes) for array in arrays), strict=True)
+        self._sizes = deque(sizes)
+        slots, nbytes = min(max(2 * threads, 4), sum(sizes)), max(largest)
         ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
         self._next = 0
         contexts = tuple(lane.device.context.handle for lane in lanes)
-        described = tuple(_described(part) for part in parts)
         address = ring.__array_interface__["data"][0]
-        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, parts))
+        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, arrays))
         if isinstance(job, int):
             device.check_code(job, "creating events")
         self._job = job
         self._native.threads(min(len(lanes) * 3 * THREADS_IN_C, os.cpu_count() or 1))
 
-    def send(self, count: int, targets: Sequence[tuple[_Lane, int]]) -> None:
+    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
         """As :meth:`_Feeder.send`."""
+        count = self._sizes.popleft()
         at_once = count if len(targets) == 1 else 1
         for _ in range(0, count, at_once):
             for lane, address in targets:
@@ -504,8 +506,9 @@ class _InC:
                 self._device.check_code(code, "copying to the GPU")
             self._next += at_once
 
-    def receive(self, count: int, lane: _Lane, address: int) -> None:
+    def receive(self, lane: _Lane, address: int) -> None:
         """As :meth:`_Lander.receive`."""
+        count = self._sizes.popleft()
         code = self._native.receive(self._job, self._next, count, self._numbers[lane], address, lane.down.handle, True)
         self._device.check_code(code, "copying from the GPU")
         self._next += count
@@ -524,16 +527,24 @@ def _runs(view: np.ndarray) -> tuple[int, int]:
     return axes, run
 
 
-def _described(part: _Part) -> tuple[Any, ...]:
-    """A part as ``_copy.c`` takes it."""
-    view, (axes, run) = part.view, _runs(part.view)
-    return view.__array_interface__["data"][0], part.offset, view.nbytes, run, view.shape[:axes], view.strides[:axes]
+def _described(array: np.ndarray, part_bytes: int) -> tuple[tuple[Any, ...], int, int]:
+    """An array as ``_copy.c`` takes it, the number of its parts, and the bytes of the largest one."""
+    axes, run = _runs(array)
+    if axes:
+        axis = next(i for i, n in enumerate(array.shape) if n > 1)
+        rows = array.shape[axis]
+        row = array.nbytes // rows
+        step = min(max(1, part_bytes // row), rows)
+    else:
+        axis, rows, row, step = -1, array.nbytes, 1, min(-(-part_bytes // 4096) * 4096, array.nbytes)
+    address = array.__array_interface__["data"][0]
+    return (address, array.nbytes, run, array.shape[:axes], array.strides[:axes], axis, step), -(-rows // step), step * row
 
 
-def _for_c(part: _Part) -> bool:
-    """Whether ``_copy.c`` can copy a part, and no slower than numpy would."""
-    axes, run = _runs(part.view)
-    return part.view.dtype.isnative and axes <= 6 and (run >= LEAST_RUN_BYTES or not axes)
+def _for_c(array: np.ndarray) -> bool:
+    """Whether ``_copy.c`` can copy an array, and no slower than numpy would."""
+    axes, run = _runs(array)
+    return array.dtype.isnative and axes <= 6 and (run >= LEAST_RUN_BYTES or not axes)
 
 
 class _Lane:
@@ -642,21 +653,16 @@ class _Pipeline:
     def __init__(self, lanes: Sequence[_Lane], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None) -> None:
         self._lanes, self._y = lanes, y
         device, chunks = lanes[0].device, lanes[0].chunks  # all lanes have the same chunks, but for their plans
-        # what goes up: the filter, then the chunks, in parts where it has to be staged
+        # what goes up: the filter, then the chunks; in parts where it has to be staged
         total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
-        part_bytes = min(PART_BYTES if device.copier is None else PART_BYTES // 2, max(total // 24, LEAST_PART_BYTES))
-        self._up: list[_Part] = []
-        self._down: list[_Part] = []
-
-        def going(way: list[_Part], array: np.ndarray) -> int:
-            parts = _parts(array, part_bytes)
-            way += parts
-            return len(parts)
-
-        #: of the filter's arrays: which, and its parts
-        self._filter_up: list[tuple[int, int]] = []
-        if any(lane.lacks_filter for lane in lanes):
-            self._filter_up = [(i, going(self._up, a)) for i, a in enumerate(filters.arrays) if a is not None and a.nbytes]
+        self._part_bytes = min(PART_BYTES if device.copier is None else PART_BYTES // 2, max(total // 24, LEAST_PART_BYTES))
+        self._up: list[np.ndarray] = []
+        #: which of the filter's arrays go up
+        self._filter_up: list[int] = []
+        for i, array in enumerate(filters.arrays):
+            if array is not None and array.nbytes and any(lane.lacks_filter for lane in lanes):
+                self._filter_up.append(i)
+                self._up.append(array)
         #: arrays that are copied from where they lie: which of a lane's places they go to, and what a chunk has of them
         self._straight: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
         staged: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
@@ -664,9 +670,10 @@ class _Pipeline:
             if array is not None and array.nbytes:
                 straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
                 (self._straight if straight else staged).append((which, array, part_of))
-        #: of each chunk: which of a lane's places, and its parts
-        self._going_up = [[(which, going(self._up, part_of(chunk, array))) for which, array, part_of in staged] for chunk in chunks]
-        self._going_down = [0 if device.is_pinned(y) else going(self._down, chunk.into(y)) for chunk in chunks]
+        #: which of a lane's places the other arrays of each chunk go to
+        self._staged = [which for which, _, _ in staged]
+        self._up += [part_of(chunk, array) for chunk in chunks for _, array, part_of in staged]
+        self._down = [] if device.is_pinned(y) else [chunk.into(y) for chunk in chunks]
 
     def run(self) -> None:
         """Convolve all chunks; returns when the results are in place."""
@@ -679,21 +686,23 @@ class _Pipeline:
                     stack.callback(stream.synchronize)
             self._launch(feeder, lander)
 
-    def _copies(self, parts: Sequence[_Part], up: bool) -> Any:
-        """What copies `parts` to the GPUs, or from them, by way of page-locked buffers."""
+    def _copies(self, arrays: Sequence[np.ndarray], up: bool) -> Any:
+        """What copies `arrays` to the GPUs, or from them, by way of page-locked buffers."""
         device = self._lanes[0].device
-        if device.copier is not None and all(map(_for_c, parts)):
-            return _InC(self._lanes, parts, min(len(self._lanes) * THREADS_IN_C, os.cpu_count() or 1), up)
-        return _Feeder(device, parts, THREADS) if up else _Lander(device, parts, THREADS)
+        if device.copier is not None and all(map(_for_c, arrays)):
+            return _InC(self._lanes, arrays, self._part_bytes, min(len(self._lanes) * THREADS_IN_C, os.cpu_count() or 1), up)
+        cut = [_parts(array, self._part_bytes) for array in arrays]
+        parts, sizes = [part for parts in cut for part in parts], [len(parts) for parts in cut]
+        return (_Feeder if up else _Lander)(device, parts, THREADS, sizes)
 
     def _launch(self, feeder: Any, lander: Any) -> None:
         """Queue all copies and kernels."""
-        for which, count in self._filter_up:
-            feeder.send(count, [(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
+        for which in self._filter_up:
+            feeder.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
         for lane in self._lanes:
             with lane.device:
                 lane.pack()
-        for i in range(len(self._going_up)):
+        for i in range(len(self._lanes[0].chunks)):
             lane = self._next_lane()
             with lane.device:
                 self._launch_chunk(i, lane, feeder, lander)
@@ -712,15 +721,15 @@ class _Pipeline:
         """Queue chunk `i` on a lane, whose context is current."""
         device, chunk = lane.device, lane.chunks[i]
         lane.make_room()
-        for which, count in self._going_up[i]:
-            feeder.send(count, [(lane, int(lane.places[which][lane.slot]))])
+        for which in self._staged:
+            feeder.send([(lane, int(lane.places[which][lane.slot]))])
         for which, array, part_of in self._straight:
             device.copy_in(lane.places[which][lane.slot], array, part_of(chunk, array), lane.up)
         result = lane.launch(chunk)
         if lander is None:
             device.copy_out(self._y, chunk.into(self._y), result, lane.down)
         else:
-            lander.receive(self._going_down[i], lane, result)
+            lander.receive(lane, result)
         lane.done(counted=len(self._lanes) > 1)
 
 

@@ -3,7 +3,7 @@
 // What bounds a call on ordinary arrays is the host: one thread copies 6 GB/s, a bus carries 55. Threads of Python do not add up,
 // as they wait for the GIL between two copies, and the thread that launches waits for it with them. These threads never take it.
 //
-// A job is an array's way in one direction, cut into parts, with a ring of buffers: part k goes through buffer k % slots.
+// A job is the way of some arrays in one direction, cut into parts, with a ring of buffers: part k goes through buffer k % slots.
 //
 //     up:   a thread copies a part to its buffer; send() copies the buffer to a GPU and records the buffer's event
 //     down: receive() copies a part from a GPU to its buffer and records the event; a thread waits for that and copies the part to its place
@@ -57,7 +57,7 @@ typedef struct Job {
   Py_ssize_t busy, most;  // threads at work, and how many may be
   int error, closed;
   pthread_cond_t changed;
-  PyObject* memory;  // what the ring and the parts lie in
+  PyObject* memory;  // what the ring and the arrays lie in
 } Job;
 
 static const char JOB[] = "pycuda_conv.runtime._copy.job";
@@ -199,26 +199,49 @@ static void free_job(Job* job) {
 
 static void forget(PyObject* capsule) { free_job(PyCapsule_GetPointer(capsule, JOB)); }
 
-// A part: (address, offset, bytes, run, shape of runs, strides)
-static int read_part(PyObject* from, Part* part) {
+// An array: (address, bytes, run, shape of runs, strides, axis, step). It is cut every `step` rows of `axis`, or bytes of its one run.
+static int read_array(PyObject* from, Part* whole, Py_ssize_t* axis, Py_ssize_t* step) {
   unsigned long long host;
   PyObject *shape, *strides;
-  if (!PyArg_ParseTuple(from, "KnnnO!O!", &host, &part->offset, &part->bytes, &part->run, &PyTuple_Type, &shape, &PyTuple_Type, &strides)) return -1;
-  part->host = address_of(host);
+  if (!PyArg_ParseTuple(from, "KnnO!O!nn", &host, &whole->bytes, &whole->run, &PyTuple_Type, &shape, &PyTuple_Type, &strides, axis, step)) return -1;
+  whole->host = address_of(host);
   Py_ssize_t dimensions = PyTuple_Size(shape), runs = 1;
-  if (dimensions > DIMENSIONS || PyTuple_Size(strides) != dimensions) return PyErr_SetString(PyExc_ValueError, "a part has too many dimensions"), -1;
-  part->dimensions = (int)dimensions;
-  for (int i = 0; i < part->dimensions; i++) {
-    part->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i));
-    part->strides[i] = PyLong_AsSsize_t(PyTuple_GetItem(strides, i));
-    runs *= part->shape[i];
+  if (dimensions > DIMENSIONS || PyTuple_Size(strides) != dimensions) return PyErr_SetString(PyExc_ValueError, "an array has too many dimensions"), -1;
+  whole->dimensions = (int)dimensions;
+  for (int i = 0; i < whole->dimensions; i++) {
+    whole->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i));
+    whole->strides[i] = PyLong_AsSsize_t(PyTuple_GetItem(strides, i));
+    runs *= whole->shape[i];
   }
   if (PyErr_Occurred()) return -1;
-  if ((size_t)runs * part->run != part->bytes) return PyErr_SetString(PyExc_ValueError, "a part's runs are not its bytes"), -1;
+  if (!whole->bytes || (size_t)runs * whole->run != whole->bytes || *step < 1 || *axis >= dimensions || (*axis < 0 && dimensions))
+    return PyErr_SetString(PyExc_ValueError, "an array's runs are not its bytes"), -1;
   return 0;
 }
 
-static int read_job(Job* job, const unsigned long long* functions, PyObject* parts, PyObject* contexts) {
+// The parts of `arrays`, counted, and written to `parts` unless that is NULL.
+static Py_ssize_t cut(PyObject* arrays, Part* parts) {
+  Py_ssize_t count = 0;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(arrays); i++) {
+    Part whole;
+    Py_ssize_t axis, step;
+    if (read_array(PyTuple_GetItem(arrays, i), &whole, &axis, &step)) return -1;
+    Py_ssize_t rows = axis < 0 ? (Py_ssize_t)whole.bytes : whole.shape[axis], row = (Py_ssize_t)whole.bytes / rows;
+    for (Py_ssize_t first = 0; first < rows; first += step, count++) {
+      if (!parts) continue;
+      Py_ssize_t taken = rows - first < step ? rows - first : step;
+      Part* part = &parts[count];
+      *part = whole;
+      part->host += first * (axis < 0 ? 1 : whole.strides[axis]);
+      part->offset = (size_t)(first * row), part->bytes = (size_t)(taken * row);
+      if (axis < 0) part->run = part->bytes;
+      else part->shape[axis] = taken;
+    }
+  }
+  return count;
+}
+
+static int read_job(Job* job, const unsigned long long* functions, PyObject* arrays, PyObject* contexts) {
   job->driver.copy_in = (int (*)(uint64_t, const void*, size_t, void*))address_of(functions[0]);
   job->driver.copy_out = (int (*)(void*, uint64_t, size_t, void*))address_of(functions[1]);
   job->driver.create = (int (*)(void**, unsigned))address_of(functions[2]);
@@ -227,7 +250,8 @@ static int read_job(Job* job, const unsigned long long* functions, PyObject* par
   job->driver.synchronize = (int (*)(void*))address_of(functions[5]);
   job->driver.push = (int (*)(void*))address_of(functions[6]);
   job->driver.pop = (int (*)(void**))address_of(functions[7]);
-  Py_ssize_t count = PyTuple_Size(parts), lanes = PyTuple_Size(contexts);
+  Py_ssize_t count = cut(arrays, NULL), lanes = PyTuple_Size(contexts);
+  if (count < 0) return -1;
   if (job->slots < 1 || lanes < 1 || lanes > LANES) return PyErr_SetString(PyExc_ValueError, "a job needs buffers and lanes"), -1;
   job->parts = PyMem_Calloc(count + 1, sizeof *job->parts);
   job->contexts = PyMem_Calloc(lanes, sizeof *job->contexts);
@@ -236,10 +260,9 @@ static int read_job(Job* job, const unsigned long long* functions, PyObject* par
   job->done = PyMem_Calloc(count + 1, 1);
   if (!job->parts || !job->contexts || !job->events || !job->used || !job->done) return PyErr_NoMemory(), -1;
   job->lanes = lanes;
-  for (Py_ssize_t i = 0; i < count; i++) {
-    if (read_part(PyTuple_GetItem(parts, i), &job->parts[i])) return -1;
+  cut(arrays, job->parts);
+  for (Py_ssize_t i = 0; i < count; i++)
     if (job->parts[i].bytes > job->slot_bytes) return PyErr_SetString(PyExc_ValueError, "a part is larger than its buffer"), -1;
-  }
   job->count = count;
   for (Py_ssize_t i = 0; i < lanes; i++) job->contexts[i] = PyLong_AsVoidPtr(PyTuple_GetItem(contexts, i));
   return PyErr_Occurred() ? -1 : 0;
@@ -257,19 +280,19 @@ static int create_events(Job* job) {
   return 0;
 }
 
-// job(functions, up, parts, ring, slot bytes, slots, contexts, most, memory) -> job, or the driver's error
+// job(functions, up, arrays, ring, slot bytes, slots, contexts, most, memory) -> job, or the driver's error
 //
 // `memory` is any object: the job keeps it for as long as threads may copy to it or from it.
 static PyObject* make_job(PyObject* self, PyObject* args) {
   unsigned long long functions[8], ring;
-  PyObject *parts, *contexts, *memory;
+  PyObject *arrays, *contexts, *memory;
   Job* job = PyMem_Calloc(1, sizeof *job);
   if (!job) return PyErr_NoMemory();
   pthread_cond_init(&job->changed, NULL);
   if (!PyArg_ParseTuple(args, "(KKKKKKKK)pO!KnnO!nO", &functions[0], &functions[1], &functions[2], &functions[3], &functions[4], &functions[5],
-                        &functions[6], &functions[7], &job->up, &PyTuple_Type, &parts, &ring, &job->slot_bytes, &job->slots, &PyTuple_Type, &contexts,
+                        &functions[6], &functions[7], &job->up, &PyTuple_Type, &arrays, &ring, &job->slot_bytes, &job->slots, &PyTuple_Type, &contexts,
                         &job->most, &memory) ||
-      (job->ring = address_of(ring), read_job(job, functions, parts, contexts))) {
+      (job->ring = address_of(ring), read_job(job, functions, arrays, contexts))) {
     free_job(job);
     return NULL;
   }
@@ -372,7 +395,7 @@ static PyObject* threads(PyObject* self, PyObject* args) {
 }
 
 static PyMethodDef methods[] = {
-    {"job", make_job, METH_VARARGS, "job(functions, up, parts, ring, slot bytes, slots, contexts, most, memory): a job, or the driver's error."},
+    {"job", make_job, METH_VARARGS, "job(functions, up, arrays, ring, slot bytes, slots, contexts, most, memory): a job, or the driver's error."},
     {"send", send, METH_VARARGS, "send(job, first, count, lane, address, stream, last): the error or 0."},
     {"receive", receive, METH_VARARGS, "receive(job, first, count, lane, address, stream, last): the error or 0."},
     {"close", close_job, METH_O, "close(job): the error or 0."},
