@@ -42,9 +42,9 @@ CHUNK_BYTES = 12 << 20
 #: Chunks on the device at a time: one coming in, one being convolved, one going out.
 ON_DEVICE = 3
 #: Of several GPUs each is given so many chunks ahead: enough to keep it busy, little enough for the others to get the rest.
-QUEUED = 4
+QUEUED = 8
 #: Smaller arrays are cut into eighths, but no finer than this: each chunk costs some 50 us of the host's time.
-LEAST_CHUNK_BYTES = 8 << 20
+LEAST_CHUNK_BYTES = 4 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
 #: What one thread copies at a time; less where there is less to share.
@@ -55,10 +55,10 @@ HELPED_BYTES = 128 << 20
 THREADS = min(6, os.cpu_count() or 1)
 #: Such threads of C, in each direction and for each GPU of a call.
 THREADS_IN_C = 8
-#: Threads that copy one array to another one.
-COPYING = 4
+#: Threads that copy one array to another one. Several of these go on at a time.
+COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
 #: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
-LEAST_SHARED_BYTES = 4 * LEAST_CHUNK_BYTES
+LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
 #: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
 PACE_BYTES, PACE_ROUNDS, WORTH = 64 << 20, 4, 1.03
 #: Shorter runs of bytes that lie together are left to numpy.
@@ -301,7 +301,7 @@ def copy(target: np.ndarray, source: Any) -> None:
 
     helpers: list[Future[None]] = []
     with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads
-        for _ in range(min(COPYING, os.cpu_count() or 1, len(left)) - 1):
+        for _ in range(min(COPYING, len(left)) - 1):
             helpers.append(_Worker.submit(work))
     try:
         work()
@@ -437,6 +437,8 @@ class _Feeder(_Threads):
         for _ in self._running:
             self.free(np.empty(self._nbytes, np.uint8))
         super().close()
+        while not self._free.empty():
+            self._free.get()  # events have to go while their GPU's context is current
 
 
 class _Lander(_Threads):
@@ -479,21 +481,21 @@ class _Lander(_Threads):
 class _InC:
     """What :class:`_Feeder` and :class:`_Lander` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
 
-    def __init__(self, lanes: Sequence[_Lane], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
-        device = lanes[0].device
-        self._device, self._native, self._numbers = device, device.copier, {lane: i for i, lane in enumerate(lanes)}
+    def __init__(self, devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
+        device = devices[0]
+        self._device, self._native, self._numbers = device, device.copier, {one: i for i, one in enumerate(devices)}
         described, sizes, largest = zip(*(_described(array, part_bytes) for array in arrays), strict=True)
         self._sizes = deque(sizes)
         slots, nbytes = min(max(2 * threads, 4), sum(sizes)), max(largest)
         ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
         self._next = 0
-        contexts = tuple(lane.device.context.handle for lane in lanes)
+        contexts = tuple(one.context.handle for one in devices)
         address = ring.__array_interface__["data"][0]
         job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, arrays))
         if isinstance(job, int):
             device.check_code(job, "creating events")
         self._job = job
-        self._native.threads(min(len(lanes) * 3 * THREADS_IN_C, os.cpu_count() or 1))
+        self._native.threads(min(len(devices) * 3 * THREADS_IN_C, os.cpu_count() or 1))
 
     def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
         """As :meth:`_Feeder.send`."""
@@ -502,14 +504,14 @@ class _InC:
         for _ in range(0, count, at_once):
             for lane, address in targets:
                 last = lane is targets[-1][0]
-                code = self._native.send(self._job, self._next, at_once, self._numbers[lane], address, lane.up.handle, last)
+                code = self._native.send(self._job, self._next, at_once, self._numbers[lane.device], address, lane.up.handle, last)
                 self._device.check_code(code, "copying to the GPU")
             self._next += at_once
 
     def receive(self, lane: _Lane, address: int) -> None:
         """As :meth:`_Lander.receive`."""
         count = self._sizes.popleft()
-        code = self._native.receive(self._job, self._next, count, self._numbers[lane], address, lane.down.handle, True)
+        code = self._native.receive(self._job, self._next, count, self._numbers[lane.device], address, lane.down.handle, True)
         self._device.check_code(code, "copying from the GPU")
         self._next += count
 
@@ -650,9 +652,13 @@ class _Pipeline:
     copied by the same threads for all of them.
     """
 
-    def __init__(self, lanes: Sequence[_Lane], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None) -> None:
-        self._lanes, self._y = lanes, y
-        device, chunks = lanes[0].device, lanes[0].chunks  # all lanes have the same chunks, but for their plans
+    def __init__(
+        self, gpus: Sequence[tuple[CudaDevice, Sequence[_Chunk]]], x: np.ndarray, filters: Filter, y: np.ndarray,
+        residual: np.ndarray | None,
+    ) -> None:
+        self._gpus, self._filters, self._y, self._has_residual = gpus, filters, y, residual is not None
+        self._lanes: list[_Lane] = []
+        device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
         # what goes up: the filter, then the chunks; in parts where it has to be staged
         total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
         self._part_bytes = min(PART_BYTES if device.copier is None else PART_BYTES // 2, max(total // 24, LEAST_PART_BYTES))
@@ -660,7 +666,7 @@ class _Pipeline:
         #: which of the filter's arrays go up
         self._filter_up: list[int] = []
         for i, array in enumerate(filters.arrays):
-            if array is not None and array.nbytes and any(lane.lacks_filter for lane in lanes):
+            if array is not None and array.nbytes and any(filters.on(one) is None for one, _ in gpus):
                 self._filter_up.append(i)
                 self._up.append(array)
         #: arrays that are copied from where they lie: which of a lane's places they go to, and what a chunk has of them
@@ -675,25 +681,36 @@ class _Pipeline:
         self._up += [part_of(chunk, array) for chunk in chunks for _, array, part_of in staged]
         self._down = [] if device.is_pinned(y) else [chunk.into(y) for chunk in chunks]
 
-    def run(self) -> None:
-        """Convolve all chunks; returns when the results are in place."""
+    def run(self, after: Any = None) -> None:
+        """Convolve all chunks, after what the stream `after` holds now; returns when the results are in place."""
         # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
         with ExitStack() as stack:
+            stack.callback(self._close_lanes)
+            # threads begin to copy while the GPUs' memory is made ready
             feeder = stack.enter_context(closing(self._copies(self._up, True))) if self._up else None
             lander = stack.enter_context(closing(self._copies(self._down, False))) if self._down else None
-            for lane in self._lanes:
+            for device, chunks in self._gpus:
+                with device:
+                    if after is not None:
+                        device.wait_for(after)
+                    lane = _Lane(device, chunks, self._filters, self._has_residual)
+                self._lanes.append(lane)
                 for stream in lane.streams:
                     stack.callback(stream.synchronize)
             self._launch(feeder, lander)
 
+    def _close_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
     def _copies(self, arrays: Sequence[np.ndarray], up: bool) -> Any:
         """What copies `arrays` to the GPUs, or from them, by way of page-locked buffers."""
-        device = self._lanes[0].device
-        if device.copier is not None and all(map(_for_c, arrays)):
-            return _InC(self._lanes, arrays, self._part_bytes, min(len(self._lanes) * THREADS_IN_C, os.cpu_count() or 1), up)
+        devices = [device for device, _ in self._gpus]
+        if devices[0].copier is not None and all(map(_for_c, arrays)):
+            return _InC(devices, arrays, self._part_bytes, min(len(devices) * THREADS_IN_C, os.cpu_count() or 1), up)
         cut = [_parts(array, self._part_bytes) for array in arrays]
         parts, sizes = [part for parts in cut for part in parts], [len(parts) for parts in cut]
-        return (_Feeder if up else _Lander)(device, parts, THREADS, sizes)
+        return (_Feeder if up else _Lander)(devices[0], parts, THREADS, sizes)
 
     def _launch(self, feeder: Any, lander: Any) -> None:
         """Queue all copies and kernels."""
@@ -902,16 +919,9 @@ def _run(
     stream: Any = None,
 ) -> None:
     """Let GPUs, each with its plans for all chunks, compute `y` together. There is at least one chunk."""
-    lanes: list[_Lane] = []
-    with ExitStack() as stack:
-        for device, chunks in gpus[: len(gpus[0][1])]:
-            with device:
-                if stream is not None:
-                    device.wait_for(stream)
-                lanes.append(_Lane(device, chunks, filters, residual is not None))
-            stack.callback(lanes[-1].close)
-        with lanes[0].device:
-            _Pipeline(lanes, x, filters, y, residual).run()
+    first, chunks = gpus[0]
+    with first:
+        _Pipeline(gpus[: len(chunks)], x, filters, y, residual).run(stream)
 
 
 def _convolve_small(
