@@ -1549,11 +1549,12 @@ def test_a_gpu_with_less_to_do_gets_the_next_chunk(simulated, cut, monkeypatch):
         return original(lane, chunk)
 
     monkeypatch.setattr(host._Lane, "launch", launch)
+    monkeypatch.setattr(host, "QUEUED", 3)
     cut(2000, 500)
     x, w, b = IMAGES.normals("float32")
     x = np.concatenate([x] * 3)
     y = call(IMAGES, x, w, b, devices=[0, 1])
-    assert len(given) == len(x) and host.QUEUED <= given.count(slow) < len(given) // 3
+    assert len(given) == len(x) and 1 <= given.count(slow) < len(given) // 3
     assert np.array_equal(y, call(IMAGES, x, w, b))
 
 
