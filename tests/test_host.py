@@ -1329,6 +1329,40 @@ def test_a_broken_context_raises_and_leaves_no_thread(gpus, cut):
             gpus[0].broken = gpus[0].fail = None
 
 
+@needs_torch
+@pytest.mark.parametrize("point", ["send", "receive", "launch", "done", "_next_lane"])
+def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
+    """Ctrl-C, which Python raises when a call of C or of the driver returns: threads and streams are waited for, and the next call is right."""
+    cut(2000, 500)
+    arrays, before, interrupted = IMAGES.integers("float32"), memory(gpus), 0
+    expected = IMAGES.reference(*arrays)
+    for at, devices in itertools.product((1, 2, 7), [[0], range(len(gpus))]):
+        seen = itertools.count(1)
+
+        def stopped(original, at=at, seen=seen):
+            def call_it(*args, **options):
+                made = original(*args, **options)
+                if next(seen) == at:
+                    raise KeyboardInterrupt
+                return made
+
+            return call_it
+
+        out = np.full(expected.shape, np.nan, "f")
+        with monkeypatch.context() as patch:
+            for owner in (host._Feeder, host._Lander, host._InC, host._Lane, host._Pipeline):
+                if hasattr(owner, point):
+                    patch.setattr(owner, point, stopped(getattr(owner, point)))
+            try:
+                within(60, lambda out=out, devices=devices: call(IMAGES, *arrays, out=out, devices=devices))
+            except KeyboardInterrupt:
+                interrupted += 1
+        settle()
+        assert memory(gpus) == before and not DriverInC.events
+        assert np.array_equal(call(IMAGES, *arrays, devices=devices), expected)
+    assert interrupted == 6
+
+
 @needs_copier
 @needs_torch
 @pytest.mark.parametrize("devices", [[0], [0, 1]], ids=str)
