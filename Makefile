@@ -38,7 +38,7 @@ help:
 setup: $(READY)
 
 ifneq ($(READY),)
-$(READY): setup.cfg setup.py pycuda_conv/runtime/_launch.c pyproject.toml constraints.txt scripts/setup_env.sh
+$(READY): setup.cfg setup.py pycuda_conv/runtime/_launch.c pycuda_conv/runtime/_copy.c pyproject.toml constraints.txt scripts/setup_env.sh
 	PYTHON="$(PYTHON)" scripts/setup_env.sh "$(VENV)"
 	@touch $@
 endif

@@ -33,7 +33,7 @@ from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import BackendError, ConvArgumentError, brief
 from pycuda_conv.execute import pipeline
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime import default_backend
+from pycuda_conv.runtime import default_backend, get_device
 
 # ---- where chunks lie
 
@@ -134,6 +134,26 @@ class ChunkPlace:
                 _busy[gpu.name] -= 1
 
 
+    def empty(self, like: Any, shape: tuple[int, ...]) -> Any:
+        """An uninitialised array like `like`, page-locked where a GPU is to read it: a GPU fetches that without a further copy."""
+        gpu = self._gpu() if isinstance(like, np.ndarray) else None
+        if gpu is None:
+            return np.empty_like(like, shape=shape, order="C")
+        with gpu:
+            memory = gpu.pinned_or_ordinary((math.prod(shape) * like.dtype.itemsize,), np.dtype(np.uint8))
+        return memory.view(like.dtype).reshape(shape)
+
+    def _gpu(self) -> Any:
+        """One of the GPUs, or None where chunks are not convolved on any. What is wrong with `device` a chunk's call will say."""
+        try:
+            if self.devices is not None:
+                return dispatch.gpus_of(self.devices)[0]
+            device = get_device(self.device) if self.device is not None or default_backend() == "cuda" else None
+        except BackendError:
+            return None
+        return device if device is not None and device.backend == "cuda" else None
+
+
 _lock = threading.Lock()
 _busy: Counter[str] = Counter()
 
@@ -170,10 +190,10 @@ def _alike(arrays: Sequence[Any]) -> tuple[ArrayKind, list[Any]]:
     return kind, list(arrays)
 
 
-def _joined(block: Any, axes: Sequence[int], *rims: Any) -> Any:
+def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | None = None) -> Any:
     """A copy of `block` with what lies before and after it along `axes`: two of `rims`, or None, for each.
 
-    What lies there along an axis covers what was joined along the axes before.
+    What lies there along an axis covers what was joined along the axes before. With a `place`, the copy is to be convolved there.
     """
     around = list(zip(axes, rims[::2], rims[1::2], strict=True))
     shape, inner = list(block.shape), [slice(0, n) for n in block.shape]
@@ -181,8 +201,12 @@ def _joined(block: Any, axes: Sequence[int], *rims: Any) -> Any:
         start = 0 if before is None else before.shape[axis]
         inner[axis] = slice(start, start + shape[axis])
         shape[axis] += start + (0 if after is None else after.shape[axis])
-    y = np.empty_like(block, shape=tuple(shape), order="C")
-    y[tuple(inner)] = block
+    if place is None:
+        y = np.empty_like(block, shape=tuple(shape), order="C")
+        y[tuple(inner)] = block
+    else:
+        y = place.empty(block, tuple(shape))
+        pipeline.copy(y[tuple(inner)], block)
     for axis, before, after in around:
         for rim, rows in ((before, slice(0, inner[axis].start)), (after, slice(inner[axis].stop, None))):
             if rim is not None:
@@ -196,6 +220,11 @@ def _rim(block: Any, axis: int, rows: slice, earlier: Sequence[int], *rims: Any)
     """The `rows` of a chunk along `axis`, which a neighbour needs, with those of `rims` along the `earlier` axes."""
     here = (slice(None),) * axis + (rows,)
     return _joined(block[here], earlier, *(None if rim is None else rim[here] for rim in rims))
+
+
+def _joined_at(place: ChunkPlace, *arguments: Any) -> Any:
+    """As :func:`_joined`, for a chunk that is convolved at `place`."""
+    return _joined(*arguments, place=place)
 
 
 def _run(problem: ConvProblem, arrays: Sequence[Any], place: ChunkPlace) -> Any:
@@ -370,7 +399,7 @@ def graph(
         arguments += [_as_dask(array).rechunk(chunks), index]
     return da.blockwise(
         _Chunks(problem, lead, place, tuple(others), repeated), result_index,
-        _with_neighbours(x, axes, lead), (*images, channels_in, *space), weight, weight_index, _Where(axes), space, *arguments,
+        _with_neighbours(x, axes, lead, place), (*images, channels_in, *space), weight, weight_index, _Where(axes), space, *arguments,
         adjust_chunks={channels_out: result_channels, **{s: axis.result_chunks for s, axis in zip(space, axes, strict=True)}},
         align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", dtype=x.dtype, meta=_meta(x, x.ndim),
     )
@@ -395,7 +424,8 @@ def _weight_graph(problem: ConvProblem, x: Any, grad_output: Any, place: ChunkPl
     new_axes = dict(zip(taps, problem.filter_size[3 - ndim :], strict=True))
     parts = da.blockwise(
         _WeightChunks(forward, lead, place), (*images, *space, k, c, *taps),
-        _with_neighbours(x, axes, lead), (*images, "g" if grouped else c, *space), grad_output, (*images, k, *space), _Where(axes), space,
+        _with_neighbours(x, axes, lead, place), (*images, "g" if grouped else c, *space), grad_output, (*images, k, *space),
+        _Where(axes), space,
         new_axes={**new_axes, "u": per_group} if grouped else new_axes, adjust_chunks={**dict.fromkeys((*images, *space), 1), k: k_chunks},
         align_arrays=False, token=f"conv{ndim}d_weight", dtype=x.dtype, meta=_meta(x, lead + 2 * ndim + 2),
     )
@@ -408,8 +438,8 @@ def _sum(parts: Any, axes: int, dtype: Any) -> Any:
     return parts.astype(wide).sum(axis=tuple(range(axes)), dtype=wide).astype(dtype)
 
 
-def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int) -> Any:
-    """`x` in the chunks of `axes`, each with the rows that it needs of its neighbours.
+def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int, where: ChunkPlace) -> Any:
+    """`x` in the chunks of `axes`, each with the rows that it needs of its neighbours, to be convolved `where` they are told.
 
     ``dask.array.overlap`` does this with one task for each of a chunk's 26 neighbours in space. Here there are six: what a neighbour gives
     along an axis includes what it was given itself along the axes before, so the corners come with the faces.
@@ -419,7 +449,7 @@ def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int) -> Any:
     if not depths:
         return x
     token = tokenize(x.name, depths)
-    name, rim_name = f"neighbours-{token}", f"rim-{token}"
+    name, rim_name = f"neighbours-{tokenize(token, where)}", f"rim-{token}"
     graph: dict[Any, Any] = {}
 
     def rims(place: tuple[int, ...], axes: Sequence[int]) -> list[Any]:
@@ -443,7 +473,7 @@ def _with_neighbours(x: Any, axes: Sequence[_Axis], lead: int) -> Any:
 
     for place in product(*map(range, x.numblocks)):
         key = name, *place
-        graph[key] = (_joined, (x.name, *place), tuple(depths), *rims(place, tuple(depths)))
+        graph[key] = (_joined_at, where, (x.name, *place), tuple(depths), *rims(place, tuple(depths)))
     chunks = list(x.chunks)
     for axis, (before, after) in depths.items():
         last = len(chunks[axis]) - 1

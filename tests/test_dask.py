@@ -1,5 +1,6 @@
 """dask arrays: results, chunks, what is refused when the graph is built, and clusters of real processes."""
 
+import contextlib
 import os
 import pickle
 import re
@@ -20,6 +21,7 @@ from reference import DTYPES, EPS
 
 import pycuda_conv as pc
 from pycuda_conv import dispatch
+from pycuda_conv.execute import pipeline
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
 
@@ -284,6 +286,44 @@ def test_a_chunk_goes_to_the_gpu_with_the_least_to_do(monkeypatch):
         with place.taken() as third, place.taken() as fourth:
             assert {third, fourth} == set(gpus)
     assert not any(chunked._busy.values())
+
+
+def test_chunks_are_joined_in_memory_that_a_gpu_reads(monkeypatch):
+    """Page-locked where the chunk goes to a GPU, ordinary elsewhere; the same values, every dtype."""
+    from pycuda_conv import dask as chunked
+
+    class Opencl:
+        backend = "opencl"
+
+    class Gpu(contextlib.nullcontext):
+        backend, lent = "cuda", []
+
+        def pinned_or_ordinary(self, shape, dtype):
+            self.lent.append(np.empty(shape, dtype))
+            return self.lent[-1]
+
+    for dtype in (*DTYPES, ">f4"):
+        x = (draw(1, 2, 20, 30) * 9).astype(dtype)
+        block, before, after = x[:, :, 3:18], x[:, :, 1:3], x[:, :, 18:]
+        for place, gpu in ((chunked.ChunkPlace("opencl"), None), (chunked.ChunkPlace(0), Gpu()), (chunked.ChunkPlace(devices=(0, 1)), Gpu())):
+            monkeypatch.setattr(chunked, "get_device", lambda device, gpu=gpu: gpu or Opencl())
+            monkeypatch.setattr(dispatch, "gpus_of", lambda devices, gpu=gpu: (gpu,))
+            Gpu.lent.clear()
+            y = chunked._joined_at(place, block, (2,), before, after)
+            assert y.dtype == x.dtype and np.array_equal(y.view("u1"), x[:, :, 1:].copy().view("u1"))
+            assert len(Gpu.lent) == (gpu is not None) and all(np.shares_memory(y, one) for one in Gpu.lent)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_arrays_are_copied_by_threads(monkeypatch, threads):
+    monkeypatch.setattr(pipeline, "COPYING", threads)
+    monkeypatch.setattr(pipeline, "PART_BYTES", 1000)
+    for source in (draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3)):
+        whole = np.zeros((*source.shape[:-1], source.shape[-1] + 2), "f")
+        pipeline.copy(whole[..., 1:-1], source)
+        assert np.array_equal(whole[..., 1:-1], source) and not whole[..., 0].any() and not whole[..., -1].any()
+    with pytest.raises(ValueError, match="read-only"):
+        pipeline.copy(np.broadcast_to(np.zeros(1, "f"), (5000,)), draw(5000))
 
 
 def test_the_example_learns_a_filter(device, python_env, tmp_path):

@@ -571,11 +571,6 @@ def test_the_bus_is_charged_with_the_longer_direction():
     assert "50.0 GB/s up" in str(bus)
 
 
-@pytest.mark.parametrize("gpus, expected", [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
-def test_counts_of_gpus(gpus, expected):
-    assert hostbench.counts(gpus) == expected
-
-
 def small(monkeypatch, wrong=None):
     """Small cases, torch on the CPU, ours on OpenCL; `wrong` spoils our results."""
     monkeypatch.setattr(hostbench, "CASES", tuple(hostbench._case(2, 4, 5, 8, 3, kept=kept) for kept in (False, True)))
@@ -615,6 +610,8 @@ def test_the_whole_report(command, opencl, monkeypatch):
     monkeypatch.setattr(hostbench, "get_device", lambda name: device)
     monkeypatch.setattr(hostbench, "measure_bus", lambda *_: bus)
     monkeypatch.setattr(hostbench, "device_count", lambda: 2)
+    copied = []
+    monkeypatch.setattr(hostbench, "copy_only", lambda gpus, x, y: copied.append((len(gpus), np.shares_memory(x, y))))
     monkeypatch.setattr(torch.cuda, "set_device", lambda name: None)
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     way = hostbench.torch_way
@@ -625,6 +622,7 @@ def test_the_whole_report(command, opencl, monkeypatch):
     facts = json.loads(Path("h.json").read_text())
     assert sorted(facts) == ["bus", "machine", "rows", "scaling"] and facts["machine"]["command"] == "pycuda-conv bench --host --devices all --quick"
     assert [row["verdict"] for row in facts["rows"]] == ["ok", "ok"] and [row["gpus"] for row in facts["scaling"]] == [1, 2]
+    assert set(copied) == {(1, False), (2, False)} and all(row["copies_ms"] and row["pinned_copies_ms"] for row in facts["scaling"])
     assert facts["scaling"][0]["speedup"] == 1 and facts["scaling"][1]["bytes_per_second"] > 0
 
 

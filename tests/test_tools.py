@@ -578,7 +578,7 @@ def test_info_tells_its_sections_as_json(command):
     assert (status, err) == (OK, "")
     assert sorted(facts) == ["cuda_missing", "gpu_count", "gpus", "opencl", "uses", "versions"]
     assert facts["versions"]["numpy"] == np.__version__ and len(facts["gpus"]) == facts["gpu_count"]
-    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
+    assert {"backend", "device", "why", "environment", "cache", "kernels", "launcher", "copies"} == set(facts["uses"]) and Path(facts["uses"]["kernels"]).is_dir()
 
 
 def test_verify_passes_and_says_so(command, device, torch, rich):

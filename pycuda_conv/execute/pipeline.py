@@ -15,15 +15,17 @@ from __future__ import annotations
 import math
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, ClassVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 
@@ -39,16 +41,28 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 12 << 20
 #: Chunks on the device at a time: one coming in, one being convolved, one going out.
 ON_DEVICE = 3
+#: Of several GPUs each is given so many chunks ahead: enough to keep it busy, little enough for the others to get the rest.
+QUEUED = 8
 #: Smaller arrays are cut into eighths, but no finer than this: each chunk costs some 50 us of the host's time.
-LEAST_CHUNK_BYTES = 8 << 20
+LEAST_CHUNK_BYTES = 4 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
 #: What one thread copies at a time; less where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
 #: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
 HELPED_BYTES = 128 << 20
-#: Threads that copy between ordinary and page-locked memory, in each direction of a call. More get in each other's way.
+#: Threads of Python that copy between ordinary and page-locked memory, in each direction of a call. More get in each other's way.
 THREADS = min(6, os.cpu_count() or 1)
+#: Such threads of C, in each direction and for each GPU of a call.
+THREADS_IN_C = 8
+#: Threads that copy one array to another one. Several of these go on at a time.
+COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
+#: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
+LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
+#: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
+PACE_BYTES, PACE_ROUNDS, WORTH = 64 << 20, 4, 1.03
+#: Shorter runs of bytes that lie together are left to numpy.
+LEAST_RUN_BYTES = 64
 
 
 class _Worker(threading.Thread):
@@ -189,8 +203,8 @@ class _Chunk:
 
 
 @lru_cache(maxsize=256)
-def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares: int) -> list[_Chunk]:
-    """The pieces that fall to `device`, number `share` of so many, with plans for it.
+def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice) -> list[_Chunk]:
+    """The pieces of a problem with plans for `device`.
 
     All pieces use one configuration, so that a chunk's size does not change its sums.
     """
@@ -201,12 +215,11 @@ def _chunks(plan: Plan, chunk_bytes: int, device: CudaDevice, share: int, shares
     else:
         measured = lookup(largest, device)
         config = measured.config if measured else engines.choose(largest, device)
-    mine = cut[slice(*_cuts(len(cut), shares)[share])]
     plans: dict[ConvProblem, Plan] = {}
-    for problem in {piece.problem for piece in mine}:
+    for problem in {piece.problem for piece in cut}:
         fits = engines.refusal(problem, config, device) is None
         plans[problem] = type(plan)(problem, device, config=config if fits else None)
-    return [_Chunk(piece, plans[piece.problem]) for piece in mine]
+    return [_Chunk(piece, plans[piece.problem]) for piece in cut]
 
 
 @dataclass(frozen=True)
@@ -217,6 +230,11 @@ class _OnDevice:
     bias: Any
     scale: Any
     packed: Mapping[Hashable, Any]
+
+    @property
+    def arrays(self) -> tuple[Any, Any, Any]:
+        """Filter, bias and scale."""
+        return self.weight, self.bias, self.scale
 
 
 class Filter:
@@ -250,13 +268,13 @@ class Filter:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a host array that is packed on the device: where it goes, or comes from, there."""
+    """A part of a host array that is packed on the device: where it begins in the array's block there."""
 
-    address: int
+    offset: int
     view: np.ndarray
 
 
-def _parts(array: np.ndarray, address: int, part_bytes: int) -> list[_Part]:
+def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
     """`array` cut along its first axis that can be, so that each part is packed on the device as well."""
     axis = next((i for i, n in enumerate(array.shape) if n > 1), 0)
     n = array.shape[axis] if array.ndim else 1
@@ -264,8 +282,34 @@ def _parts(array: np.ndarray, address: int, part_bytes: int) -> list[_Part]:
     found = []
     for first, end in _cuts(n, min(n, max(1, array.nbytes // part_bytes))):
         place = (*lead, slice(first, end))
-        found.append(_Part(address + array.nbytes // n * first, array[place]))
+        found.append(_Part(array.nbytes // n * first, array[place]))
     return found
+
+
+def copy(target: np.ndarray, source: Any) -> None:
+    """Copy an array to another of its shape, a large one of numpy's by several threads."""
+    if not isinstance(source, np.ndarray) or source.dtype != target.dtype or source.nbytes < 2 * PART_BYTES:
+        target[...] = source
+        return
+    left = deque(zip(_parts(target, PART_BYTES), _parts(source, PART_BYTES), strict=True))
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                to, part = left.popleft()
+                np.copyto(to.view, part.view)
+
+    helpers: list[Future[None]] = []
+    with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads
+        for _ in range(min(COPYING, len(left)) - 1):
+            helpers.append(_Worker.submit(work))
+    try:
+        work()
+    finally:
+        left.clear()
+        wait(helpers)
+    for helper in helpers:
+        helper.result()
 
 
 class _Threads:
@@ -277,11 +321,11 @@ class _Threads:
     def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
         self._device = device
         self._nbytes = nbytes = max(part.view.nbytes for part in parts)
-        #: buffers, each with the event after which it may be used again
-        self._free: SimpleQueue[tuple[np.ndarray | None, Any]] = SimpleQueue()
+        #: buffers, each with the events after which it may be used again
+        self._free: SimpleQueue[tuple[np.ndarray | None, Sequence[Any]]] = SimpleQueue()
         self._error: BaseException | None = None
         for _ in range(min(threads + 5, len(parts))):
-            self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), None))
+            self._free.put((device.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), ()))
         self._running: list[Future[None]] = []
         with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads: then there are none
             for _ in range(threads):
@@ -294,7 +338,7 @@ class _Threads:
         except BaseException as error:
             self._error = error
             for _ in range(THREADS + 1):  # wake whoever waits for a buffer
-                self._free.put((None, None))
+                self._free.put((None, ()))
             self.failed()
             raise
 
@@ -310,12 +354,12 @@ class _Threads:
         buffer, until = self._free.get()
         if buffer is None:
             raise RuntimeError("copying to or from page-locked memory failed") from self._error
-        if until is not None:
-            until.synchronize()
+        for event in until:
+            event.synchronize()
         return buffer, buffer[: view.nbytes].view(view.dtype.newbyteorder("=")).reshape(view.shape)
 
-    def free(self, buffer: np.ndarray, until: Any = None) -> None:
-        """Let `buffer` be used again, after an event if there is one."""
+    def free(self, buffer: np.ndarray, *until: Any) -> None:
+        """Let `buffer` be used again, after some events."""
         self._free.put((buffer, until))
 
     def close(self) -> None:
@@ -328,10 +372,11 @@ class _Threads:
 class _Feeder(_Threads):
     """Fills buffers with `parts` in their order, ahead of the copies to the device."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
         total = sum(part.view.nbytes for part in parts)
         #: whether the launching thread copies as well
         self._helped = total < HELPED_BYTES
+        self._offsets, self._sizes = [part.offset for part in parts], deque(sizes)
         self._parts = deque(enumerate(parts))
         self._filled: SimpleQueue[tuple[int, np.ndarray, np.ndarray] | None] = SimpleQueue()
         self._early: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -373,6 +418,17 @@ class _Feeder(_Threads):
         self._taken += 1
         return self._early.pop(self._taken - 1)
 
+    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
+        """Copy the next array to blocks of memory on GPUs, given by their addresses; each part from one buffer."""
+        for _ in range(self._sizes.popleft()):
+            buffer, staged = self.take()
+            offset, events = self._offsets[self._taken - 1], []
+            for lane, address in targets:
+                with lane.device as device:
+                    device.copy_in(address + offset, staged, staged, lane.up)
+                    events.append(lane.recorded(lane.up))
+            self.free(buffer, *events)
+
     def failed(self) -> None:
         self._filled.put(None)
 
@@ -381,13 +437,16 @@ class _Feeder(_Threads):
         for _ in self._running:
             self.free(np.empty(self._nbytes, np.uint8))
         super().close()
+        while not self._free.empty():
+            self._free.get()  # events have to go while their GPU's context is current
 
 
 class _Lander(_Threads):
     """Empties buffers into ordinary memory, each when the copy from the device has come."""
 
-    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int) -> None:
+    def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
         self._landed: SimpleQueue[tuple[np.ndarray, np.ndarray, np.ndarray, Any] | None] = SimpleQueue()
+        self._coming, self._sizes = deque(parts), deque(sizes)
         total = sum(part.view.nbytes for part in parts)
         super().__init__(device, parts, max(1, min(threads, len(parts), total // PART_BYTES)))
 
@@ -397,6 +456,14 @@ class _Lander(_Threads):
             arrived.synchronize()
             np.copyto(place, landed)
             self.free(buffer)
+
+    def receive(self, lane: _Lane, address: int) -> None:
+        """Copy the next array from a block of memory on a GPU, whose context is current."""
+        for _ in range(self._sizes.popleft()):
+            part = self._coming.popleft()
+            buffer, landed = self.buffer(part.view)
+            lane.device.copy_out(landed, landed, address + part.offset, lane.down)
+            self.put(buffer, landed, part.view, lane.recorded(lane.down))
 
     def put(self, buffer: np.ndarray, landed: np.ndarray, place: np.ndarray, arrived: Any) -> None:
         """Let a thread copy `landed`, which is in `buffer`, to `place` after the event."""
@@ -411,113 +478,367 @@ class _Lander(_Threads):
         super().close()
 
 
-class _Pipeline:
-    """One call's work on one device, whose context must be current."""
+class _InC:
+    """What :class:`_Feeder` and :class:`_Lander` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
 
-    def __init__(
-        self, device: CudaDevice, chunks: Sequence[_Chunk], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None
-    ) -> None:
-        self._device, self._chunks, self._y = device, chunks, y
-        self._up, self._compute, self._down = device.pipeline_streams()
-        for stream in (self._up, self._compute):
+    def __init__(self, devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
+        device = devices[0]
+        self._device, self._native, self._numbers = device, device.copier, {one: i for i, one in enumerate(devices)}
+        described, sizes, largest = zip(*(_described(array, part_bytes) for array in arrays), strict=True)
+        self._sizes = deque(sizes)
+        slots, nbytes = min(max(2 * threads, 4), sum(sizes)), max(largest)
+        ring = device.pinned_or_ordinary((slots * nbytes,), np.dtype(np.uint8))
+        self._next = 0
+        contexts = tuple(one.context.handle for one in devices)
+        address = ring.__array_interface__["data"][0]
+        job = self._native.job(device.copy_functions, up, described, address, nbytes, slots, contexts, threads, (ring, arrays))
+        if isinstance(job, int):
+            device.check_code(job, "creating events")
+        self._job = job
+        self._native.threads(min(len(devices) * 3 * THREADS_IN_C, os.cpu_count() or 1))
+
+    def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
+        """As :meth:`_Feeder.send`."""
+        count = self._sizes.popleft()
+        at_once = count if len(targets) == 1 else 1
+        for _ in range(0, count, at_once):
+            for lane, address in targets:
+                last = lane is targets[-1][0]
+                code = self._native.send(self._job, self._next, at_once, self._numbers[lane.device], address, lane.up.handle, last)
+                self._device.check_code(code, "copying to the GPU")
+            self._next += at_once
+
+    def receive(self, lane: _Lane, address: int) -> None:
+        """As :meth:`_Lander.receive`."""
+        count = self._sizes.popleft()
+        code = self._native.receive(self._job, self._next, count, self._numbers[lane.device], address, lane.down.handle, True)
+        self._device.check_code(code, "copying from the GPU")
+        self._next += count
+
+    def close(self) -> None:
+        """Wait for the threads; then an error of theirs is raised."""
+        self._device.check_code(self._native.close(self._job), "copying through page-locked memory")
+
+
+def _runs(view: np.ndarray) -> tuple[int, int]:
+    """How many of the first axes of `view` are made of runs, and the bytes of a run, which lie together."""
+    axes, run = view.ndim, view.itemsize
+    while axes and (view.strides[axes - 1] == run or view.shape[axes - 1] == 1):
+        axes -= 1
+        run *= view.shape[axes]
+    return axes, run
+
+
+def _described(array: np.ndarray, part_bytes: int) -> tuple[tuple[Any, ...], int, int]:
+    """An array as ``_copy.c`` takes it, the number of its parts, and the bytes of the largest one."""
+    axes, run = _runs(array)
+    if axes:
+        axis = next(i for i, n in enumerate(array.shape) if n > 1)
+        rows = array.shape[axis]
+        row = array.nbytes // rows
+        step = min(max(1, part_bytes // row), rows)
+    else:
+        axis, rows, row, step = -1, array.nbytes, 1, min(-(-part_bytes // 4096) * 4096, array.nbytes)
+    address = array.__array_interface__["data"][0]
+    return (address, array.nbytes, run, array.shape[:axes], array.strides[:axes], axis, step), -(-rows // step), step * row
+
+
+def _for_c(array: np.ndarray) -> bool:
+    """Whether ``_copy.c`` can copy an array, and no slower than numpy would."""
+    axes, run = _runs(array)
+    return array.dtype.isnative and axes <= 6 and (run >= LEAST_RUN_BYTES or not axes)
+
+
+class _Lane:
+    """What one GPU has of a call: streams, blocks of memory, and the chunks that it was given. Its context must be current."""
+
+    def __init__(self, device: CudaDevice, chunks: Sequence[_Chunk], filters: Filter, residual: bool) -> None:
+        self.device, self.chunks = device, chunks
+        self.up, self.compute, self.down = self.streams = device.pipeline_streams()
+        for stream in (self.up, self.compute):
             device.order(None, stream)  # the pool's memory may still be in use by the default stream
-        self._depth = min(ON_DEVICE, len(chunks))
-        largest = max(max(chunk.in_bytes for chunk in chunks), 1)
-        self._inputs = [device.allocate(largest) for _ in range(self._depth)]
-        largest = max(chunk.out_bytes for chunk in chunks)
-        self._outputs = [device.allocate(largest) for _ in range(self._depth)]
-        self._residuals = [0 if residual is None else device.allocate(largest) for _ in range(self._depth)]
-        # what goes up: the filter, then the chunks, in parts where it has to be staged
-        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
-        part_bytes = min(PART_BYTES, max(total // 12, LEAST_PART_BYTES))
-        self._going_up: list[list[_Part]] = [[]]
+        self.depth = min(ON_DEVICE, len(chunks))
+        in_bytes = max(max(chunk.in_bytes for chunk in chunks), 1)
+        out_bytes = max(chunk.out_bytes for chunk in chunks)
+        self._outputs = [device.allocate(out_bytes) for _ in range(self.depth)]
+        #: where inputs and residuals go: a block for each of the chunks on the device
+        self.places = [device.allocate(in_bytes) for _ in range(self.depth)], [
+            device.allocate(out_bytes) if residual else 0 for _ in range(self.depth)
+        ]
         kept = filters.on(device)
+        #: whether the filter has to be sent
+        self.lacks_filter = kept is None
         if kept is None:
             blocks = [0 if a is None else device.allocate(max(a.nbytes, 1)) for a in filters.arrays]
             kept = _OnDevice(blocks[0], blocks[1], blocks[2], {})
-            placed = [(a, int(at)) for a, at in zip(filters.arrays, blocks, strict=True) if a is not None and a.nbytes]
-            self._going_up[0] = [part for a, at in placed for part in _parts(a, at, part_bytes)]
-        self._filter = kept
-        #: arrays that are copied from where they lie, their blocks on the device, and what a chunk has of them
-        self._straight: list[tuple[np.ndarray, Sequence[Any], Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
-        staged: list[tuple[np.ndarray, Sequence[Any], Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
-        for array, places, part in ((x, self._inputs, _Chunk.of), (residual, self._residuals, _Chunk.into)):
+        self.filter = kept
+        self._packed = dict(kept.packed)
+        workspace = max(chunk.plan.schedule.workspace_bytes for chunk in chunks)
+        self._workspace = device.allocate(workspace) if workspace else 0
+        self._uploaded, self._computed, self._downloaded = ([device.event() for _ in range(self.depth)] for _ in range(3))
+        self._events: list[Any] = []  # to be dropped while the context is current
+        #: chunks that it was given, and the events after which each of the last ones is done
+        self.given, self._queued = 0, deque[Any]()
+
+    @property
+    def slot(self) -> int:
+        """Which of the blocks the next chunk takes."""
+        return self.given % self.depth
+
+    def recorded(self, stream: Any) -> Any:
+        """An event that has come when what `stream` holds now is done."""
+        event = self.device.recorded(stream)
+        self._events.append(event)
+        return event
+
+    def queued(self) -> int:
+        """How many chunks are not done yet."""
+        while self._queued and self._queued[0].query():
+            self._queued.popleft()
+        return len(self._queued)
+
+    def await_one(self) -> None:
+        """Wait until a chunk is done."""
+        self._queued[0].synchronize()
+
+    def pack(self) -> None:
+        """Pack the filter for the chunks, once for all that take it alike."""
+        wanted = {chunk.plan.filter_key: chunk.plan for chunk in self.chunks if chunk.plan.filter_bytes}
+        missing = {key: plan for key, plan in wanted.items() if key not in self._packed}
+        if missing:
+            self.compute.wait_for_event(self.recorded(self.up))
+        for key, plan in missing.items():
+            self._packed[key] = self.device.allocate(plan.filter_bytes)
+            plan.pack(int(self.filter.weight), int(self._packed[key]), self.compute)
+
+    def make_room(self) -> None:
+        """Let copies to the device wait until the blocks that they go to are free."""
+        if self.given >= self.depth:
+            self.up.wait_for_event(self._computed[self.slot])
+
+    def launch(self, chunk: _Chunk) -> int:
+        """Convolve what lies in the blocks; gives the address of the result, which is there for the downward stream."""
+        slot = self.slot
+        self._uploaded[slot].record(self.up)
+        self.compute.wait_for_event(self._uploaded[slot])
+        if self.given >= self.depth:
+            self.compute.wait_for_event(self._downloaded[slot])
+        kept, (inputs, residuals) = self.filter, self.places
+        places = inputs[slot], kept.weight, kept.bias, kept.scale, residuals[slot], self._outputs[slot], self._workspace
+        chunk.plan.launch([int(one) for one in places], self.compute, int(self._packed.get(chunk.plan.filter_key, 0)))
+        self._computed[slot].record(self.compute)
+        self.down.wait_for_event(self._computed[slot])
+        return int(self._outputs[slot])
+
+    def done(self, counted: bool) -> None:
+        """All copies of a chunk's result are queued. `counted`: for :meth:`queued`."""
+        self._downloaded[self.slot].record(self.down)
+        if counted:
+            self._queued.append(self.recorded(self.down))
+        self.given += 1
+
+    def close(self) -> None:
+        """Drop what has to go while the context is current."""
+        with self.device:
+            self._queued.clear()
+            self._events.clear()
+            self._uploaded = self._computed = self._downloaded = []
+
+
+class _Pipeline:
+    """One call's work. One thread launches all of it, on as many GPUs as there are lanes.
+
+    A chunk goes to the lane with the fewest chunks still to do, so a GPU whose bus is slower, or shared, gets fewer. Ordinary memory is
+    copied by the same threads for all of them.
+    """
+
+    def __init__(
+        self, gpus: Sequence[tuple[CudaDevice, Sequence[_Chunk]]], x: np.ndarray, filters: Filter, y: np.ndarray,
+        residual: np.ndarray | None,
+    ) -> None:
+        self._gpus, self._filters, self._y, self._has_residual = gpus, filters, y, residual is not None
+        self._lanes: list[_Lane] = []
+        device, chunks = gpus[0]  # all GPUs have the same chunks, but for their plans
+        # what goes up: the filter, then the chunks; in parts where it has to be staged
+        total = filters.weight.nbytes + sum(chunk.in_bytes + (chunk.out_bytes if residual is not None else 0) for chunk in chunks)
+        self._part_bytes = min(PART_BYTES if device.copier is None else PART_BYTES // 2, max(total // 24, LEAST_PART_BYTES))
+        self._up: list[np.ndarray] = []
+        #: which of the filter's arrays go up
+        self._filter_up: list[int] = []
+        for i, array in enumerate(filters.arrays):
+            if array is not None and array.nbytes and any(filters.on(one) is None for one, _ in gpus):
+                self._filter_up.append(i)
+                self._up.append(array)
+        #: arrays that are copied from where they lie: which of a lane's places they go to, and what a chunk has of them
+        self._straight: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
+        staged: list[tuple[int, np.ndarray, Callable[[_Chunk, np.ndarray], np.ndarray]]] = []
+        for which, array, part_of in ((0, x, _Chunk.of), (1, residual, _Chunk.into)):
             if array is not None and array.nbytes:
                 straight = array.flags.c_contiguous and array.dtype.isnative and device.is_pinned(array)
-                (self._straight if straight else staged).append((array, places, part))
-        for i, chunk in enumerate(chunks):
-            slot = i % self._depth
-            self._going_up.append([p for array, places, part in staged for p in _parts(part(chunk, array), int(places[slot]), part_bytes)])
-        self._going_down = [
-            [] if device.is_pinned(y) else _parts(chunk.into(y), int(self._outputs[i % self._depth]), part_bytes)
-            for i, chunk in enumerate(chunks)
-        ]
+                (self._straight if straight else staged).append((which, array, part_of))
+        #: which of a lane's places the other arrays of each chunk go to
+        self._staged = [which for which, _, _ in staged]
+        self._up += [part_of(chunk, array) for chunk in chunks for _, array, part_of in staged]
+        self._down = [] if device.is_pinned(y) else [chunk.into(y) for chunk in chunks]
 
-    def run(self, threads: int) -> None:
-        """Convolve all chunks, with so many threads to copy in either direction; returns when the results are in place."""
-        up = [part for parts in self._going_up for part in parts]
-        down = [part for parts in self._going_down for part in parts]
+    def run(self, after: Any = None) -> None:
+        """Convolve all chunks, after what the stream `after` holds now; returns when the results are in place."""
         # an exception too must not leave a copy running into memory that is given back: streams end first, then threads
         with ExitStack() as stack:
-            feeder = stack.enter_context(closing(_Feeder(self._device, up, threads))) if up else None
-            lander = stack.enter_context(closing(_Lander(self._device, down, threads))) if down else None
-            for stream in (self._up, self._compute, self._down):
-                stack.callback(stream.synchronize)
+            stack.callback(self._close_lanes)
+            # threads begin to copy while the GPUs' memory is made ready
+            feeder = stack.enter_context(closing(self._copies(self._up, True))) if self._up else None
+            lander = stack.enter_context(closing(self._copies(self._down, False))) if self._down else None
+            for device, chunks in self._gpus:
+                with device:
+                    if after is not None:
+                        device.wait_for(after)
+                    lane = _Lane(device, chunks, self._filters, self._has_residual)
+                self._lanes.append(lane)
+                for stream in lane.streams:
+                    stack.callback(stream.synchronize)
             self._launch(feeder, lander)
 
-    def _launch(self, feeder: _Feeder | None, lander: _Lander | None) -> None:
+    def _close_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+
+    def _copies(self, arrays: Sequence[np.ndarray], up: bool) -> Any:
+        """What copies `arrays` to the GPUs, or from them, by way of page-locked buffers."""
+        devices = [device for device, _ in self._gpus]
+        if devices[0].copier is not None and all(map(_for_c, arrays)):
+            return _InC(devices, arrays, self._part_bytes, min(len(devices) * THREADS_IN_C, os.cpu_count() or 1), up)
+        cut = [_parts(array, self._part_bytes) for array in arrays]
+        parts, sizes = [part for parts in cut for part in parts], [len(parts) for parts in cut]
+        return (_Feeder if up else _Lander)(devices[0], parts, THREADS, sizes)
+
+    def _launch(self, feeder: Any, lander: Any) -> None:
         """Queue all copies and kernels."""
-        workspace = max(chunk.plan.schedule.workspace_bytes for chunk in self._chunks)
-        block = self._device.allocate(workspace) if workspace else 0
-        uploaded, computed, downloaded = ([self._device.event() for _ in range(self._depth)] for _ in range(3))
-        self._send(feeder, self._going_up[0])
-        packed = self._pack()
-        for i, chunk in enumerate(self._chunks):
-            slot = i % self._depth
-            if i >= self._depth:
-                self._up.wait_for_event(computed[slot])
-            self._send(feeder, self._going_up[i + 1])
-            for array, places, part in self._straight:
-                self._device.copy_in(places[slot], array, part(chunk, array), self._up)
-            uploaded[slot].record(self._up)
-            self._compute.wait_for_event(uploaded[slot])
-            if i >= self._depth:
-                self._compute.wait_for_event(downloaded[slot])
-            kept = self._filter
-            places = self._inputs[slot], kept.weight, kept.bias, kept.scale, self._residuals[slot], self._outputs[slot], block
-            filters = int(packed.get(chunk.plan.filter_key, 0))
-            chunk.plan.launch([int(one) for one in places], self._compute, filters)
-            computed[slot].record(self._compute)
-            self._down.wait_for_event(computed[slot])
-            if lander is None:
-                self._device.copy_out(self._y, chunk.into(self._y), self._outputs[slot], self._down)
-            for down in self._going_down[i]:
-                assert lander is not None
-                buffer, landed = lander.buffer(down.view)
-                self._device.copy_out(landed, landed, down.address, self._down)
-                lander.put(buffer, landed, down.view, self._device.recorded(self._down))
-            downloaded[slot].record(self._down)
-        self._scratch = block, packed  # until the streams have ended
+        for which in self._filter_up:
+            feeder.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
+        for lane in self._lanes:
+            with lane.device:
+                lane.pack()
+        for i in range(len(self._lanes[0].chunks)):
+            lane = self._next_lane()
+            with lane.device:
+                self._launch_chunk(i, lane, feeder, lander)
 
-    def _pack(self) -> dict[Hashable, Any]:
-        """The filter packed for the chunks, once for all that take it alike: blocks of memory by :attr:`Plan.filter_key`."""
-        packed = dict(self._filter.packed)
-        wanted = {chunk.plan.filter_key: chunk.plan for chunk in self._chunks if chunk.plan.filter_bytes}
-        missing = {key: plan for key, plan in wanted.items() if key not in packed}
-        if missing:
-            self._compute.wait_for_event(self._device.recorded(self._up))
-        for key, plan in missing.items():
-            packed[key] = self._device.allocate(plan.filter_bytes)
-            plan.pack(int(self._filter.weight), int(packed[key]), self._compute)
-        return packed
+    def _next_lane(self) -> _Lane:
+        """The lane with the fewest chunks still to do; waits while all have enough."""
+        if len(self._lanes) == 1:
+            return self._lanes[0]
+        while True:
+            queued, index = min((lane.queued(), index) for index, lane in enumerate(self._lanes))
+            if queued < QUEUED:
+                return self._lanes[index]
+            self._lanes[index].await_one()
 
-    def _send(self, feeder: _Feeder | None, parts: Sequence[_Part]) -> None:
-        """Let the upward stream copy `parts` to the device."""
-        for part in parts:
-            assert feeder is not None
-            buffer, staged = feeder.take()
-            self._device.copy_in(part.address, staged, staged, self._up)
-            feeder.free(buffer, self._device.recorded(self._up))
+    def _launch_chunk(self, i: int, lane: _Lane, feeder: Any, lander: Any) -> None:
+        """Queue chunk `i` on a lane, whose context is current."""
+        device, chunk = lane.device, lane.chunks[i]
+        lane.make_room()
+        for which in self._staged:
+            feeder.send([(lane, int(lane.places[which][lane.slot]))])
+        for which, array, part_of in self._straight:
+            device.copy_in(lane.places[which][lane.slot], array, part_of(chunk, array), lane.up)
+        result = lane.launch(chunk)
+        if lander is None:
+            device.copy_out(self._y, chunk.into(self._y), result, lane.down)
+        else:
+            lander.receive(lane, result)
+        lane.done(counted=len(self._lanes) > 1)
+
+
+# ---- how many GPUs pay
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a host takes to copy arrays to GPUs and back: seconds to begin with, and seconds a byte."""
+
+    start: float
+    per_byte: float
+
+    def seconds(self, nbytes: int) -> float:
+        """For so many bytes, in and out together."""
+        return self.start + self.per_byte * nbytes
+
+
+class _Nothing:
+    """A plan that launches nothing."""
+
+    filter_bytes, filter_key, schedule = 0, None, SimpleNamespace(workspace_bytes=0)
+
+    def launch(self, *_: Any) -> None:
+        pass
+
+
+def copy_only(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> None:
+    """Copy `x` to GPUs and as many bytes from there to `y`, by the chunks, streams and threads of a call; nothing is computed.
+
+    Both have the shape (images, 1, pixels) and are of float32.
+    """
+    cut = pieces(ConvProblem.forward(1, x.shape, (1, 1, 1)), _chunk_bytes(x, y))
+    chunks = [_Chunk(piece, cast("Plan", _Nothing())) for piece in cut]
+    _run([(one, chunks) for one in gpus], x, Filter(np.zeros((1, 1, 1), x.dtype), None), y, None)
+
+
+_pacing = threading.Lock()
+_paces: dict[Hashable, dict[int, Pace]] = {}
+
+
+def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) -> dict[int, Pace]:
+    """The pace of 1, 2, 4 and so on of `gpus`, and of all; measured once a process, which takes some 0.1 s."""
+    key = tuple(gpus), from_ordinary, to_ordinary
+    with _pacing:
+        if key not in _paces:
+            shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
+            with first:
+                x, y = (np.zeros(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
+            _paces[key] = {count: _pace(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
+    return _paces[key]
+
+
+def numbers_of_gpus(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return sorted({1 << i for i in range(most.bit_length())} | {most})
+
+
+def _pace(gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray) -> Pace:
+    """Measured on `x` and `y`, and on a part of them."""
+    part = len(x) // 4
+    sizes = (x[:part], y[:part]), (x, y)
+    seconds = [math.inf] * len(sizes)
+    for _ in range(PACE_ROUNDS):
+        for i, (one, other) in enumerate(sizes):
+            began = time.perf_counter()
+            copy_only(gpus, one, other)
+            seconds[i] = min(seconds[i], time.perf_counter() - began)
+    nbytes = [one.nbytes + other.nbytes for one, other in sizes]
+    per_byte = max(seconds[1] - seconds[0], 0.0) / (nbytes[1] - nbytes[0])
+    return Pace(max(seconds[1] - per_byte * nbytes[1], 0.0), per_byte)
+
+
+@lru_cache(maxsize=256)
+def _kernel_seconds(plan: Plan) -> float:
+    """How long the kernels of `plan` should run on one GPU; 0 where no model knows."""
+    return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
+
+
+def gpus_that_pay(plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None) -> int:
+    """How many of `gpus` to use: as many as are expected to take the least time; if it is all the same, fewer."""
+    nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
+    if nbytes < LEAST_SHARED_BYTES:
+        return 1
+    with gpus[0] as first:
+        ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
+    kernels = _kernel_seconds(plan)
+    expected = {
+        count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
+    }
+    least = min(expected.values())
+    return min(count for count, seconds in expected.items() if seconds <= WORTH * least)
 
 
 # ---- the call
@@ -580,24 +901,27 @@ def _convolve(
             return y
     batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
-    chunk_bytes = max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
+    chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)
-
-    def work(share: int) -> None:
-        with gpus[share] as one:
-            if stream is not None:
-                one.wait_for(stream)
-            chunks = _chunks(plan, chunk_bytes, one, share, len(gpus))
-            if chunks:
-                _Pipeline(one, chunks, batch_x, filters, batch_y, batch_r).run(max(THREADS // len(gpus), 2))
-
-    if len(gpus) == 1:
-        work(0)
-    else:
-        with ThreadPoolExecutor(len(gpus)) as pool:
-            for future in [pool.submit(work, share) for share in range(len(gpus))]:
-                future.result()
+    if len(gpus) > 1:
+        gpus = gpus[: gpus_that_pay(plan, gpus, x, y, residual)]
+    _run([(one, _chunks(plan, chunk_bytes, one)) for one in gpus], batch_x, filters, batch_y, batch_r, stream)
     return y
+
+
+def _chunk_bytes(x: np.ndarray, y: np.ndarray) -> int:
+    """The size of chunks for an input and a result."""
+    return max(min(CHUNK_BYTES, max(x.nbytes, y.nbytes) // 8), LEAST_CHUNK_BYTES)
+
+
+def _run(
+    gpus: Sequence[tuple[CudaDevice, Sequence[_Chunk]]], x: np.ndarray, filters: Filter, y: np.ndarray, residual: np.ndarray | None,
+    stream: Any = None,
+) -> None:
+    """Let GPUs, each with its plans for all chunks, compute `y` together. There is at least one chunk."""
+    first, chunks = gpus[0]
+    with first:
+        _Pipeline(gpus[: len(chunks)], x, filters, y, residual).run(stream)
 
 
 def _convolve_small(

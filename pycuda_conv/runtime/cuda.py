@@ -337,6 +337,14 @@ def launcher_in_c() -> Any:
         return None
 
 
+def copier_in_c() -> Any:
+    """The extension whose threads copy between ordinary and page-locked memory, or None where Python's threads do."""
+    if os.environ.get("PYCUDA_CONV_LAUNCHER") != "python":
+        with suppress(ImportError):
+            return importlib.import_module("pycuda_conv.runtime._copy")
+    return None
+
+
 class LauncherInC:
     """A launcher that makes all launches of a schedule by one call.
 
@@ -365,6 +373,13 @@ class LauncherInC:
     def failed(self, code: int, operation: int) -> None:
         """Raise the driver's error of an operation."""
         _check(code, self._names[operation])
+
+
+#: What the threads that copy call.
+COPY_FUNCTIONS = (
+    "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2", "cuEventCreate", "cuEventDestroy_v2", "cuEventRecord", "cuEventSynchronize",
+    "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
+)
 
 
 def _address_of(function: str) -> int:
@@ -550,6 +565,8 @@ class CudaDevice(Device):
         self.push: Callable[[], Any] = self.context.push
         self.pop: Callable[[], None] = drv.Context.pop
         self._in_c = launcher_in_c()
+        #: the extension whose threads copy arrays, or None
+        self.copier = copier_in_c()
         #: Whether the device's context is known to be current. To ask costs less than to push it.
         self.is_current: Callable[[], Any] = bool
         if self._in_c is not None:
@@ -865,6 +882,15 @@ class CudaDevice(Device):
                         self._drv.memcpy_dtoh_async(array, block, own)
             finally:
                 own.synchronize()
+
+    @property
+    def copy_functions(self) -> tuple[int, ...]:
+        """The driver's functions as ``_copy.c`` takes them."""
+        return tuple(map(_address_of, COPY_FUNCTIONS))
+
+    def check_code(self, code: int, what: str) -> None:
+        """Raise the driver's error, if there was one."""
+        _check(code, what)
 
     def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, Any]:
         """A page-locked and a device buffer of this thread's, made once, and a stream for them."""

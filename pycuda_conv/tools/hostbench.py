@@ -10,12 +10,14 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 import pycuda_conv
 from pycuda_conv.errors import DeviceMemoryError
+from pycuda_conv.execute.pipeline import copy_only, numbers_of_gpus
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device, cuda, device_count, get_device
@@ -110,7 +112,7 @@ COLUMNS = ("problem", "torch ms", "ours ms", "ratio", "% of bus", "page-locked m
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """The first problem on so many GPUs."""
+    """The first problem on so many GPUs. `copies_ms`: the input copied there and as much copied back, nothing computed."""
 
     gpus: int
     error: float
@@ -118,7 +120,9 @@ class ScalingRow:
     ours_ms: float | None = None
     pinned_ms: float | None = None
     speedup: float | None = None
+    copies_ms: float | None = None
     pinned_speedup: float | None = None
+    pinned_copies_ms: float | None = None
     verdict: str = "ok"
 
     def rate(self, milliseconds: float | None) -> float | None:
@@ -129,11 +133,14 @@ class ScalingRow:
         """The row as text."""
         return (
             str(self.gpus), _milliseconds(self.ours_ms), _gigabytes(self.rate(self.ours_ms)), number(self.speedup, ".2f"),
-            _milliseconds(self.pinned_ms), _gigabytes(self.rate(self.pinned_ms)), number(self.pinned_speedup, ".2f"), self.verdict,
+            _milliseconds(self.copies_ms), _milliseconds(self.pinned_ms), _gigabytes(self.rate(self.pinned_ms)),
+            number(self.pinned_speedup, ".2f"), _milliseconds(self.pinned_copies_ms), self.verdict,
         )
 
 
-SCALING_COLUMNS = ("GPUs", "ours ms", "GB/s", "speed-up", "page-locked ms", "GB/s", "speed-up", "verdict")
+SCALING_COLUMNS = (
+    "GPUs", "ours ms", "GB/s", "speed-up", "copies alone ms", "page-locked ms", "GB/s", "speed-up", "copies alone ms", "verdict"
+)
 
 
 def _milliseconds(value: float | None) -> str:
@@ -229,20 +236,15 @@ def measure(
     )
 
 
-def counts(gpus: int) -> list[int]:
-    """1, 2, 4 and so on, and all of them."""
-    return sorted({1 << i for i in range(gpus.bit_length()) if 1 << i <= gpus} | {gpus})
-
-
 def measure_scaling(
     torch: Any, case: HostCase, gpus: Sequence[int], place: str, pin: Callable[[np.ndarray], np.ndarray], effort: Effort, seed: int
 ) -> list[ScalingRow]:
-    """One case on 1, 2, 4 and more GPUs, all numbers of them in turn."""
+    """One case on 1, 2, 4 and more GPUs, all numbers of them in turn, and copies alone."""
     x, w = draw(case.problem, seed)
     pinned_x, pinned_w = pin(x), pin(w)
     device = get_device(gpus[0])
-    numbers = counts(len(gpus))
-    ways = []
+    numbers = numbers_of_gpus(len(gpus))
+    ways: list[Callable[[int], Any]] = []
     for count in numbers:
         shared = list(gpus[:count])
         ways += [our_way(case, device, x, w, devices=shared), our_way(case, device, pinned_x, pinned_w, devices=shared)]
@@ -250,15 +252,28 @@ def measure_scaling(
     errors = [difference(way(0), reference) for way in ways]
     nbytes = x.nbytes + w.nbytes + reference.nbytes
     del reference
+    images = x.reshape(len(x), 1, -1)
+    back = pin(images)
+    for count in numbers:
+        for one in (images, pinned_x.reshape(images.shape)):
+            ways.append(partial(_copy_there_and_back, [get_device(number) for number in gpus[:count]], one, back))
     seconds = [median(taken) for taken in wall_times(ways, 1, effort)]
+    copies = seconds[2 * len(numbers) :]
     rows = []
     for i, count in enumerate(numbers):
-        error, ours, pinned = float(np.max(errors[2 * i : 2 * i + 2])), seconds[2 * i], seconds[2 * i + 1]
+        both = slice(2 * i, 2 * i + 2)  # from ordinary and from page-locked memory
+        error, (ours, pinned), (alone, pinned_alone) = float(np.max(errors[both])), seconds[both], copies[both]
         if error < LIMIT:
-            rows.append(ScalingRow(count, error, nbytes, ours * 1e3, pinned * 1e3, seconds[0] / ours, seconds[1] / pinned))
+            rows.append(ScalingRow(
+                count, error, nbytes, ours * 1e3, pinned * 1e3, seconds[0] / ours, alone * 1e3, seconds[1] / pinned, pinned_alone * 1e3
+            ))
         else:
             rows.append(ScalingRow(count, error, nbytes, verdict="WRONG"))
     return rows
+
+
+def _copy_there_and_back(gpus: Sequence[Any], x: np.ndarray, y: np.ndarray, _: int) -> None:
+    copy_only(gpus, x, y)
 
 
 # ---- the command

@@ -152,7 +152,7 @@ def uses(cuda_missing: str | None) -> dict[str, Any]:
     return {
         "backend": backend, "device": {"cuda": "cuda:0", "opencl": "opencl"}.get(backend or ""), "why": why,
         "environment": {name: os.environ[name] for name in names}, "cache": str(cache_dir()), "kernels": str(KERNEL_DIR),
-        "launcher": launcher,
+        "launcher": launcher, "copies": "in C" if cuda.copier_in_c() else "in Python",
     }
 
 
@@ -182,7 +182,7 @@ def run(as_json: bool = False) -> int:
         ("CUDA", facts["cuda_missing"] or f"usable, {facts['gpu_count']} GPU(s)"),
         ("OpenCL", cl["missing"] or f"usable: {cl['device']} ({cl['platform']})"),
         ("default device", f"{use['device'] or 'none'}: {use['why']}"), ("cache folder", use["cache"]), ("kernels", use["kernels"]),
-        ("launcher for GPUs", use["launcher"]),
+        ("launcher for GPUs", use["launcher"]), ("threads that copy host arrays", use["copies"]),
         *use["environment"].items(),
     ]
     out.print(table("What the package uses", ("what", "here"), here, left=("what", "here")))
