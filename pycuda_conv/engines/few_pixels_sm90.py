@@ -1,0 +1,337 @@
+"""Convolutions and gradients by the input of few pixels and many channels, NCHW, on Hopper: ``cu/few_pixels_sm90.cu``.
+
+The other engines' tiles are too few there to fill the machine unless their sums are cut into parts in memory, which takes a launch to
+pack, one to multiply and one to add. Here the blocks of a cluster share a tile, read both arrays as they lie, and add up what they have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, places
+from pycuda_conv.engines.hopper import MOST_SHARED, at_once, unsupported
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewPixels", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
+WARPS, WARP_M = 8, 32  # of a block; channels of the result of a warp
+PHASES = 4  # of a launch
+STAGES = 4  # of the ring
+MOST_TAPS = 64
+ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
+STATIC_SHARED = 1024  # the kernel's tables
+STEPS = 4  # of each warp in a stage, if there is room
+BANKS = 32
+
+
+@dataclass(frozen=True)
+class FewPixels(Config):
+    """A tile of ``few_pixels_sm90.cu``: its output channels, its pixels, and the blocks that share it."""
+
+    BLOCK_M: int = 64
+    BLOCK_N: int = 56
+    CLUSTER: int = 8
+
+
+CONFIGS = (FewPixels,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = True
+
+
+class FewPixelsPhase(NamedTuple):
+    """What the kernel is told of a phase, which its text explains."""
+
+    tiles: int
+    tiles_m: int
+    by_tiles_m: int
+    warps_m: int
+    by_warps_m: int
+    rows: int
+    channels: int
+    units: int
+    part: int
+    stage_units: int
+    gradient: int
+    pieces: int
+    by_pieces: int
+    line_bytes: int
+    line_step: int
+    row_step: int
+    channel_step: int
+    w_taps: int
+    taps: int
+    taps_s: int
+    by_taps_s: int
+    tap_base: int
+    tap_step_r: int
+    tap_step_s: int
+    step_h: int
+    step_w: int
+    pixels: int
+    images: int
+    plane: int
+    by_plane: int
+    q: int
+    by_q: int
+    stride_h: int
+    stride_w: int
+    low_h: int
+    low_w: int
+    h: int
+    w: int
+    x_image: int
+    x_channel: int
+    flat: int
+    positions: int
+    chunks: int
+    by_chunks: int
+    slot: int
+    by_slot: int
+    width: int
+    by_width: int
+    pitch: int
+    ring_at: int
+    slot_bytes: int
+    x_at: int
+    y_image: int
+    y_channel: int
+    out_base: int
+    out_h: int
+    out_w: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.layout != "NCHW" or problem.groups != 1:
+        return "it takes NCHW arrays of one group"
+    if problem.dtype not in ELEMENTS:
+        return "it takes float16, bfloat16 and float32 arrays"
+    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+        return "there is nothing to compute"
+    if (problem.operand_size[0], problem.filter_size[0], problem.result_size[0]) != (1, 1, 1) or problem.padding_before[0]:
+        return "it takes at most two spatial axes"
+    taps = math.prod(problem.filter_size)
+    if taps > MOST_TAPS:
+        return f"it takes filters of up to {MOST_TAPS} taps"
+    if problem.weight_shape[1] * taps * problem.itemsize % 16:
+        return "a channel's part of the filter is a multiple of 16 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    if len(phases(problem)) > PHASES:
+        return f"a gradient has up to {PHASES} stride phases"
+    return None
+
+
+def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_M not in ROWS or config.BLOCK_N not in COLUMNS or config.CLUSTER not in CLUSTERS:
+        return f"a tile has {ROWS} channels and {COLUMNS} pixels, and {CLUSTERS} blocks share it"
+    tile = _tile(problem, config)
+    if tile is None:
+        return "what its pixels meet of all channels of a block does not fit into shared memory"
+    if sum(phase.tiles for phase in tile.phases) * config.CLUSTER > GRID_LIMIT:
+        return f"it has more than {GRID_LIMIT:,} blocks"
+    return None
+
+
+class _Tile(NamedTuple):
+    """What a configuration is for a problem."""
+
+    phases: tuple[FewPixelsPhase, ...]
+    shared: int
+
+
+def _up_to(n: int, rest: int, of: int) -> int:
+    """The least number from n on that leaves `rest`, divided by `of`."""
+    return n + (rest - n) % of
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
+    """The phases, the longest first, and the shared memory of a block; None where there is too little of it."""
+    size, word = problem.itemsize, 4 // problem.itemsize
+    unit, taps, gradient = 8 * word, math.prod(problem.filter_size), problem.direction == "dgrad"
+    units = ceil(problem.operand_channels, unit)
+    part = ceil(units, config.CLUSTER)
+    ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
+    positions = [_positions(problem, config, phase) for phase in ordered]
+    most = max(of.positions for of in positions)
+    pitch, chunks = _up_to(most, 8, BANKS), ceil(most, 32)
+    ring_at = chunks * 128
+    pixels = _up_to(config.BLOCK_N, 8, BANKS)
+    sums = WARPS * WARP_M * pixels * 4
+    groups = WARPS // (config.BLOCK_M // WARP_M)
+    most_taps = max(math.prod(phase.taps) for phase in ordered)
+    stage = min(part, ceil(STEPS * groups, max(most_taps, 1)))
+    while stage:
+        channels = stage * unit
+        if gradient:  # a line: the tile's rows of a channel
+            line, row_step, lines = config.BLOCK_M * taps, taps, channels
+            line_pitch = channel_step = _up_to(line, 8, BANKS)
+        else:
+            line, channel_step, lines = channels * taps, taps, config.BLOCK_M
+            line_pitch = row_step = _up_to(line, 4 * word, BANKS * word)
+        x_at = lines * line_pitch * size
+        slot = x_at + stage * 8 * pitch * 4
+        shared = max(ring_at + min(STAGES, ceil(part, stage)) * slot, sums)
+        if shared + STATIC_SHARED <= MOST_SHARED:
+            break
+        stage -= 1
+    else:
+        return None
+    filter_lines = dict(
+        pieces=line * size // 16, line_bytes=line_pitch * size, line_step=problem.weight_shape[1] * taps, row_step=row_step,
+        channel_step=channel_step, w_taps=taps, ring_at=ring_at, slot_bytes=slot, x_at=x_at,
+    )  # fmt: skip
+    rows, (_, h, w), (_, p, q) = problem.result_channels, problem.operand_size, problem.result_size
+    tiles_m = ceil(rows, config.BLOCK_M)
+    _, _, stride_s = 0, 0, problem.filter_size[2]
+    told = []
+    for phase, of in zip(ordered, positions, strict=True):
+        (_, phase_h, phase_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
+        flipped_h, flipped_w = step_h < 0, step_w < 0
+        first = (phase.first[1] + (phase.every[1] * (r - 1) if flipped_h else 0)) * stride_s
+        first += phase.first[2] + (phase.every[2] * (s - 1) if flipped_w else 0)
+        count = problem.N * phase_h * phase_w
+        _, out_base, _, out_h, out_w = places(problem, phase)
+        told.append(arguments(
+            FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
+            channels=problem.operand_channels, units=units if r * s else 0, part=part, stage_units=stage, gradient=int(gradient),
+            **filter_lines, taps=r * s, taps_s=s, tap_base=first,
+            tap_step_r=phase.every[1] * stride_s * (-1 if flipped_h else 1), tap_step_s=phase.every[2] * (-1 if flipped_w else 1),
+            step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=phase_h * phase_w, q=phase_w,
+            stride_h=phase.stride[1], stride_w=phase.stride[2],
+            low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w),
+            h=h, w=w, x_image=problem.operand_channels * h * w, x_channel=h * w, flat=int(of.flat), positions=of.positions,
+            chunks=chunks, slot=of.slot, width=of.width, pitch=pitch, y_image=rows * p * q, y_channel=p * q,
+            out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
+        ))  # fmt: skip
+    return _Tile(tuple(told), shared)
+
+
+class _Positions(NamedTuple):
+    """Positions of a tile: all, of an image and of a row; flat: the tile's pixels."""
+
+    flat: bool
+    positions: int
+    slot: int
+    width: int
+
+
+def _positions(problem: ConvProblem, config: FewPixels, phase: Phase) -> _Positions:
+    (_, p, q), (_, r, s) = phase.size, phase.taps
+    if r * s <= 1:
+        return _Positions(True, config.BLOCK_N, config.BLOCK_N, config.BLOCK_N)
+    plane = p * q
+    images = min(problem.N, (config.BLOCK_N + plane - 2) // plane + 1)
+    rows = min(p, (config.BLOCK_N + q - 2) // q + 1)
+    width = (q - 1) * phase.stride[2] + (s - 1) * abs(phase.dilation[2]) + 1
+    slot = ((rows - 1) * phase.stride[1] + (r - 1) * abs(phase.dilation[1]) + 1) * width
+    return _Positions(False, images * slot, slot, width)
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    tile = _tile(problem, config)
+    assert tile is not None
+    told = tile.phases + (tile.phases[-1]._replace(tiles=0),) * (PHASES - len(tile.phases))  # of which there is nothing to compute
+    grid = sum(phase.tiles for phase in tile.phases) * config.CLUSTER
+    launch = KernelLaunch(
+        "few_pixels_sm90", _defines(problem, config), grid, 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
+    )  # fmt: skip
+    return Schedule.plain([[launch]])
+
+
+def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
+    return {
+        "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
+    }  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: FewPixels) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
+    """Where the sum is cut: among blocks and warps, and into stages."""
+    tile = _tile(problem, config)
+    return config.CLUSTER, config.BLOCK_M, tile and tile.phases[0].stage_units
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the type and the arithmetic, the tile's pixels, and the blocks that share it."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS}
+    yield TextFamily("few_pixels_sm90", choices, _made)
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a kernel with these defines is ever made."""
+    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+
+
+# ---- the choice
+
+CLOCK = 1700.0  # cycles a microsecond
+BEGIN = 4.0  # microseconds of a launch with its first loads and the cluster's sums
+STEP_CYCLES = {1: 110.0, 3: 300.0}  # of a warp, with another one on its quarter of a multiprocessor, for a step of 56 pixels, by products
+LOAD_BYTES = 40.0  # that a multiprocessor loads in a cycle
+AGAIN = 3.0  # microseconds of a further round of blocks
+FEW = 128  # tiles
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    for rows in ROWS:
+        for columns in COLUMNS:
+            for cluster in CLUSTERS:
+                config = FewPixels(rows, columns, cluster)
+                if rows < problem.result_channels + 32 and refusal(problem, config) is None:
+                    yield config
+
+
+def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
+    """Microseconds that `config` should take."""
+    tile = _tile(problem, config)
+    assert tile is not None
+    blocks = sum(phase.tiles for phase in tile.phases) * config.CLUSTER
+    fitting = at_once(device, config.CLUSTER) * (1 if products(problem) == 3 or tile.shared > MOST_SHARED // 2 - 2048 else 2)
+    first = tile.phases[0]
+    steps = ceil(first.part * first.taps * (config.BLOCK_M // WARP_M), WARPS)
+    computing = 2 * steps * STEP_CYCLES[products(problem)] * config.BLOCK_N / 56
+    loaded = first.part * 32 * (config.BLOCK_M * first.w_taps + first.positions)
+    rounds = ceil(blocks, fitting)
+    return BEGIN + (rounds - 1) * AGAIN + rounds * (computing + loaded / LOAD_BYTES) / CLOCK
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, FewPixels] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
