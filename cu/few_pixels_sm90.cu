@@ -361,7 +361,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
 
   // the sums of this block
-  wait_for_loads<0>();
   __syncthreads();  // the ring has been read
   float* const sums = (float*)dynamic;
   const int tile_rows = WARP_M * (int)shape.warps_m, size = tile_rows * PITCH;
