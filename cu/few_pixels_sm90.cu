@@ -12,7 +12,7 @@
 // Shared   a ring of STAGES slots, of stage_units units of channels each.
 //          w: in lines of neighbours as in memory: forward a line is a channel of y, in the gradient a channel of x. row_step and channel_step are chosen
 //          so that a warp's loads meet all banks once.
-//          x: [word of channels][position], a word being one channel of 32 bits or two of 16. Positions are the rows and columns that the tile's taps
+//          x: [unit][word % 4][position][word / 4], a word being one channel of 32 bits or two of 16. Positions are the rows and columns that the tile's taps
 //          meet of an image, with the zeros around it, image after image; where there is one tap, flat, they are the tile's pixels.
 //          When all is multiplied, the sums of all warps take its place, [warps with the same channels][channel][pixel].
 // Sums     PRODUCTS = 3: x and w are split to two TF32 numbers each, of which three products are added, and after two steps the main one is added to a
@@ -26,6 +26,7 @@
 #define PRODUCTS 3     // of TF32 numbers for one of float32; or 1
 #define BLOCK_N 56     // pixels of a tile
 #define CLUSTER 8      // blocks that share a tile
+#define PHASES 1       // of the launch: 1, or up to 4
 #endif
 #define MOMENTS 0
 #include "cluster.cuh"
@@ -34,8 +35,15 @@
 #include "truncation.cuh"
 
 typedef element<TYPE> data_t;
+#if TYPE == 32
+typedef uint32_t data_bits;
+#else
+typedef uint16_t data_bits;
+#endif
 
-constexpr int WARPS = 8, THREADS = 32 * WARPS, WARP_M = 32, EIGHTS = BLOCK_N / 8, PHASES = 4, STAGES = 4, MOST_TAPS = 64;
+constexpr int WARPS = 8, THREADS = 32 * WARPS, WARP_M = 32, EIGHTS = BLOCK_N / 8, STAGES = 4, MOST_STEPS = 128;
+constexpr bool AHEAD = BLOCK_N < 56;  // whether a step's operands are loaded beside the products before: where registers hold them
+constexpr int NOWHERE = -2;  // what is at no position in x
 constexpr int SIZE = sizeof(data_t), WORD = 4 / SIZE, UNIT = 8 * WORD, VECTOR = 16 / SIZE;  // channels of a word and of a unit; elements of 16 bytes
 constexpr int PITCH = (BLOCK_N + 23) / 32 * 32 + 8;                                         // floats of a row of sums
 static_assert(PRODUCTS == 1 || TYPE == 32, "three products are for float32");
@@ -47,27 +55,32 @@ struct FewPixelsPhase {
   long long rows, channels;                                    // of y, of x
   long long units, part, stage_units;                          // of channels: all, of one of CLUSTER parts, of a stage
   long long gradient;
-  long long pieces, by_pieces, line_bytes, line_step;          // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
+  long long pieces, line_bytes, line_step;                     // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
   long long row_step, channel_step;                            // elements in shared memory
   long long w_taps;                                            // of the filter
-  long long taps, taps_s, by_taps_s;                           // of the phase
+  long long steps;                                             // of a stage
+  long long taps, by_taps, taps_s, by_taps_s;                  // of the phase
   long long tap_base, tap_step_r, tap_step_s, step_h, step_w;  // in w; in x
   long long pixels, images, plane, by_plane, q, by_q;          // of the phase, of an image, of a row
   long long stride_h, stride_w, low_h, low_w;
   long long h, w, x_image, x_channel;
-  long long flat, positions, chunks, by_chunks;                // of positions: all, and 32s of them
-  long long slot, by_slot, width, by_width, pitch;             // positions of an image, of a row, of a word of channels
+  long long flat, positions, chunks;                           // of positions: all, and 32s of them
+  long long slot, by_slot, width, by_width, pitch;             // positions of an image, of a row, from a pair of words to the next
   long long ring_at, slot_bytes, x_at;                         // bytes of shared memory: before the ring, of a slot, before x in a slot
   long long y_image, y_channel, out_base, out_h, out_w;
   long long has_bias, has_scale, has_residual, activation, slope;
 };
+
+// What is a constant of the layer.
+DEVICE int row_step([[maybe_unused]] const FewPixelsPhase& shape) { return OF_LAYER(ROW_STEP, shape.row_step); }
+DEVICE int channel_step([[maybe_unused]] const FewPixelsPhase& shape) { return OF_LAYER(CHANNEL_STEP, shape.channel_step); }
 
 struct Shapes {
   FewPixelsPhase of[PHASES];
 };
 
 struct Tables {
-  int2 tap[MOST_TAPS];  // bytes in w and in x
+  int2 step[MOST_STEPS + 2 * WARPS];  // of a stage, a unit's taps side by side: bytes of a slot before its part of w and of x; some more for loads ahead
   int start[BLOCK_N];   // of a pixel: the position of its first tap
   int place[BLOCK_N];   // of a pixel in y, or -1
 };
@@ -117,7 +130,7 @@ DEVICE int place_in_x(const FewPixelsPhase& shape, const Tile& of, int position)
 }
 
 DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& tables, int* from) {
-  for (int i = threadIdx.x; i < (int)shape.chunks * 32; i += THREADS) from[i] = i < (int)shape.positions ? place_in_x(shape, of, i) : -1;
+  for (int i = threadIdx.x; i < (int)shape.chunks * 32; i += THREADS) from[i] = i < (int)shape.positions ? place_in_x(shape, of, i) : NOWHERE;
   for (int i = threadIdx.x; i < BLOCK_N; i += THREADS) {
     const bool there = of.pixel + i < (int)shape.pixels;
     const Pixel at(shape, there ? of.pixel + i : of.pixel);
@@ -125,58 +138,73 @@ DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& ta
     tables.start[i] = shape.flat ? i : slot * (int)shape.slot + row * (int)shape.width + at.q * (int)shape.stride_w;
     tables.place[i] = there ? at.image * (int)shape.y_image + (int)(shape.out_base + at.p * shape.out_h + at.q * shape.out_w) : -1;
   }
-  for (int i = threadIdx.x; i < (int)shape.taps; i += THREADS) {
-    const Divided of_row(i, shape.taps_s, shape.by_taps_s);
-    const int r = of_row.quotient, s = of_row.rest;
-    tables.tap[i].x = ((int)shape.tap_base + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s) * SIZE;
-    tables.tap[i].y = (r * (int)shape.step_h * (int)shape.width + s * (int)shape.step_w) * 4;
+  for (int i = threadIdx.x; i < (int)shape.steps + 2 * WARPS; i += THREADS) {
+    const Divided of_unit(min(i, max((int)shape.steps - 1, 0)), shape.taps, shape.by_taps), of_row(of_unit.rest, shape.taps_s, shape.by_taps_s);
+    const int unit = of_unit.quotient, r = of_row.quotient, s = of_row.rest;
+    const int tap = (int)shape.tap_base + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+    tables.step[i].x = (unit * UNIT * channel_step(shape) + tap) * SIZE;
+    tables.step[i].y = (int)shape.x_at + (unit * 4 * (int)shape.pitch + r * (int)shape.step_h * (int)shape.width + s * (int)shape.step_w) * 8;
   }
 }
 
 // ---- loads
 
-// A stage of the filter, from channel `first` on; `end`: behind the block's last channel.
+// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. A warp has every WARPS-th line.
 DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w, uint32_t slot, int first, int end) {
-  const bool gradient = shape.gradient != 0;
-  const int taps = (int)shape.w_taps, rows = min(WARP_M * (int)shape.warps_m, (int)shape.rows - of.row), channels = min((int)shape.stage_units * UNIT, end - first);
-  const int lines = gradient ? channels : rows, all = gradient ? (int)shape.stage_units * UNIT : WARP_M * (int)shape.warps_m, count = (gradient ? rows : channels) * taps;
-  const data_t* const begin = w + (long long)(gradient ? first : of.row) * shape.line_step + (gradient ? of.row : first) * taps;
-  for (int i = threadIdx.x; i < all * (int)shape.pieces; i += THREADS) {
-    const Divided of_line(i, shape.pieces, shape.by_pieces);
-    const int line = of_line.quotient, element = of_line.rest * VECTOR;
-    const bool there = line < lines && element < count;
-    load_16_bytes(slot + line * (int)shape.line_bytes + element * SIZE, there ? begin + line * shape.line_step + element : w, there);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, taps = (int)shape.w_taps, step = (int)shape.line_step;
+  const int rows = min(WARP_M * (int)shape.warps_m, (int)shape.rows - of.row), channels = min((int)shape.stage_units * UNIT, end - first);
+  const int lines = shape.gradient ? channels : rows, all = shape.gradient ? (int)shape.stage_units * UNIT : WARP_M * (int)shape.warps_m;
+  const int count = (shape.gradient ? rows : channels) * taps;
+  const data_t* from = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps) + warp * step;
+  slot += warp * (int)shape.line_bytes;
+  for (int line = warp; line < all; line += WARPS) {
+#pragma unroll 2
+    for (int piece = lane; piece < (int)shape.pieces; piece += 32) {
+      const bool there = line < lines && piece * VECTOR < count;
+      load_16_bytes(slot + piece * 16, there ? from + piece * VECTOR : w, there);
+    }
+    from += WARPS * step;
+    slot += WARPS * (int)shape.line_bytes;
   }
 }
 
-// What the tile meets of x, of so many words of channels from channel `first` on.
-DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t* to, const int* from, int first, int words) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, count = words * (int)shape.chunks;
-  constexpr int AT_ONCE = 8;
-  for (int i = warp; i < count; i += AT_ONCE * WARPS) {
-    [[maybe_unused]] uint32_t found[AT_ONCE];
-    uint32_t* at[AT_ONCE];
+// What the tile meets of x, of so many units of channels from channel `first` on. A warp has a word of each unit, a lane every 32nd position.
+DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint8_t* slot, const int* from, int first, int units) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = (int)shape.x_channel, channels = (int)shape.channels;
+  constexpr int AT_ONCE = 4, UNITS = TYPE == 32 ? 1 : 2;  // chunks of positions, units
+  static_assert(WARPS == 8, "words of a unit");
+  for (int chunk = 0; chunk < (int)shape.chunks; chunk += AT_ONCE) {
+    int place[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      const Divided of_word(i + j * WARPS, shape.chunks, shape.by_chunks);
-      const int position = of_word.rest * 32 + lane, channel = first + of_word.quotient * WORD;
-      const bool real = i + j * WARPS < count && position < (int)shape.positions;
-      const int place = real ? from[position] : -1;
-      const data_t* const source = x + place + (long long)channel * shape.x_channel;
-      at[j] = real ? to + of_word.quotient * (int)shape.pitch + position : nullptr;
+    for (int j = 0; j < AT_ONCE; ++j) place[j] = chunk + j < (int)shape.chunks ? from[(chunk + j) * 32 + lane] : NOWHERE;
+    int c = first + warp * WORD;
+    uint8_t* to = slot + (warp % 4 * (int)shape.pitch + chunk * 32 + lane) * 8 + warp / 4 * 4;
+    for (int unit = 0; unit < units; unit += UNITS) {
+      [[maybe_unused]] uint32_t found[UNITS][AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) {
+          const int here = c + i * UNIT;
+          const bool some = place[j] >= 0 && here < channels;
+          const data_t* const source = x + (some ? place[j] + here * channel : 0);
 #if TYPE == 32
-      if (real) load_4_bytes(shared_address(at[j]), place >= 0 && channel < (int)shape.channels ? source : x, place >= 0 && channel < (int)shape.channels);
+          if (place[j] != NOWHERE) load_4_bytes(shared_address(to + j * 256), source, some);
 #else
-      const uint32_t low = place >= 0 && channel < (int)shape.channels ? source->bits : 0;
-      const uint32_t high = place >= 0 && channel + 1 < (int)shape.channels ? source[shape.x_channel].bits : 0;
-      found[j] = low | high << 16;
+          const uint32_t low = some ? source->bits : 0, high = some && here + 1 < channels ? source[channel].bits : 0;
+          found[i][j] = low | high << 16;
 #endif
-    }
+        }
 #if TYPE != 32
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j)
-      if (at[j]) *at[j] = found[j];
+      for (int i = 0; i < UNITS; ++i)
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+          if (place[j] != NOWHERE && unit + i < units) *(uint32_t*)(to + i * 32 * (int)shape.pitch + j * 256) = found[i][j];
 #endif
+      to += UNITS * 32 * (int)shape.pitch;
+      c += UNITS * UNIT;
+    }
   }
 }
 
@@ -199,14 +227,33 @@ struct Factor {
   }
 };
 
-// Two neighbouring channels of 16 bits, or one of 32.
-DEVICE uint32_t word_of_w(const uint8_t* at, [[maybe_unused]] int channel_bytes) {
+DEVICE void load_shared(uint32_t& v, uint32_t at) { asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at)); }
+DEVICE void load_shared(uint16_t& v, uint32_t at) { asm volatile("ld.shared.b16 %0, [%1];" : "=h"(v) : "r"(at)); }
+DEVICE void load_shared(uint32_t& v, uint32_t& next, uint32_t at) { asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v), "=r"(next) : "r"(at)); }
+
+// What a lane needs of w and of x for a step, as it lies.
+struct Operands {
+  data_bits w[2][4][WORD];
+  uint32_t x[EIGHTS][2];
+  // w_at, x_at: of the lane's first words; the bytes from one row and one channel of w to the next
+  DEVICE void load(uint32_t w_at, uint32_t x_at, int row, int channel, const int (&start)[EIGHTS]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+#pragma unroll
+        for (int i = 0; i < WORD; ++i) load_shared(w[half][e][i], w_at + (2 * half + e % 2) * 8 * row + (e / 2 * 4 * WORD + i) * channel);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) load_shared(x[j][0], x[j][1], x_at + start[j]);
+  }
+  DEVICE Factor factor_of_w(int half, int e) const {
 #if TYPE == 32
-  return *(const uint32_t*)at;
+    return Factor(w[half][e][0]);
 #else
-  return *(const uint16_t*)at | (uint32_t)*(const uint16_t*)(at + channel_bytes) << 16;
+    return Factor(w[half][e][0] | (uint32_t)w[half][e][1] << 16);
 #endif
-}
+  }
+};
 
 struct Sums {
   float of[2][EIGHTS][4];
@@ -226,6 +273,55 @@ struct Sums {
 #pragma unroll
         for (int e = 0; e < 4; ++e) of[half][j][e] = fmaf(more.of[half][j][e], factor, of[half][j][e]);
   }
+};
+
+// A warp's sums: with three products, the float32 sum, and what the tensor core has added up of its main and its other products.
+struct Totals {
+  Sums sum;
+#if PRODUCTS == 3
+  Sums main, cross;
+#endif
+  int steps = 0;
+  DEVICE Totals() {
+    sum.clear();
+#if PRODUCTS == 3
+    main.clear();
+    cross.clear();
+#endif
+  }
+  DEVICE void multiply_step(const Operands& of) {
+    Factor a[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) a[half][e] = of.factor_of_w(half, e);
+#pragma unroll
+    for (int j = 0; j < EIGHTS; ++j) {
+      const Factor b0(of.x[j][0]), b1(of.x[j][1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t high[4] = {a[half][0].high, a[half][1].high, a[half][2].high, a[half][3].high};
+#if PRODUCTS == 3
+        const uint32_t low[4] = {a[half][0].low, a[half][1].low, a[half][2].low, a[half][3].low};
+        multiply<data_t>(main.of[half][j], high, b0.high, b1.high);
+        multiply<data_t>(cross.of[half][j], low, b0.high, b1.high);
+        multiply<data_t>(cross.of[half][j], high, b0.low, b1.low);
+#else
+        multiply<data_t>(sum.of[half][j], high, b0.high, b1.high);
+#endif
+      }
+    }
+    ++steps;
+#if PRODUCTS == 3
+    if (steps % 2 == 0) promote();
+#endif
+  }
+#if PRODUCTS == 3
+  DEVICE void promote() {
+    sum.add(main, 1);
+    main.clear();
+  }
+#endif
 };
 
 #if PRODUCTS == 3
@@ -256,7 +352,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   __shared__ Tables tables;
   int phase = 0, number = blockIdx.x / CLUSTER;
   while (phase + 1 < PHASES && number >= (int)shapes.of[phase].tiles) number -= (int)shapes.of[phase++].tiles;
-  const FewPixelsPhase& shape = shapes.of[phase];
+  const FewPixelsPhase& shape = shapes.of[PHASES == 1 ? 0 : phase];
   const Tile of(shape, number);
   const int rank = cluster_rank(), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = min(rank * (int)shape.part, (int)shape.units), units = min(first + (int)shape.part, (int)shape.units) - first;
@@ -266,13 +362,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   write_tables(shape, of, tables, from);
   AFTER_LAST_LAUNCH
   __syncthreads();
-  auto slot_of = [&](int stage) { return dynamic + shape.ring_at + stage % STAGES * (int)shape.slot_bytes; };
+  auto slot_of = [&](int stage) { return dynamic + (int)shape.ring_at + stage % STAGES * (int)shape.slot_bytes; };
   auto fetch_stage_w = [&](int stage) {
     if (stage < stages) fetch_w(shape, of, w, shared_address(slot_of(stage)), begin + stage * (int)shape.stage_units * UNIT, end);
   };
   auto fetch_stage_x = [&](int stage) {
     const int done = stage * (int)shape.stage_units;
-    if (stage < stages) fetch_x(shape, x, (uint32_t*)(slot_of(stage) + shape.x_at), from, begin + done * UNIT, min((int)shape.stage_units, units - done) * 8);
+    if (stage < stages) fetch_x(shape, x, slot_of(stage) + (int)shape.x_at, from, begin + done * UNIT, min((int)shape.stage_units, units - done));
   };
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     fetch_stage_w(stage);
@@ -284,80 +380,48 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // this warp's channels, and which steps it takes
   const Divided of_group(warp, shape.warps_m, shape.by_warps_m);
   const int group = of_group.quotient, groups = WARPS / (int)shape.warps_m, warp_row = of_group.rest * WARP_M;
-  const int row_bytes = (int)shape.row_step * SIZE, channel_bytes = (int)shape.channel_step * SIZE, word_bytes = WORD * channel_bytes;
-  const int pitch_bytes = (int)shape.pitch * 4;
-  const int w_lane = (warp_row + lane / 4) * row_bytes + lane % 4 * word_bytes, x_lane = (int)shape.x_at + lane % 4 * pitch_bytes;
+  const int row = row_step(shape) * SIZE, channel = channel_step(shape) * SIZE;
+  uint32_t w_lane = (warp_row + lane / 4) * row + lane % 4 * WORD * channel, x_lane = lane % 4 * (int)shape.pitch * 8, first_step = shared_address(tables.step + group);
+  asm volatile("" : "+r"(w_lane), "+r"(x_lane), "+r"(first_step));  // or the compiler would compute them again for each step
   int start[EIGHTS];
 #pragma unroll
-  for (int j = 0; j < EIGHTS; ++j) start[j] = tables.start[8 * j + lane / 4] * 4;
+  for (int j = 0; j < EIGHTS; ++j) start[j] = tables.start[8 * j + lane / 4] * 8;
 
-  Sums sum;
-  sum.clear();
-#if PRODUCTS == 3
-  Sums main, cross;
-  main.clear();
-  cross.clear();
-#endif
-  int steps = 0;  // that this warp has taken
+  Totals totals;
   for (int stage = 0; stage < stages; ++stage) {
     wait_for_loads<STAGES - 2>();
     __syncthreads();
     fetch_stage_w(stage + STAGES - 1);
     fetch_stage_x(stage + STAGES - 1);
     commit_loads();
-    const int here = min((int)shape.stage_units, units - stage * (int)shape.stage_units);
-    const uint8_t *const w_stage = slot_of(stage) + w_lane, *const x_stage = slot_of(stage) + x_lane;
-    int unit = group, tap = 0;
-    while (unit >= here) {
-      unit -= here;
-      ++tap;
-    }
-    while (tap < (int)shape.taps) {
-      const int2 at = tables.tap[tap];
-      const uint8_t* const a_from = w_stage + unit * 8 * word_bytes + at.x;
-      const uint8_t* const b_from = x_stage + unit * 8 * pitch_bytes + at.y;
-      Factor a[2][4];
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          a[half][e] = Factor(word_of_w(a_from + (2 * half + e % 2) * 8 * row_bytes + e / 2 * 4 * word_bytes, channel_bytes));
-#pragma unroll
-      for (int j = 0; j < EIGHTS; ++j) {
-        const Factor b0(*(const uint32_t*)(b_from + start[j])), b1(*(const uint32_t*)(b_from + start[j] + 4 * pitch_bytes));
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint32_t high[4] = {a[half][0].high, a[half][1].high, a[half][2].high, a[half][3].high};
-#if PRODUCTS == 3
-          const uint32_t low[4] = {a[half][0].low, a[half][1].low, a[half][2].low, a[half][3].low};
-          multiply<data_t>(main.of[half][j], high, b0.high, b1.high);
-          multiply<data_t>(cross.of[half][j], low, b0.high, b1.high);
-          multiply<data_t>(cross.of[half][j], high, b0.low, b1.low);
-#else
-          multiply<data_t>(sum.of[half][j], high, b0.high, b1.high);
-#endif
-        }
-      }
-      ++steps;
-#if PRODUCTS == 3
-      if (steps % 2 == 0) {
-        sum.add(main, 1);
-        main.clear();
-      }
-#endif
-      unit += groups;
-      while (unit >= here) {
-        unit -= here;
-        ++tap;
-      }
+    const int count = min((int)shape.stage_units, units - stage * (int)shape.stage_units) * (int)shape.taps;
+    const uint32_t slot = shared_address(slot_of(stage)), w_slot = slot + w_lane, x_slot = slot + x_lane;
+    // loads are a step ahead of the products, and the table is one more
+    uint32_t in_w, in_x, at = first_step;
+    auto look_up = [&] {
+      load_shared(in_w, in_x, at);
+      at += groups * 8;
+    };
+    auto load = [&](Operands& to) {
+      to.load(w_slot + in_w, x_slot + in_x, row, channel, start);
+      look_up();
+    };
+    Operands even, odd;
+    look_up();
+    load(even);
+    for (int left = (count - group + groups - 1) * (int)shape.warps_m / WARPS; left > 0; left -= 1 + AHEAD) {
+      if (AHEAD) load(odd);
+      totals.multiply_step(even);
+      if (!AHEAD || left > 1) load(even);
+      if (AHEAD && left > 1) totals.multiply_step(odd);
     }
   }
 #if PRODUCTS == 3
-  sum.add(main, 1);
-  sum.add(cross, 1 / LARGER);
+  totals.promote();
+  totals.sum.add(totals.cross, 1 / LARGER);
   const float lost = LOST;
 #else
-  const float lost = lost_in(steps);
+  const float lost = lost_in(totals.steps);
 #endif
 
   // the sums of this block
@@ -370,7 +434,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int j = 0; j < EIGHTS; ++j)
 #pragma unroll
       for (int down = 0; down < 2; ++down) {
-        float2 v = make_float2(sum.of[half][j][2 * down], sum.of[half][j][2 * down + 1]);
+        float2 v = make_float2(totals.sum.of[half][j][2 * down], totals.sum.of[half][j][2 * down + 1]);
         if (TYPE == 32) {  // the rounding of 16 bits hides it
           v.x += give_back_lost(v.x, lost);
           v.y += give_back_lost(v.y, lost);
@@ -415,5 +479,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       y[at] = from_float<data_t>(v[0]);
     }
   }
-  cluster_barrier();  // shared memory must outlive what other blocks read of it
+  cluster_barrier_relaxed();  // shared memory must outlive what other blocks read of it
 }

@@ -71,7 +71,8 @@ def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
 
 
 def test_the_runs_have_every_text():
-    assert {(mode, config.BLOCK_N, config.CLUSTER) for _, mode, config in RUNS} == {(m, n, c) for m in MODES for n in fp.COLUMNS for c in fp.CLUSTERS}
+    found = {(mode, config.BLOCK_N, config.CLUSTER, fp._defines(asked(case, mode), config)["PHASES"]) for case, mode, config in RUNS}
+    assert found == {(m, n, c, p) for m in MODES for n in fp.COLUMNS for c in fp.CLUSTERS for p in (1, 4) if p == 1 or n == 32}
     assert {config.BLOCK_M for *_, config in RUNS} == set(fp.ROWS)
 
 
@@ -128,8 +129,8 @@ def test_the_epilogue(case, mode, config):
 
 @on_cpu
 @pytest.mark.parametrize(("old", "new"), [
-    ("wait_for_loads<STAGES - 2>();\n", ""), ("stage % STAGES * (int)", "stage % 2 * (int)"), ("  cluster_barrier();\n\n  // some rows", "  // some rows"), ("  cluster_barrier();  // shared memory must", "  // shared memory must"),
-    ("__syncthreads();\n  constexpr int FOURS", "constexpr int FOURS"), ("AFTER_LAST_LAUNCH\n  __syncthreads();", "AFTER_LAST_LAUNCH"), ("unit += groups;", "unit += 2 * groups;"),
+    ("wait_for_loads<STAGES - 2>();\n", ""), ("stage % STAGES * (int)", "stage % 2 * (int)"), ("  cluster_barrier();\n\n  // some rows", "  // some rows"), ("  cluster_barrier_relaxed();", ""),
+    ("__syncthreads();\n  constexpr int FOURS", "constexpr int FOURS"), ("AFTER_LAST_LAUNCH\n  __syncthreads();", "AFTER_LAST_LAUNCH"), ("at += groups * 8;", "at += groups * 16;"),
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):
     with pytest.raises((AssertionError, pytest.fail.Exception)):
@@ -196,7 +197,7 @@ BASE = CASES[0]
         (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 20, 3, 3)), "fp16", FewPixels(), "of one group"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16", FewPixels(), "nothing to compute"),
         (fprop((2, 8, 4, 4, 4), (4, 8, 1, 1, 1)), "fp16", FewPixels(), "two spatial axes"), (fprop((1, 8, 2**14, 2**14), (8, 8, 1, 1)), "fp16", FewPixels(), "in 32 bits"), (BASE, "fp16 last", FewPixels(), "not in NHWC"),
         (BASE, "fp16", FewPixels(48), "a tile has"), (BASE, "fp16", FewPixels(32, 64), "a tile has"), (BASE, "fp16", FewPixels(32, 32, 1), "a tile has"), (fprop((1, 9, 7, 7), (8, 9, 1, 1)), "fp32", FewPixels(), "16 bytes"),
-        (dgrad((1, 16, 7, 7), (16, 7, 1, 1)), "fp16", FewPixels(), "16 bytes"), (fprop((1, 8, 20, 20), (8, 8, 9, 9)), "fp16", FewPixels(), "64 taps"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=3), "fp16", FewPixels(), "stride phases"),
+        (dgrad((1, 16, 7, 7), (16, 7, 1, 1)), "fp16", FewPixels(), "16 bytes"), (fprop((1, 8, 20, 20), (8, 8, 12, 11)), "fp16", FewPixels(), "128 taps"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=3), "fp16", FewPixels(), "stride phases"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=2), "fp16", FewPixels(), "32 pixels"),
         (fprop((1, 8, 200, 1000), (8, 8, 3, 3), dilation=90), "fp32", FewPixels(), "shared memory"),
     ],
     ids=lambda v: str(v)[:40],
@@ -259,8 +260,8 @@ def test_many_pixels_do_not():
 def test_the_kernels_compile_and_do_not_spill(tmp_path):
     steps = {}
     for mode in MODES:
-        for columns in fp.COLUMNS:
-            problem, config = asked(BASE, mode), FewPixels(32, columns, 8)
+        for case, columns in ((BASE, 32), (BASE, 56), (CASES[16], 32)):
+            problem, config = asked(case, mode), FewPixels(32, columns, 8)
             ((launch,),) = fp.schedule(problem, config, H200).whole
             steps[launch.source()] = launch, f"{problem} {config}"
     check_compiled(steps, tmp_path)

@@ -29,11 +29,12 @@ __all__ = [
 WARPS, WARP_M = 8, 32  # of a block; channels of the result of a warp
 PHASES = 4  # of a launch
 STAGES = 4  # of the ring
-MOST_TAPS = 64
+MOST_STEPS = 128  # of a stage
 ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
-STATIC_SHARED = 1024  # the kernel's tables
+STATIC_SHARED = 2048  # the kernel's tables
 STEPS = 4  # of each warp in a stage, if there is room
 BANKS = 32
+CONSTANTS = "row_step", "channel_step"  # of the layer
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ class FewPixelsPhase(NamedTuple):
     stage_units: int
     gradient: int
     pieces: int
-    by_pieces: int
     line_bytes: int
     line_step: int
     row_step: int
     channel_step: int
     w_taps: int
+    steps: int
     taps: int
+    by_taps: int
     taps_s: int
     by_taps_s: int
     tap_base: int
@@ -96,7 +98,6 @@ class FewPixelsPhase(NamedTuple):
     flat: int
     positions: int
     chunks: int
-    by_chunks: int
     slot: int
     by_slot: int
     width: int
@@ -131,8 +132,8 @@ def why_not(problem: ConvProblem) -> str | None:
     if (problem.operand_size[0], problem.filter_size[0], problem.result_size[0]) != (1, 1, 1) or problem.padding_before[0]:
         return "it takes at most two spatial axes"
     taps = math.prod(problem.filter_size)
-    if taps > MOST_TAPS:
-        return f"it takes filters of up to {MOST_TAPS} taps"
+    if taps > MOST_STEPS:
+        return f"it takes filters of up to {MOST_STEPS} taps"
     if problem.weight_shape[1] * taps * problem.itemsize % 16:
         return "a channel's part of the filter is a multiple of 16 bytes"
     if problem.largest_array >= 2**31:
@@ -147,6 +148,8 @@ def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
+    if len(phases(problem)) > 1 and config.BLOCK_N != COLUMNS[0]:
+        return f"of several phases a tile has {COLUMNS[0]} pixels"
     if config.BLOCK_M not in ROWS or config.BLOCK_N not in COLUMNS or config.CLUSTER not in CLUSTERS:
         return f"a tile has {ROWS} channels and {COLUMNS} pixels, and {CLUSTERS} blocks share it"
     tile = _tile(problem, config)
@@ -179,13 +182,13 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
     ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
     positions = [_positions(problem, config, phase) for phase in ordered]
     most = max(of.positions for of in positions)
-    pitch, chunks = _up_to(most, 8, BANKS), ceil(most, 32)
+    pitch, chunks = _up_to(most, 4, BANKS // 2), ceil(most, 32)
     ring_at = chunks * 128
     pixels = _up_to(config.BLOCK_N, 8, BANKS)
     sums = WARPS * WARP_M * pixels * 4
     groups = WARPS // (config.BLOCK_M // WARP_M)
     most_taps = max(math.prod(phase.taps) for phase in ordered)
-    stage = min(part, ceil(STEPS * groups, max(most_taps, 1)))
+    stage = min(part, ceil(STEPS * groups, max(most_taps, 1)), MOST_STEPS // max(most_taps, 1))
     while stage:
         channels = stage * unit
         if gradient:  # a line: the tile's rows of a channel
@@ -202,13 +205,13 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
         stage -= 1
     else:
         return None
-    filter_lines = dict(
-        pieces=line * size // 16, line_bytes=line_pitch * size, line_step=problem.weight_shape[1] * taps, row_step=row_step,
-        channel_step=channel_step, w_taps=taps, ring_at=ring_at, slot_bytes=slot, x_at=x_at,
-    )  # fmt: skip
+    filter_lines = {
+        "pieces": line * size // 16, "line_bytes": line_pitch * size, "line_step": problem.weight_shape[1] * taps, "row_step": row_step,
+        "channel_step": channel_step, "w_taps": taps, "ring_at": ring_at, "slot_bytes": slot, "x_at": x_at,
+    }  # fmt: skip
     rows, (_, h, w), (_, p, q) = problem.result_channels, problem.operand_size, problem.result_size
     tiles_m = ceil(rows, config.BLOCK_M)
-    _, _, stride_s = 0, 0, problem.filter_size[2]
+    stride_s = problem.filter_size[2]
     told = []
     for phase, of in zip(ordered, positions, strict=True):
         (_, phase_h, phase_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
@@ -219,7 +222,7 @@ def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
         _, out_base, _, out_h, out_w = places(problem, phase)
         told.append(arguments(
             FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
-            channels=problem.operand_channels, units=units if r * s else 0, part=part, stage_units=stage, gradient=int(gradient),
+            channels=problem.operand_channels, units=units if r * s else 0, part=part, stage_units=stage, steps=stage * r * s, gradient=int(gradient),
             **filter_lines, taps=r * s, taps_s=s, tap_base=first,
             tap_step_r=phase.every[1] * stride_s * (-1 if flipped_h else 1), tap_step_s=phase.every[2] * (-1 if flipped_w else 1),
             step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=phase_h * phase_w, q=phase_w,
@@ -260,11 +263,13 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     """The launch of `config`, which can run `problem`; it notes no moments."""
     tile = _tile(problem, config)
     assert tile is not None
-    told = tile.phases + (tile.phases[-1]._replace(tiles=0),) * (PHASES - len(tile.phases))  # of which there is nothing to compute
+    told = tile.phases
+    if len(told) > 1:
+        told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # of which there is nothing to compute
     grid = sum(phase.tiles for phase in tile.phases) * config.CLUSTER
     launch = KernelLaunch(
         "few_pixels_sm90", _defines(problem, config), grid, 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
-        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
+        shared=tile.shared, arguments=told, layer=finish_constants(told[0]) | {name.upper(): getattr(told[0], name) for name in CONSTANTS},
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -272,6 +277,7 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
 def _defines(problem: ConvProblem, config: FewPixels) -> dict[str, int]:
     return {
         "TYPE": ELEMENTS[problem.dtype], "PRODUCTS": products(problem), "BLOCK_N": config.BLOCK_N, "CLUSTER": config.CLUSTER,
+        "PHASES": 1 if len(phases(problem)) == 1 else PHASES,
     }  # fmt: skip
 
 
@@ -287,13 +293,13 @@ def sum_order(problem: ConvProblem, config: FewPixels) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for the type and the arithmetic, the tile's pixels, and the blocks that share it."""
-    choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS}
+    choices = {"TYPE": tuple(ELEMENTS.values()), "PRODUCTS": (1, 3), "BLOCK_N": COLUMNS, "CLUSTER": CLUSTERS, "PHASES": (1, PHASES)}
     yield TextFamily("few_pixels_sm90", choices, _made)
 
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever made."""
-    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
+    return (d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT) and (d["PHASES"] == 1 or d["BLOCK_N"] == COLUMNS[0])
 
 
 # ---- the choice
