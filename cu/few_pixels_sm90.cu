@@ -168,43 +168,43 @@ DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w
   }
 }
 
+[[maybe_unused]] DEVICE void store_shared(uint32_t at, uint32_t v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
 // What the tile meets of x, of so many units of channels from channel `first` on. A warp has a word of each unit, a lane every 32nd position.
-DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint8_t* slot, const int* from, int first, int units) {
+DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot, const int* from, int first, int units) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = (int)shape.x_channel, channels = (int)shape.channels;
-  constexpr int AT_ONCE = 4, UNITS = TYPE == 32 ? 1 : 2;  // chunks of positions, units
+  constexpr int AT_ONCE = 8;
   static_assert(WARPS == 8, "words of a unit");
-  for (int chunk = 0; chunk < (int)shape.chunks; chunk += AT_ONCE) {
-    int place[AT_ONCE];
+  from += lane;
+  slot += (warp % 4 * (int)shape.pitch + lane) * 8 + warp / 4 * 4;
+  int c = first + warp * WORD, chunk = 0;
+  for (int unit = 0; unit < units;) {
+    [[maybe_unused]] uint32_t found[AT_ONCE];
+    [[maybe_unused]] uint32_t to[AT_ONCE];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) place[j] = chunk + j < (int)shape.chunks ? from[(chunk + j) * 32 + lane] : NOWHERE;
-    int c = first + warp * WORD;
-    uint8_t* to = slot + (warp % 4 * (int)shape.pitch + chunk * 32 + lane) * 8 + warp / 4 * 4;
-    for (int unit = 0; unit < units; unit += UNITS) {
-      [[maybe_unused]] uint32_t found[UNITS][AT_ONCE];
-#pragma unroll
-      for (int i = 0; i < UNITS; ++i)
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j) {
-          const int here = c + i * UNIT;
-          const bool some = place[j] >= 0 && here < channels;
-          const data_t* const source = x + (some ? place[j] + here * channel : 0);
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int place = unit < units ? from[chunk * 32] : NOWHERE;
+      const bool some = place >= 0 && c < channels;
+      const data_t* const source = x + (some ? place + c * channel : 0);
 #if TYPE == 32
-          if (place[j] != NOWHERE) load_4_bytes(shared_address(to + j * 256), source, some);
+      if (place != NOWHERE) load_4_bytes(slot + chunk * 256, source, some);
 #else
-          const uint32_t low = some ? source->bits : 0, high = some && here + 1 < channels ? source[channel].bits : 0;
-          found[i][j] = low | high << 16;
+      const uint32_t low = some ? source->bits : 0, high = some && c + 1 < channels ? source[channel].bits : 0;
+      found[i] = low | high << 16;
+      to[i] = place != NOWHERE ? slot + chunk * 256 : 0;
 #endif
-        }
+      if (++chunk == (int)shape.chunks) {
+        chunk = 0;
+        ++unit;
+        c += UNIT;
+        slot += 32 * (int)shape.pitch;
+      }
+    }
 #if TYPE != 32
 #pragma unroll
-      for (int i = 0; i < UNITS; ++i)
-#pragma unroll
-        for (int j = 0; j < AT_ONCE; ++j)
-          if (place[j] != NOWHERE && unit + i < units) *(uint32_t*)(to + i * 32 * (int)shape.pitch + j * 256) = found[i][j];
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (to[i]) store_shared(to[i], found[i]);
 #endif
-      to += UNITS * 32 * (int)shape.pitch;
-      c += UNITS * UNIT;
-    }
   }
 }
 
@@ -368,7 +368,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   auto fetch_stage_x = [&](int stage) {
     const int done = stage * (int)shape.stage_units;
-    if (stage < stages) fetch_x(shape, x, slot_of(stage) + (int)shape.x_at, from, begin + done * UNIT, min((int)shape.stage_units, units - done));
+    if (stage < stages) fetch_x(shape, x, shared_address(slot_of(stage)) + (int)shape.x_at, from, begin + done * UNIT, min((int)shape.stage_units, units - done));
   };
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     fetch_stage_w(stage);
