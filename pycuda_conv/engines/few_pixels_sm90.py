@@ -34,6 +34,7 @@ ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
 STATIC_SHARED = 2048  # the kernel's tables
 STEPS = 4  # of each warp in a stage, if there is room
 BANKS = 32
+UNIT_BYTES = 32  # of a pixel's channels
 CONSTANTS = "row_step", "channel_step"  # of the layer
 
 
@@ -160,8 +161,55 @@ def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
     return None
 
 
+class _Positions(NamedTuple):
+    """Positions of a tile: all, of an image, and of a row; flat: they are the tile's pixels."""
+
+    flat: bool
+    positions: int
+    slot: int
+    width: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: FewPixels, phase: Phase) -> _Positions:
+        (_, p, q), (_, r, s) = phase.size, phase.taps
+        if r * s <= 1:
+            return cls(True, config.BLOCK_N, config.BLOCK_N, config.BLOCK_N)
+        # as many images, and rows of one, as pixels that are neighbours can lie in
+        images = min(problem.N, (config.BLOCK_N + p * q - 2) // (p * q) + 1)
+        rows = min(p, (config.BLOCK_N + q - 2) // q + 1)
+        width = (q - 1) * phase.stride[2] + (s - 1) * abs(phase.dilation[2]) + 1
+        slot = ((rows - 1) * phase.stride[1] + (r - 1) * abs(phase.dilation[1]) + 1) * width
+        return cls(False, images * slot, slot, width)
+
+
+class _Slot(NamedTuple):
+    """A slot of the ring: units of channels, elements from one row and one channel of the filter to the next; bytes."""
+
+    units: int
+    pieces: int  # 16 bytes of a line of the filter
+    line_bytes: int
+    row_step: int
+    channel_step: int
+    w_bytes: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, problem: ConvProblem, config: FewPixels, units: int, pitch: int) -> _Slot:
+        size, taps = problem.itemsize, math.prod(problem.filter_size)
+        word = 4 // size
+        channels = units * 8 * word
+        if problem.direction == "fprop":  # a line: a stage's channels of a row
+            line, lines = channels * taps, config.BLOCK_M
+            row_step, channel_step = apart = _up_to(line, 4 * word, BANKS * word), taps
+        else:  # a line: the tile's rows of a channel
+            line, lines = config.BLOCK_M * taps, channels
+            channel_step, row_step = apart = _up_to(line, 8, BANKS), taps
+        w_bytes = lines * apart[0] * size
+        return cls(units, line * size // 16, apart[0] * size, row_step, channel_step, w_bytes, w_bytes + units * 32 * pitch)
+
+
 class _Tile(NamedTuple):
-    """What a configuration is for a problem."""
+    """What a configuration is for a problem: its phases, the longest first, and the shared memory of a block."""
 
     phases: tuple[FewPixelsPhase, ...]
     shared: int
@@ -174,86 +222,49 @@ def _up_to(n: int, rest: int, of: int) -> int:
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewPixels) -> _Tile | None:
-    """The phases, the longest first, and the shared memory of a block; None where there is too little of it."""
-    size, word = problem.itemsize, 4 // problem.itemsize
-    unit, taps, gradient = 8 * word, math.prod(problem.filter_size), problem.direction == "dgrad"
-    units = ceil(problem.operand_channels, unit)
-    part = ceil(units, config.CLUSTER)
+    """The tile, with as many channels in a stage as shared memory has room for, up to STEPS steps a warp; None if it has for none."""
+    part = ceil(ceil(problem.operand_channels * problem.itemsize, UNIT_BYTES), config.CLUSTER)
     ordered = sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
-    positions = [_positions(problem, config, phase) for phase in ordered]
+    positions = [_Positions.of(problem, config, phase) for phase in ordered]
     most = max(of.positions for of in positions)
-    pitch, chunks = _up_to(most, 4, BANKS // 2), ceil(most, 32)
-    ring_at = chunks * 128
-    pixels = _up_to(config.BLOCK_N, 8, BANKS)
-    sums = WARPS * WARP_M * pixels * 4
-    groups = WARPS // (config.BLOCK_M // WARP_M)
-    most_taps = max(math.prod(phase.taps) for phase in ordered)
-    stage = min(part, ceil(STEPS * groups, max(most_taps, 1)), MOST_STEPS // max(most_taps, 1))
-    while stage:
-        channels = stage * unit
-        if gradient:  # a line: the tile's rows of a channel
-            line, row_step, lines = config.BLOCK_M * taps, taps, channels
-            line_pitch = channel_step = _up_to(line, 8, BANKS)
-        else:
-            line, channel_step, lines = channels * taps, taps, config.BLOCK_M
-            line_pitch = row_step = _up_to(line, 4 * word, BANKS * word)
-        x_at = lines * line_pitch * size
-        slot = x_at + stage * 8 * pitch * 4
-        shared = max(ring_at + min(STAGES, ceil(part, stage)) * slot, sums)
+    pitch, ring_at, taps = _up_to(most, 4, BANKS // 2), ceil(most, 32) * 128, max(math.prod(ordered[0].taps), 1)
+    groups = WARPS * WARP_M // config.BLOCK_M
+    sums = WARPS * WARP_M * _up_to(config.BLOCK_N, 8, BANKS) * 4
+    for units in range(min(part, ceil(STEPS * groups, taps), MOST_STEPS // taps), 0, -1):
+        slot = _Slot.of(problem, config, units, pitch)
+        shared = max(ring_at + min(STAGES, ceil(part, units)) * slot.nbytes, sums)
         if shared + STATIC_SHARED <= MOST_SHARED:
-            break
-        stage -= 1
-    else:
-        return None
-    filter_lines = {
-        "pieces": line * size // 16, "line_bytes": line_pitch * size, "line_step": problem.weight_shape[1] * taps, "row_step": row_step,
-        "channel_step": channel_step, "w_taps": taps, "ring_at": ring_at, "slot_bytes": slot, "x_at": x_at,
-    }  # fmt: skip
-    rows, (_, h, w), (_, p, q) = problem.result_channels, problem.operand_size, problem.result_size
-    tiles_m = ceil(rows, config.BLOCK_M)
-    stride_s = problem.filter_size[2]
-    told = []
-    for phase, of in zip(ordered, positions, strict=True):
-        (_, phase_h, phase_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
-        flipped_h, flipped_w = step_h < 0, step_w < 0
-        first = (phase.first[1] + (phase.every[1] * (r - 1) if flipped_h else 0)) * stride_s
-        first += phase.first[2] + (phase.every[2] * (s - 1) if flipped_w else 0)
-        count = problem.N * phase_h * phase_w
-        _, out_base, _, out_h, out_w = places(problem, phase)
-        told.append(arguments(
-            FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
-            channels=problem.operand_channels, units=units if r * s else 0, part=part, stage_units=stage, steps=stage * r * s, gradient=int(gradient),
-            **filter_lines, taps=r * s, taps_s=s, tap_base=first,
-            tap_step_r=phase.every[1] * stride_s * (-1 if flipped_h else 1), tap_step_s=phase.every[2] * (-1 if flipped_w else 1),
-            step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=phase_h * phase_w, q=phase_w,
-            stride_h=phase.stride[1], stride_w=phase.stride[2],
-            low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w),
-            h=h, w=w, x_image=problem.operand_channels * h * w, x_channel=h * w, flat=int(of.flat), positions=of.positions,
-            chunks=chunks, slot=of.slot, width=of.width, pitch=pitch, y_image=rows * p * q, y_channel=p * q,
-            out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
-        ))  # fmt: skip
-    return _Tile(tuple(told), shared)
+            told = (_phase(problem, config, phase, of, slot, pitch, ring_at) for phase, of in zip(ordered, positions, strict=True))
+            return _Tile(tuple(told), shared)
+    return None
 
 
-class _Positions(NamedTuple):
-    """Positions of a tile: all, of an image and of a row; flat: the tile's pixels."""
-
-    flat: bool
-    positions: int
-    slot: int
-    width: int
-
-
-def _positions(problem: ConvProblem, config: FewPixels, phase: Phase) -> _Positions:
-    (_, p, q), (_, r, s) = phase.size, phase.taps
-    if r * s <= 1:
-        return _Positions(True, config.BLOCK_N, config.BLOCK_N, config.BLOCK_N)
-    plane = p * q
-    images = min(problem.N, (config.BLOCK_N + plane - 2) // plane + 1)
-    rows = min(p, (config.BLOCK_N + q - 2) // q + 1)
-    width = (q - 1) * phase.stride[2] + (s - 1) * abs(phase.dilation[2]) + 1
-    slot = ((rows - 1) * phase.stride[1] + (r - 1) * abs(phase.dilation[1]) + 1) * width
-    return _Positions(False, images * slot, slot, width)
+def _phase(
+    problem: ConvProblem, config: FewPixels, phase: Phase, lying: _Positions, slot: _Slot, pitch: int, ring_at: int
+) -> FewPixelsPhase:
+    """What the kernel is told of a phase."""
+    (_, size_h, size_w), (_, r, s), (_, step_h, step_w) = phase.size, phase.taps, phase.dilation
+    (_, h, w), (_, p, q), (_, _, filter_s) = problem.operand_size, problem.result_size, problem.filter_size
+    rows, channels, w_taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    units, tiles_m, count = ceil(channels * problem.itemsize, UNIT_BYTES), ceil(rows, config.BLOCK_M), problem.N * size_h * size_w
+    # x is met from its first row and column on, by the last tap first where a tap steps back
+    across_r, across_s = phase.every[1] * filter_s, phase.every[2]
+    base = phase.first[1] * filter_s + phase.first[2]
+    base += (across_r * (r - 1) if step_h < 0 else 0) + (across_s * (s - 1) if step_w < 0 else 0)
+    _, out_base, _, out_h, out_w = places(problem, phase)
+    return arguments(
+        FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
+        channels=channels, units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units,
+        gradient=int(problem.direction == "dgrad"), pieces=slot.pieces, line_bytes=slot.line_bytes,
+        line_step=problem.weight_shape[1] * w_taps, row_step=slot.row_step, channel_step=slot.channel_step, w_taps=w_taps,
+        steps=slot.units * r * s, taps=r * s, taps_s=s, tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r,
+        tap_step_s=-across_s if step_w < 0 else across_s, step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N,
+        plane=size_h * size_w, q=size_w, stride_h=phase.stride[1], stride_w=phase.stride[2],
+        low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h, w=w,
+        x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
+        slot=lying.slot, width=lying.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
+        y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
+    )  # fmt: skip
 
 
 # ---- launches
