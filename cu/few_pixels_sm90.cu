@@ -359,9 +359,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int begin = first * UNIT, end = min((first + units) * UNIT, (int)shape.channels), stages = (units + (int)shape.stage_units - 1) / (int)shape.stage_units;
   int* const from = (int*)dynamic;
 
-  write_tables(shape, of, tables, from);
-  AFTER_LAST_LAUNCH
-  __syncthreads();
   auto slot_of = [&](int stage) { return dynamic + (int)shape.ring_at + stage % STAGES * (int)shape.slot_bytes; };
   auto fetch_stage_w = [&](int stage) {
     if (stage < stages) fetch_w(shape, of, w, shared_address(slot_of(stage)), begin + stage * (int)shape.stage_units * UNIT, end);
@@ -370,8 +367,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int done = stage * (int)shape.stage_units;
     if (stage < stages) fetch_x(shape, x, shared_address(slot_of(stage)) + (int)shape.x_at, from, begin + done * UNIT, min((int)shape.stage_units, units - done));
   };
+  AFTER_LAST_LAUNCH
+  fetch_stage_w(0);  // under way while the tables are made
+  write_tables(shape, of, tables, from);
+  __syncthreads();
   for (int stage = 0; stage < STAGES - 1; ++stage) {
-    fetch_stage_w(stage);
+    if (stage > 0) fetch_stage_w(stage);
     if (TYPE == 32) fetch_stage_x(stage);
     commit_loads();
   }
