@@ -55,7 +55,7 @@ struct FewPixelsPhase {
   long long rows, channels;                                    // of y, of x
   long long units, part, stage_units;                          // of channels: all, of one of CLUSTER parts, of a stage
   long long gradient;
-  long long pieces, line_bytes, line_step;                     // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
+  long long pieces, by_pieces, line_bytes, line_step;          // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
   long long row_step, channel_step;                            // elements in shared memory
   long long w_taps;                                            // of the filter
   long long steps;                                             // of a stage
@@ -131,14 +131,14 @@ DEVICE int place_in_x(const FewPixelsPhase& shape, const Tile& of, int position)
 
 DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& tables, int* from) {
   for (int i = threadIdx.x; i < (int)shape.chunks * 32; i += THREADS) from[i] = i < (int)shape.positions ? place_in_x(shape, of, i) : NOWHERE;
-  for (int i = threadIdx.x; i < BLOCK_N; i += THREADS) {
+  for (int i = THREADS - 1 - threadIdx.x; i < BLOCK_N; i += THREADS) {  // other warps
     const bool there = of.pixel + i < (int)shape.pixels;
     const Pixel at(shape, there ? of.pixel + i : of.pixel);
     const int slot = at.image - of.image, row = (at.p - (slot == 0 ? of.first_p : 0)) * (int)shape.stride_h;
     tables.start[i] = shape.flat ? i : slot * (int)shape.slot + row * (int)shape.width + at.q * (int)shape.stride_w;
     tables.place[i] = there ? at.image * (int)shape.y_image + (int)(shape.out_base + at.p * shape.out_h + at.q * shape.out_w) : -1;
   }
-  for (int i = threadIdx.x; i < (int)shape.steps + 2 * WARPS; i += THREADS) {
+  for (int i = (threadIdx.x + THREADS / 2) % THREADS; i < (int)shape.steps + 2 * WARPS; i += THREADS) {
     const Divided of_unit(min(i, max((int)shape.steps - 1, 0)), shape.taps, shape.by_taps), of_row(of_unit.rest, shape.taps_s, shape.by_taps_s);
     const int unit = of_unit.quotient, r = of_row.quotient, s = of_row.rest;
     const int tap = (int)shape.tap_base + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
@@ -149,22 +149,24 @@ DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& ta
 
 // ---- loads
 
-// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. A warp has every WARPS-th line.
+// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. Neighbouring threads have neighbouring pieces of a line.
 DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w, uint32_t slot, int first, int end) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, taps = (int)shape.w_taps, step = (int)shape.line_step;
+  const int taps = (int)shape.w_taps, step = (int)shape.line_step, pieces = (int)shape.pieces, line_bytes = (int)shape.line_bytes;
   const int rows = min(WARP_M * (int)shape.warps_m, (int)shape.rows - of.row), channels = min((int)shape.stage_units * UNIT, end - first);
   const int lines = shape.gradient ? channels : rows, all = shape.gradient ? (int)shape.stage_units * UNIT : WARP_M * (int)shape.warps_m;
-  const int count = (shape.gradient ? rows : channels) * taps;
-  const data_t* from = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps) + warp * step;
-  slot += warp * (int)shape.line_bytes;
-  for (int line = warp; line < all; line += WARPS) {
-#pragma unroll 2
-    for (int piece = lane; piece < (int)shape.pieces; piece += 32) {
-      const bool there = line < lines && piece * VECTOR < count;
-      load_16_bytes(slot + piece * 16, there ? from + piece * VECTOR : w, there);
-    }
-    from += WARPS * step;
-    slot += WARPS * (int)shape.line_bytes;
+  const int there = (shape.gradient ? rows : channels) * taps / VECTOR;  // pieces that there are of a line
+  const data_t* const begin = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps);
+  const Divided own(threadIdx.x, pieces, shape.by_pieces), more(THREADS, pieces, shape.by_pieces);
+  int line = own.quotient, piece = own.rest;
+#pragma unroll 4
+  while (line < all) {
+    const bool some = line < lines && piece < there;
+    load_16_bytes(slot + line * line_bytes + piece * 16, begin + (some ? line * step + piece * VECTOR : 0), some);
+    line += more.quotient;
+    piece += more.rest;
+    const bool next = piece >= pieces;
+    line += next;
+    piece -= next ? pieces : 0;
   }
 }
 
@@ -179,31 +181,35 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
   slot += (warp % 4 * (int)shape.pitch + lane) * 8 + warp / 4 * 4;
   int c = first + warp * WORD, chunk = 0;
   for (int unit = 0; unit < units;) {
-    [[maybe_unused]] uint32_t found[AT_ONCE];
-    [[maybe_unused]] uint32_t to[AT_ONCE];
+    int place[AT_ONCE], channel_of[AT_ONCE];
+    uint32_t to[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
-      const int place = unit < units ? from[chunk * 32] : NOWHERE;
-      const bool some = place >= 0 && c < channels;
-      const data_t* const source = x + (some ? place + c * channel : 0);
+      place[i] = unit < units ? from[chunk * 32] : NOWHERE;
+      channel_of[i] = c;
+      to[i] = slot + chunk * 256;
+      const bool next = ++chunk == (int)shape.chunks;
+      chunk = next ? 0 : chunk;
+      unit += next;
+      c += next ? UNIT : 0;
+      slot += next ? 32 * (int)shape.pitch : 0;
+    }
+    [[maybe_unused]] uint32_t found[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const bool some = place[i] >= 0 && channel_of[i] < channels;
+      const data_t* const source = x + (some ? place[i] + channel_of[i] * channel : 0);
 #if TYPE == 32
-      if (place != NOWHERE) load_4_bytes(slot + chunk * 256, source, some);
+      if (place[i] != NOWHERE) load_4_bytes(to[i], source, some);
 #else
-      const uint32_t low = some ? source->bits : 0, high = some && c + 1 < channels ? source[channel].bits : 0;
+      const uint32_t low = some ? source->bits : 0, high = some && channel_of[i] + 1 < channels ? source[channel].bits : 0;
       found[i] = low | high << 16;
-      to[i] = place != NOWHERE ? slot + chunk * 256 : 0;
 #endif
-      if (++chunk == (int)shape.chunks) {
-        chunk = 0;
-        ++unit;
-        c += UNIT;
-        slot += 32 * (int)shape.pitch;
-      }
     }
 #if TYPE != 32
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
-      if (to[i]) store_shared(to[i], found[i]);
+      if (place[i] != NOWHERE) store_shared(to[i], found[i]);
 #endif
   }
 }

@@ -67,6 +67,7 @@ class FewPixelsPhase(NamedTuple):
     stage_units: int
     gradient: int
     pieces: int
+    by_pieces: int
     line_bytes: int
     line_step: int
     row_step: int
