@@ -71,10 +71,6 @@ struct FewPixelsPhase {
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
-// What is a constant of the layer.
-DEVICE int row_step([[maybe_unused]] const FewPixelsPhase& shape) { return OF_LAYER(ROW_STEP, shape.row_step); }
-DEVICE int channel_step([[maybe_unused]] const FewPixelsPhase& shape) { return OF_LAYER(CHANNEL_STEP, shape.channel_step); }
-
 struct Shapes {
   FewPixelsPhase of[PHASES];
 };
@@ -142,7 +138,7 @@ DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& ta
     const Divided of_unit(min(i, max((int)shape.steps - 1, 0)), shape.taps, shape.by_taps), of_row(of_unit.rest, shape.taps_s, shape.by_taps_s);
     const int unit = of_unit.quotient, r = of_row.quotient, s = of_row.rest;
     const int tap = (int)shape.tap_base + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
-    tables.step[i].x = (unit * UNIT * channel_step(shape) + tap) * SIZE;
+    tables.step[i].x = (unit * UNIT * (int)shape.channel_step + tap) * SIZE;
     tables.step[i].y = (int)shape.x_at + (unit * 4 * (int)shape.pitch + r * (int)shape.step_h * (int)shape.width + s * (int)shape.step_w) * 8;
   }
 }
@@ -158,15 +154,23 @@ DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w
   const data_t* const begin = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps);
   const Divided own(threadIdx.x, pieces, shape.by_pieces), more(THREADS, pieces, shape.by_pieces);
   int line = own.quotient, piece = own.rest;
-#pragma unroll 4
-  while (line < all) {
-    const bool some = line < lines && piece < there;
-    load_16_bytes(slot + line * line_bytes + piece * 16, begin + (some ? line * step + piece * VECTOR : 0), some);
-    line += more.quotient;
-    piece += more.rest;
-    const bool next = piece >= pieces;
-    line += next;
-    piece -= next ? pieces : 0;
+  constexpr int AT_ONCE = 4;  // so many places are found before their loads begin, so that no one waits for another
+  for (int i = threadIdx.x; i < all * pieces; i += AT_ONCE * THREADS) {
+    uint32_t to[AT_ONCE];
+    int place[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      to[j] = slot + line * line_bytes + piece * 16;
+      place[j] = line < lines && piece < there ? line * step + piece * VECTOR : -1;
+      line += more.quotient;
+      piece += more.rest;
+      const bool next = piece >= pieces;
+      line += next;
+      piece -= next ? pieces : 0;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j)
+      if (i + j * THREADS < all * pieces) load_16_bytes(to[j], begin + max(place[j], 0), place[j] >= 0);
   }
 }
 
@@ -216,16 +220,20 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
 
 // ---- products
 
-// A number as factors; with three products, the TF32 number and LARGER times what that leaves, which so is there even of subnormals. What overflows is
-// computed once more.
+// What the first TF32 number leaves is kept so many times larger: then it is there even of subnormals. What so overflows is computed once more.
 [[maybe_unused]] constexpr float LARGER = 4096;
+// A number as factors. With three products: the nearest TF32 number, and LARGER times what that leaves, of which the tensor core takes the first bits.
+// The nearest is made without a question whether there is one: a NaN of all bits becomes a zero, and what that leaves is a NaN.
 struct Factor {
   uint32_t high, low;
   Factor() = default;
   DEVICE explicit Factor(uint32_t word) {
-#if TYPE == 32
+#if PRODUCTS == 3
+    high = (word + 0x1000) & ~0x1fffu;
+    low = __float_as_uint((__uint_as_float(word) - __uint_as_float(high)) * LARGER);
+#elif TYPE == 32
     high = to_tf32(__uint_as_float(word));
-    low = PRODUCTS == 3 ? to_tf32((__uint_as_float(word) - __uint_as_float(high)) * LARGER) : 0;
+    low = 0;
 #else
     high = word;
     low = 0;
@@ -304,18 +312,19 @@ struct Totals {
 #pragma unroll
     for (int j = 0; j < EIGHTS; ++j) {
       const Factor b0(of.x[j][0]), b1(of.x[j][1]);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t high[4] = {a[half][0].high, a[half][1].high, a[half][2].high, a[half][3].high};
+      const uint32_t high[2][4] = {{a[0][0].high, a[0][1].high, a[0][2].high, a[0][3].high}, {a[1][0].high, a[1][1].high, a[1][2].high, a[1][3].high}};
 #if PRODUCTS == 3
-        const uint32_t low[4] = {a[half][0].low, a[half][1].low, a[half][2].low, a[half][3].low};
-        multiply<data_t>(main.of[half][j], high, b0.high, b1.high);
-        multiply<data_t>(cross.of[half][j], low, b0.high, b1.high);
-        multiply<data_t>(cross.of[half][j], high, b0.low, b1.low);
+      const uint32_t low[2][4] = {{a[0][0].low, a[0][1].low, a[0][2].low, a[0][3].low}, {a[1][0].low, a[1][1].low, a[1][2].low, a[1][3].low}};
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply<data_t>(cross.of[half][j], low[half], b0.high, b1.high);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply<data_t>(main.of[half][j], high[half], b0.high, b1.high);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply<data_t>(cross.of[half][j], high[half], b0.low, b1.low);
 #else
-        multiply<data_t>(sum.of[half][j], high, b0.high, b1.high);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) multiply<data_t>(sum.of[half][j], high[half], b0.high, b1.high);
 #endif
-      }
     }
     ++steps;
 #if PRODUCTS == 3
@@ -347,8 +356,8 @@ static __device__ __noinline__ float exact(const FewPixelsPhase& shape, const da
   }
   return sum;
 }
-// The part of itself that a sum of two steps loses in the mean: two cuts, less what the rounding of second numbers gives. See truncation.cuh.
-constexpr float LOST = 0.42e-7f * 16 / 15;
+// The part of itself that a sum of two steps loses in the mean: its two cuts, less what rounding gives. See truncation.cuh.
+constexpr float LOST = 0.47e-7f * 16 / 15;
 #endif
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, PRODUCTS == 3 ? 1 : 2)
@@ -387,7 +396,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // this warp's channels, and which steps it takes
   const Divided of_group(warp, shape.warps_m, shape.by_warps_m);
   const int group = of_group.quotient, groups = WARPS / (int)shape.warps_m, warp_row = of_group.rest * WARP_M;
-  const int row = row_step(shape) * SIZE, channel = channel_step(shape) * SIZE;
+  const int row = (int)shape.row_step * SIZE, channel = (int)shape.channel_step * SIZE;
   uint32_t w_lane = (warp_row + lane / 4) * row + lane % 4 * WORD * channel, x_lane = lane % 4 * (int)shape.pitch * 8, first_step = shared_address(tables.step + group);
   asm volatile("" : "+r"(w_lane), "+r"(x_lane), "+r"(first_step));  // or the compiler would compute them again for each step
   int start[EIGHTS];

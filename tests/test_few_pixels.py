@@ -161,9 +161,13 @@ def test_every_range_is_kept(mode, scenario):
     check_scenario(SMALL, mode, x, w, simt.computed(asked(SMALL, mode), FewPixels(32, 56, 2), x, w, seeds=(1,)), scenario)
 
 
+def first_bits(v: np.ndarray) -> np.ndarray:
+    return (v.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
 def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
     """A warp's sums in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
-    (x_high, x_low), (w_high, w_low) = ((tf32(v), tf32((v - tf32(v)) * 4096)) for v in (x, w))
+    (x_high, x_low), (w_high, w_low) = ((tf32(v), first_bits((v - tf32(v)) * 4096)) for v in (x, w))
     total, cross = np.zeros((x.shape[1], w.shape[1])), None
     for first in range(0, len(x), 16):
         of = slice(first, first + 16)

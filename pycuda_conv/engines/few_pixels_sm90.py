@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, phases, places
-from pycuda_conv.engines.hopper import MOST_SHARED, at_once, unsupported
+from pycuda_conv.engines.hopper import MOST_SHARED, unsupported
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
 from pycuda_conv.engines.texts import TextFamily
@@ -35,7 +35,6 @@ STATIC_SHARED = 2048  # the kernel's tables
 STEPS = 4  # of each warp in a stage, if there is room
 BANKS = 32
 UNIT_BYTES = 32  # of a pixel's channels
-CONSTANTS = "row_step", "channel_step"  # of the layer
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ def refusal(problem: ConvProblem, config: FewPixels) -> str | None:
     tile = _tile(problem, config)
     if tile is None:
         return "what its pixels meet of all channels of a block does not fit into shared memory"
-    if sum(phase.tiles for phase in tile.phases) * config.CLUSTER > GRID_LIMIT:
+    if _blocks(tile, config) > GRID_LIMIT:
         return f"it has more than {GRID_LIMIT:,} blocks"
     return None
 
@@ -278,10 +277,9 @@ def schedule(problem: ConvProblem, config: FewPixels, device: Device, noted: boo
     told = tile.phases
     if len(told) > 1:
         told += (told[-1]._replace(tiles=0),) * (PHASES - len(told))  # of which there is nothing to compute
-    grid = sum(phase.tiles for phase in tile.phases) * config.CLUSTER
     launch = KernelLaunch(
-        "few_pixels_sm90", _defines(problem, config), grid, 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
-        shared=tile.shared, arguments=told, layer=finish_constants(told[0]) | {name.upper(): getattr(told[0], name) for name in CONSTANTS},
+        "few_pixels_sm90", _defines(problem, config), _blocks(tile, config), 32 * WARPS, (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        shared=tile.shared, arguments=told, layer=finish_constants(told[0]),
     )  # fmt: skip
     return Schedule.plain([[launch]])
 
@@ -316,38 +314,54 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-CLOCK = 1700.0  # cycles a microsecond
-BEGIN = 4.0  # microseconds of a launch with its first loads and the cluster's sums
-STEP_CYCLES = {1: 110.0, 3: 300.0}  # of a warp, with another one on its quarter of a multiprocessor, for a step of 56 pixels, by products
-LOAD_BYTES = 40.0  # that a multiprocessor loads in a cycle
-AGAIN = 3.0  # microseconds of a further round of blocks
-FEW = 128  # tiles
+# Measured on an H200, fitted to REPLACE times of REPLACE problems: root mean square of the error REPLACE.
+CLOCK = 1750.0  # cycles a microsecond
+BEGIN = 1.4  # microseconds of a launch
+BLOCK_CYCLES, STAGE_CYCLES = 3640.0, 2520.0  # of a block: its tables, first loads, and the cluster's barriers; of each stage
+STEP_CYCLES = {  # of a quarter of a multiprocessor for a warp's step, by products, bytes of an element, and pixels
+    (3, 4): {32: 352.0, 56: 454.0}, (1, 4): {32: 156.0, 56: 92.0}, (1, 2): {32: 49.0, 56: 33.0},
+}  # fmt: skip
+WAIT = 251.0  # cycles of a warp for a step, whoever else there is
+W_BYTES, X_BYTES = 25.0, 14.3  # that a multiprocessor loads in a cycle, of the filter and of images
+BESIDE = 0.5  # of the shorter one of loads and products, if they are beside one another
+ADDED_CYCLES = 0.575  # of a sum of the tile
+AT_ONCE = {2: 66, 4: 30, 8: 15}  # clusters whose blocks are alone on their multiprocessors, of 132
+MOST_TILES = 132  # of the largest size: more pixels and channels fill the machine without clusters
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
-    """The configurations worth comparing for `problem`."""
-    if why_not(problem):
+    """The configurations worth comparing for `problem`: none for many pixels."""
+    tiles = ceil(problem.result_channels, ROWS[-1]) * ceil(problem.N * math.prod(problem.result_size), COLUMNS[-1])
+    if tiles > MOST_TILES or why_not(problem):
         return
     for rows in ROWS:
         for columns in COLUMNS:
             for cluster in CLUSTERS:
                 config = FewPixels(rows, columns, cluster)
-                if rows < problem.result_channels + 32 and refusal(problem, config) is None:
+                if rows < problem.result_channels + WARP_M and refusal(problem, config) is None:
                     yield config
 
 
 def time(problem: ConvProblem, config: FewPixels, device: Device) -> float:
-    """Microseconds that `config` should take."""
+    """Microseconds that `config` should take: rounds of blocks, of each its loads beside its products, and what it has to do besides."""
     tile = _tile(problem, config)
     assert tile is not None
-    blocks = sum(phase.tiles for phase in tile.phases) * config.CLUSTER
-    fitting = at_once(device, config.CLUSTER) * (1 if products(problem) == 3 or tile.shared > MOST_SHARED // 2 - 2048 else 2)
-    first = tile.phases[0]
-    steps = ceil(first.part * first.taps * (config.BLOCK_M // WARP_M), WARPS)
-    computing = 2 * steps * STEP_CYCLES[products(problem)] * config.BLOCK_N / 56
-    loaded = first.part * 32 * (config.BLOCK_M * first.w_taps + first.positions)
-    rounds = ceil(blocks, fitting)
-    return BEGIN + (rounds - 1) * AGAIN + rounds * (computing + loaded / LOAD_BYTES) / CLOCK
+    first, blocks, groups = tile.phases[0], _blocks(tile, config), WARPS * WARP_M // config.BLOCK_M
+    fitting = 1 if products(problem) == 3 or 2 * (tile.shared + STATIC_SHARED) > MOST_SHARED else 2  # on a multiprocessor
+    alone = device.multiprocessors * AT_ONCE[config.CLUSTER] // 132  # clusters
+    rounds, beside = ceil(blocks, alone * fitting * config.CLUSTER), min(fitting, ceil(blocks, alone * config.CLUSTER))
+    whole, rest = divmod(first.part, first.stage_units)
+    steps = whole * ceil(first.stage_units * first.taps, groups) + ceil(rest * first.taps, groups)
+    step = STEP_CYCLES[products(problem), problem.itemsize][config.BLOCK_N]
+    multiplying = steps * max(WAIT, 2 * beside * step)
+    channels = first.part * UNIT_BYTES
+    loading = beside * channels * (config.BLOCK_M * first.w_taps / W_BYTES + first.positions * (4 // problem.itemsize) / X_BYTES)
+    each = BLOCK_CYCLES + STAGE_CYCLES * ceil(first.part, first.stage_units) + ADDED_CYCLES * config.BLOCK_M * config.BLOCK_N * beside
+    return BEGIN + rounds * (each + max(multiplying, loading) + BESIDE * min(multiplying, loading)) / CLOCK
+
+
+def _blocks(tile: _Tile, config: FewPixels) -> int:
+    return sum(phase.tiles for phase in tile.phases) * config.CLUSTER
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, FewPixels] | None:
