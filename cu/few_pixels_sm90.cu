@@ -55,7 +55,8 @@ struct FewPixelsPhase {
   long long rows, channels;                                    // of y, of x
   long long units, part, stage_units;                          // of channels: all, of one of CLUSTER parts, of a stage
   long long gradient;
-  long long pieces, by_pieces, line_bytes, line_step;          // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
+  long long pieces, line_bytes, line_step;                     // 16 bytes of a line; bytes to the next one in shared memory, elements in memory
+  long long line_threads, by_line_threads, lines_at_once;      // threads that copy a line
   long long row_step, channel_step;                            // elements in shared memory
   long long w_taps;                                            // of the filter
   long long steps;                                             // of a stage
@@ -145,32 +146,25 @@ DEVICE void write_tables(const FewPixelsPhase& shape, const Tile& of, Tables& ta
 
 // ---- loads
 
-// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. Neighbouring threads have neighbouring pieces of a line.
+// A stage of the filter, from channel `first` on; `end`: behind the block's last channel. Neighbouring threads share a line.
 DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w, uint32_t slot, int first, int end) {
   const int taps = (int)shape.w_taps, step = (int)shape.line_step, pieces = (int)shape.pieces, line_bytes = (int)shape.line_bytes;
   const int rows = min(WARP_M * (int)shape.warps_m, (int)shape.rows - of.row), channels = min((int)shape.stage_units * UNIT, end - first);
   const int lines = shape.gradient ? channels : rows, all = shape.gradient ? (int)shape.stage_units * UNIT : WARP_M * (int)shape.warps_m;
   const int there = (shape.gradient ? rows : channels) * taps / VECTOR;  // pieces that there are of a line
   const data_t* const begin = w + (shape.gradient ? first * step + of.row * taps : of.row * step + first * taps);
-  const Divided own(threadIdx.x, pieces, shape.by_pieces), more(THREADS, pieces, shape.by_pieces);
-  int line = own.quotient, piece = own.rest;
-  constexpr int AT_ONCE = 4;  // so many places are found before their loads begin, so that no one waits for another
-  for (int i = threadIdx.x; i < all * pieces; i += AT_ONCE * THREADS) {
-    uint32_t to[AT_ONCE];
-    int place[AT_ONCE];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      to[j] = slot + line * line_bytes + piece * 16;
-      place[j] = line < lines && piece < there ? line * step + piece * VECTOR : -1;
-      line += more.quotient;
-      piece += more.rest;
-      const bool next = piece >= pieces;
-      line += next;
-      piece -= next ? pieces : 0;
+  const int each = (int)shape.line_threads;
+  const Divided own(threadIdx.x, each, shape.by_line_threads);
+  for (int line = own.quotient; line < all; line += (int)shape.lines_at_once) {
+    const bool real = line < lines;
+    const data_t* from = begin + (real ? line * step : 0) + own.rest * VECTOR;
+    uint32_t to = slot + line * line_bytes + own.rest * 16;
+#pragma unroll 4
+    for (int piece = own.rest; piece < pieces; piece += each) {
+      load_16_bytes(to, from, real && piece < there);
+      from += each * VECTOR;
+      to += each * 16;
     }
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j)
-      if (i + j * THREADS < all * pieces) load_16_bytes(to[j], begin + max(place[j], 0), place[j] >= 0);
   }
 }
 
@@ -178,44 +172,55 @@ DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w
 
 // What the tile meets of x, of so many units of channels from channel `first` on. A warp has a word of each unit, a lane every 32nd position.
 DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot, const int* from, int first, int units) {
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = (int)shape.x_channel, channels = (int)shape.channels;
-  constexpr int AT_ONCE = 8;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, channel = (int)shape.x_channel, channels = (int)shape.channels, chunks = (int)shape.chunks;
   static_assert(WARPS == 8, "words of a unit");
   from += lane;
   slot += (warp % 4 * (int)shape.pitch + lane) * 8 + warp / 4 * 4;
-  int c = first + warp * WORD, chunk = 0;
+  const int begin = first + warp * WORD, next_unit = 32 * (int)shape.pitch;
+#if TYPE == 32
+  const int real = (channels - begin + UNIT - 1) / UNIT;  // units whose channel there is
+#pragma unroll 2
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    const int place = from[chunk * 32], there = place >= 0 ? real : 0;
+    const data_t* source = x + (place >= 0 ? place + begin * channel : 0);
+    uint32_t to = slot + chunk * 256;
+    if (place == NOWHERE) continue;
+#pragma unroll 4
+    for (int unit = 0; unit < units; ++unit) {
+      load_4_bytes(to, source, unit < there);
+      source += UNIT * channel;
+      to += next_unit;
+    }
+  }
+#else
+  constexpr int AT_ONCE = 8;  // so many loads are under way before one is waited for
+  int c = begin, chunk = 0;
   for (int unit = 0; unit < units;) {
     int place[AT_ONCE], channel_of[AT_ONCE];
-    uint32_t to[AT_ONCE];
+    uint32_t to[AT_ONCE], found[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       place[i] = unit < units ? from[chunk * 32] : NOWHERE;
       channel_of[i] = c;
       to[i] = slot + chunk * 256;
-      const bool next = ++chunk == (int)shape.chunks;
+      const bool next = ++chunk == chunks;
       chunk = next ? 0 : chunk;
       unit += next;
       c += next ? UNIT : 0;
-      slot += next ? 32 * (int)shape.pitch : 0;
+      slot += next ? next_unit : 0;
     }
-    [[maybe_unused]] uint32_t found[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const bool some = place[i] >= 0 && channel_of[i] < channels;
       const data_t* const source = x + (some ? place[i] + channel_of[i] * channel : 0);
-#if TYPE == 32
-      if (place[i] != NOWHERE) load_4_bytes(to[i], source, some);
-#else
       const uint32_t low = some ? source->bits : 0, high = some && channel_of[i] + 1 < channels ? source[channel].bits : 0;
       found[i] = low | high << 16;
-#endif
     }
-#if TYPE != 32
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i)
       if (place[i] != NOWHERE) store_shared(to[i], found[i]);
-#endif
   }
+#endif
 }
 
 // ---- products

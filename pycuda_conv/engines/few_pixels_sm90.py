@@ -66,9 +66,11 @@ class FewPixelsPhase(NamedTuple):
     stage_units: int
     gradient: int
     pieces: int
-    by_pieces: int
     line_bytes: int
     line_step: int
+    line_threads: int
+    by_line_threads: int
+    lines_at_once: int
     row_step: int
     channel_step: int
     w_taps: int
@@ -186,7 +188,8 @@ class _Slot(NamedTuple):
     """A slot of the ring: units of channels, elements from one row and one channel of the filter to the next; bytes."""
 
     units: int
-    pieces: int  # 16 bytes of a line of the filter
+    lines: int  # of the filter
+    pieces: int  # 16 bytes of a line
     line_bytes: int
     row_step: int
     channel_step: int
@@ -205,7 +208,7 @@ class _Slot(NamedTuple):
             line, lines = config.BLOCK_M * taps, channels
             channel_step, row_step = apart = _up_to(line, 8, BANKS), taps
         w_bytes = lines * apart[0] * size
-        return cls(units, line * size // 16, apart[0] * size, row_step, channel_step, w_bytes, w_bytes + units * 32 * pitch)
+        return cls(units, lines, line * size // 16, apart[0] * size, row_step, channel_step, w_bytes, w_bytes + units * 32 * pitch)
 
 
 class _Tile(NamedTuple):
@@ -252,16 +255,17 @@ def _phase(
     base = phase.first[1] * filter_s + phase.first[2]
     base += (across_r * (r - 1) if step_h < 0 else 0) + (across_s * (s - 1) if step_w < 0 else 0)
     _, out_base, _, out_h, out_w = places(problem, phase)
+    line_threads = max(32 * WARPS // slot.lines, 1)
     return arguments(
         FewPixelsPhase, tiles=tiles_m * ceil(count, config.BLOCK_N), tiles_m=tiles_m, warps_m=config.BLOCK_M // WARP_M, rows=rows,
         channels=channels, units=units if r * s else 0, part=ceil(units, config.CLUSTER), stage_units=slot.units,
         gradient=int(problem.direction == "dgrad"), pieces=slot.pieces, line_bytes=slot.line_bytes,
-        line_step=problem.weight_shape[1] * w_taps, row_step=slot.row_step, channel_step=slot.channel_step, w_taps=w_taps,
-        steps=slot.units * r * s, taps=r * s, taps_s=s, tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r,
-        tap_step_s=-across_s if step_w < 0 else across_s, step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N,
-        plane=size_h * size_w, q=size_w, stride_h=phase.stride[1], stride_w=phase.stride[2],
-        low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h, w=w,
-        x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
+        line_step=problem.weight_shape[1] * w_taps, line_threads=line_threads, lines_at_once=32 * WARPS // line_threads,
+        row_step=slot.row_step, channel_step=slot.channel_step, w_taps=w_taps, steps=slot.units * r * s, taps=r * s, taps_s=s,
+        tap_base=base, tap_step_r=-across_r if step_h < 0 else across_r, tap_step_s=-across_s if step_w < 0 else across_s,
+        step_h=abs(step_h), step_w=abs(step_w), pixels=count, images=problem.N, plane=size_h * size_w, q=size_w, stride_h=phase.stride[1],
+        stride_w=phase.stride[2], low_h=-phase.pad[1] + min(0, (r - 1) * step_h), low_w=-phase.pad[2] + min(0, (s - 1) * step_w), h=h,
+        w=w, x_image=channels * h * w, x_channel=h * w, flat=int(lying.flat), positions=lying.positions, chunks=ring_at // 128,
         slot=lying.slot, width=lying.width, pitch=pitch, ring_at=ring_at, slot_bytes=slot.nbytes, x_at=slot.w_bytes, y_image=rows * p * q,
         y_channel=p * q, out_base=out_base, out_h=out_h, out_w=out_w, **finish(problem),
     )  # fmt: skip
