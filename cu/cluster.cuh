@@ -18,6 +18,8 @@ template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count]
 
 #if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
+// the same where nobody reads what this thread has written: it waits for no store
+DEVICE void cluster_barrier_relaxed() { asm volatile("barrier.cluster.arrive.relaxed;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire;" ::: "memory"); }
 // two words of the shared memory of block `rank` of the cluster, at the place that is `address` in one's own

@@ -2,8 +2,6 @@
 #pragma once
 #include "packed.cuh"
 
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // 16 bytes to shared memory, some time later: of `from`, or zeros
 DEVICE void copy_or_zero(uint32_t to, const uint4* from, bool copy) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(copy ? 16 : 0) : "memory");

@@ -6,6 +6,8 @@
 
 #define DEVICE __device__ __forceinline__
 
+DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+
 // ---- element types, as defines name them: 32 float, 16 half, 17 bfloat16
 
 template <int code> struct ElementOf;

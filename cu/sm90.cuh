@@ -2,8 +2,6 @@
 #pragma once
 #include "packed.cuh"
 
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
 // ---- mbarriers: `count` arrivals and all expected bytes complete a phase; waiters name the phase's parity
 
 DEVICE void barrier_init(uint32_t barrier, uint32_t count) {
@@ -50,10 +48,13 @@ DEVICE void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t b
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// ---- loads of 16 bytes by a thread, in groups; zeros instead of what is not there, wherever that would be
+// ---- loads of 16 or 4 bytes by a thread, in groups; zeros instead of what is not there, wherever that would be
 
 DEVICE void load_16_bytes(uint32_t to, const void* from, bool there) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+DEVICE void load_4_bytes(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
 }
 DEVICE void commit_loads() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // all but the last `groups` groups of this thread have arrived

@@ -135,6 +135,7 @@ INSTRUCTIONS = {
     r"barrier\.cluster\.wait(?:\.acquire)?(?:\.aligned)?": "ptx::cluster_wait()",
     r"mapa\.shared::cluster\.u32": "{0} = ptx::map_rank({1}, {2})",
     r"ld\.shared(?:::c\w+)?(?:\.v\d)?\.(\w+)": load_shared,
+    r"st\.shared\.(\w+)": lambda found, at, v: f"ptx::store_shared<{C_TYPES[found[1]]}>({at[0]}, {v})",
     r"ld\.global(?:\.nc|\.cg)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
     r"st\.global(?:\.v\d)?\.b32": store,
     r"createpolicy\.[\w.:]+": "{0} = 0",

@@ -1,0 +1,313 @@
+"""Convolutions and gradients by the input of few pixels (``few_pixels_sm90.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import simt
+import truncation
+from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
+from test_few_channels import tf32
+from test_implicit_gemm import (
+    H200,
+    MODES,
+    NVCC,
+    SCENARIOS,
+    Arrays,
+    asked,
+    bound,
+    check_compiled,
+    check_not_finite,
+    check_on_gpu,
+    check_scenario,
+    data,
+    dtype_of,
+    ids_of,
+    side_by_side,
+    torch,  # noqa: F401 -- a fixture
+)
+from test_kernels import check_refused
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import few_pixels_sm90 as fp
+from pycuda_conv.engines.few_pixels_sm90 import FewPixels
+from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.tools import families
+
+on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+MODES = [mode for mode in MODES if "last" not in mode]
+
+#: Tails of channels, of units and of pixels, images that share a tile and rows that do, rings that come round, strides, uneven padding, dilation, one tap,
+#: one axis; gradients of one phase, of several and of such without taps, of taps that come the other way round.
+CASES = [
+    fprop((1, 40, 7, 7), (40, 40, 3, 3), padding=1), fprop((3, 72, 5, 4), (70, 72, 3, 3), padding=1), fprop((2, 200, 7, 7), (136, 200, 1, 1)), fprop((1, 24, 14, 14), (33, 24, 3, 3), padding=1),
+    fprop((2, 64, 9, 8), (40, 64, 3, 3), stride=2, padding=1), fprop((2, 48, 9, 9), (40, 48, 1, 1), stride=2), fprop((1, 16, 9, 31), (9, 16, 3, 2), stride=(2, 3), padding=((0, 2), (1, 0))), fprop((2, 32, 12, 11), (8, 32, 3, 3), dilation=(2, 3), padding=2),
+    fprop((5, 8, 1, 1), (35, 8, 1, 1)), fprop((2, 32, 30), (16, 32, 5), padding=2), fprop((1, 320, 4, 4), (32, 320, 3, 3), padding=1), fprop((1, 16, 4, 6), (8, 16, 7, 8), padding=(3, 4)), fprop((1, 720, 5, 5), (40, 720, 3, 3), padding=1),
+    fprop((2, 32, 5, 5), (16, 32, 1, 1), padding=(1, 2)), fprop((1, 16, 6, 60), (8, 16, 3, 3), padding=1),
+    dgrad((2, 40, 6, 7), (40, 72, 3, 3), padding=1), dgrad((1, 72, 14, 9), (72, 40, 3, 3), stride=2, padding=1, output_padding=1), dgrad((2, 48, 4, 5), (48, 64, 1, 1), stride=2, output_padding=1),
+    dgrad((1, 200, 7, 7), (200, 136, 1, 1)), dgrad((2, 24, 5, 4), (24, 16, 4, 4), stride=2, padding=1), dgrad((1, 16, 4, 5), (16, 8, 3, 4), stride=(1, 3), dilation=(2, 1), padding=1), dgrad((1, 16, 5, 4), (16, 8, 5, 5), padding=(4, 3)),
+    dgrad((1, 320, 4, 4), (320, 32, 3, 3), padding=1), dgrad((2, 16, 20), (16, 40, 5), stride=3, padding=2, output_padding=1), dgrad((1, 16, 3, 4), (16, 8, 2, 2), stride=2, output_padding=1),
+]  # fmt: skip
+
+
+def tiles(case: Case, mode: str) -> list[FewPixels]:
+    """All that run it."""
+    every = (FewPixels(rows, columns, cluster) for rows in fp.ROWS for columns in fp.COLUMNS for cluster in fp.CLUSTERS)
+    return [config for config in every if fp.refusal(asked(case, mode), config) is None]
+
+
+#: Each case in each mode, with a tile of its own.
+RUNS = [(case, mode, tiles(case, mode)[(7 * i + 5 * j) % len(tiles(case, mode))]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
+
+
+def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
+
+
+def test_the_runs_have_every_text():
+    found = {(mode, config.BLOCK_N, config.CLUSTER, fp._defines(asked(case, mode), config)["PHASES"]) for case, mode, config in RUNS}
+    assert found == {(m, n, c, p) for m in MODES for n in fp.COLUMNS for c in fp.CLUSTERS for p in (1, 4) if p == 1 or n == 32}
+    assert {config.BLOCK_M for *_, config in RUNS} == set(fp.ROWS)
+
+
+@on_cpu
+@pytest.mark.parametrize(("case", "mode", "config"), RUNS, ids=ids_of(RUNS))
+def test_integers_are_exact(case, mode, config):
+    check(case, mode, config, (1,))
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", [1, 16])
+def test_random_data(number, mode):
+    case, config = CASES[number], tiles(CASES[number], mode)[number % 9]
+    arrays = case.normals(dtype_of(mode), seed=1)
+    ref = case.reference(*arrays)
+    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1, 2, 3)), ref, bound(case, mode, *arrays, ref), config)
+
+
+@on_cpu
+def test_tiles_of_one_order_of_sums_give_the_same_bits():
+    case, mode = CASES[1], "fp32"
+    arrays, found = case.normals("float32", seed=3), {}
+    for config in tiles(case, mode):
+        order = fp.sum_order(asked(case, mode), config)
+        found.setdefault(order, set()).add(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes())
+    assert len(found) > 3 and all(len(bits) == 1 for bits in found.values()) and len(tiles(case, mode)) > len(found)
+
+
+FINISHED = [
+    (fprop((2, 40, 4, 5), (40, 40, 3, 3), padding=1), "fp16", FewPixels(32, 56, 2)), (fprop((2, 48, 4, 5), (17, 48, 1, 1)), "bf16", FewPixels(64, 32, 4)),
+    (dgrad((2, 40, 3, 3), (40, 24, 3, 3), stride=2, padding=1), "tf32", FewPixels(32, 32, 8)), (fprop((2, 40, 4, 5), (40, 40, 3, 3), padding=1), "fp32", FewPixels(128, 32, 2)),
+]  # fmt: skip
+FINISHED = [run for run in FINISHED if run[1] in MODES]
+
+
+@on_cpu
+@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids_of(FINISHED))
+def test_the_epilogue(case, mode, config):
+    """Bias, scale, residual and ReLU; then each activation, with a residual and without."""
+    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
+    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
+    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
+    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
+    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
+    w = w / w.dtype.type(32)
+    for i, activation in enumerate(ACTIVATIONS):
+        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
+        also = r if problem.has_residual else None
+        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
+        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
+        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+
+
+@on_cpu
+@pytest.mark.parametrize(("old", "new"), [
+    ("wait_for_loads<STAGES - 2>();\n", ""), ("stage % STAGES * (int)", "stage % 2 * (int)"), ("  cluster_barrier();\n\n  // some rows", "  // some rows"), ("  cluster_barrier_relaxed();", ""),
+    ("__syncthreads();\n  constexpr int FOURS", "constexpr int FOURS"), ("write_tables(shape, of, tables, from);\n  __syncthreads();", "write_tables(shape, of, tables, from);"), ("at += groups * 8;", "at += groups * 16;"),
+])  # fmt: skip
+def test_a_broken_kernel_is_noticed(old, new):
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check(fprop((2, 400, 5, 5), (40, 400, 3, 3), padding=1), "fp32", FewPixels(32, 32, 2), range(1, 6), broken=(old, new))
+
+
+# ---- numbers of every range
+
+
+FINITE = [replace(fprop((2, 24, 5, 6), (40, 24, 3, 3), padding=1), bias=False), replace(dgrad((2, 24, 4, 4), (24, 40, 3, 3), padding=1), bias=False)]
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FINITE, ids=str)
+def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
+    check_not_finite(case, mode, lambda x, w, b: simt.computed(asked(case, mode), FewPixels(32, 32, 2), x, w, b, seeds=(1,)))
+
+
+RANGED = [(mode, scenario) for mode in ("fp32", "tf32") for scenario in SCENARIOS if mode == "fp32" or scenario != "subnormals"]
+SMALL = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
+
+
+@on_cpu
+@pytest.mark.parametrize(("mode", "scenario"), RANGED)
+def test_every_range_is_kept(mode, scenario):
+    x, w = data(scenario, SMALL)
+    check_scenario(SMALL, mode, x, w, simt.computed(asked(SMALL, mode), FewPixels(32, 56, 2), x, w, seeds=(1,)), scenario)
+
+
+def first_bits(v: np.ndarray) -> np.ndarray:
+    return (v.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+
+
+def three_products(x: np.ndarray, w: np.ndarray, lost: float) -> np.ndarray:
+    """A warp's sums in fp32, of x, [k, m], and w, [k, n], as the tensor core cuts them."""
+    (x_high, x_low), (w_high, w_low) = ((tf32(v), first_bits((v - tf32(v)) * 4096)) for v in (x, w))
+    total, cross = np.zeros((x.shape[1], w.shape[1])), None
+    for first in range(0, len(x), 16):
+        of = slice(first, first + 16)
+        total = truncation.rounded(total + truncation.tensor_sum(None, x_high[of], w_high[of], 8, -126))
+        for step in range(first, first + 16, 8):
+            of = slice(step, step + 8)
+            cross = truncation.tensor_sum(cross, x_low[of], w_high[of], 8, -126)
+            cross = truncation.tensor_sum(cross, x_high[of], w_low[of], 8, -126)
+    total = truncation.rounded(total + cross / 4096)
+    return truncation.rounded(total + truncation.given_back(total, lost))
+
+
+@pytest.mark.parametrize("depth", [144, 1152])
+def test_float32_has_no_bias(depth):
+    text, rng = (KERNEL_DIR / "few_pixels_sm90.cu").read_text(), np.random.default_rng(depth)
+    lost = float(re.search(r"LOST = ([\d.e-]+)f", text)[1]) * 16 / 15
+    x, w = (rng.standard_normal((depth, 64)).astype(np.float32).astype(np.float64) for _ in range(2))
+    found, error = truncation.shrinkage(three_products(x, w, lost), x.T @ w)
+    before, _ = truncation.shrinkage(three_products(x, w, 0), x.T @ w)
+    assert abs(found) < 1e-8 + 4 * error and before < -3e-8
+
+
+# ---- what is legal, and the choice
+
+BASE = CASES[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "config", "reason"),
+    [
+        (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 20, 3, 3)), "fp16", FewPixels(), "of one group"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16", FewPixels(), "nothing to compute"),
+        (fprop((2, 8, 4, 4, 4), (4, 8, 1, 1, 1)), "fp16", FewPixels(), "two spatial axes"), (fprop((1, 8, 2**14, 2**14), (8, 8, 1, 1)), "fp16", FewPixels(), "in 32 bits"), (BASE, "fp16 last", FewPixels(), "not in NHWC"),
+        (BASE, "fp16", FewPixels(48), "a tile has"), (BASE, "fp16", FewPixels(32, 64), "a tile has"), (BASE, "fp16", FewPixels(32, 32, 1), "a tile has"), (fprop((1, 9, 7, 7), (8, 9, 1, 1)), "fp32", FewPixels(), "16 bytes"),
+        (dgrad((1, 16, 7, 7), (16, 7, 1, 1)), "fp16", FewPixels(), "16 bytes"), (fprop((1, 8, 20, 20), (8, 8, 12, 11)), "fp16", FewPixels(), "128 taps"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=3), "fp16", FewPixels(), "stride phases"), (dgrad((1, 16, 9, 7), (16, 8, 3, 3), stride=2), "fp16", FewPixels(), "32 pixels"),
+        (fprop((1, 8, 200, 1000), (8, 8, 3, 3), dilation=90), "fp32", FewPixels(), "shared memory"),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+
+
+def test_float64_and_other_devices_do_not_have_it():
+    assert "float16" in engines.refusal(BASE.problem("float64"), FewPixels(), H200)
+    for capability, backend in (((8, 0), "cuda"), ((0, 0), "opencl")):
+        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+        assert engines.refusal(asked(BASE, "fp16"), FewPixels(), device) is not None
+
+
+def test_the_choice_is_legal_and_its_texts_are_listed():
+    """Of random layers: what is chosen, and each candidate's launches."""
+    listed, r, met = list(fp.texts(H200)), random.Random(4), 0
+    for family in ("small batch", "dense 3x3", "dense 1x1", "odd", "audio"):
+        for _ in range(8):
+            layer = families.layer(r, family)
+            for direction, kind in (("fprop", ("float32", "tf32", "NCHW")), ("dgrad", ("float16", "fp32", "NCHW")), ("fprop", ("float32", "fp32", "NCHW"))):
+                try:
+                    problem = families.problem(layer, direction, *kind).launched
+                except ValueError:
+                    continue
+                found = list(fp.configs(problem, H200))
+                if not found:
+                    assert fp.choose(problem, H200) is None
+                    continue
+                assert fp.choose(problem, H200)[1] in found
+                for config in found:
+                    ((launch,),) = fp.schedule(problem, config, H200).whole
+                    assert any(launch in one for one in listed), launch.defines
+                    assert 0 < launch.grid and launch.grid % config.CLUSTER == 0 and launch.shared + fp.STATIC_SHARED <= fp.MOST_SHARED
+                    met += 1
+    assert met > 50
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("channels", "size", "k", "taps"), [(256, 14, 256, 3), (512, 7, 512, 3), (1024, 14, 256, 1)])
+def test_few_pixels_choose_it(channels, size, k, taps, mode):
+    dtype, precision = ("float32", mode) if mode in ("fp32", "tf32") else ({"fp16": "float16", "bf16": "bfloat16"}[mode], "fp32")
+    problem = ConvProblem.forward(2, (1, channels, size, size), (k, channels, taps, taps), padding=taps // 2, dtype=dtype, precision=precision)
+    config = engines.choose(problem, H200)
+    assert isinstance(config, FewPixels)
+    assert len([launch for step in engines.schedule(problem, config, H200).whole for launch in step]) == 1
+
+
+def test_many_pixels_do_not():
+    for dtype in ("float16", "float32"):
+        problem = ConvProblem.forward(2, (32, 128, 28, 28), (128, 128, 3, 3), padding=1, dtype=dtype)
+        assert not isinstance(engines.choose(problem, H200), FewPixels)
+
+
+# ---- the kernel, compiled
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_kernels_compile_and_do_not_spill(tmp_path):
+    steps = {}
+    for mode in MODES:
+        for case, columns in ((BASE, 32), (BASE, 56), (CASES[16], 32)):
+            problem, config = asked(case, mode), FewPixels(32, columns, 8)
+            ((launch,),) = fp.schedule(problem, config, H200).whole
+            steps[launch.source()] = launch, f"{problem} {config}"
+    check_compiled(steps, tmp_path)
+
+
+# ---- on the GPU
+
+
+@cache
+def plans() -> dict:
+    """The plans of all runs."""
+    return side_by_side("few pixels", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    case, mode, _ = run
+    plan = plans()[str(run)]
+    if dtype_of(mode) == "float32":
+        check_on_gpu(torch, plan, case, mode)
+        return
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+    arrays = case.normals(dtype_of(mode))
+    ref, on_gpu = case.reference(*arrays), Arrays(torch, plan, *arrays)
+    got = on_gpu.launch()
+    assert_close(got, ref, case.bound(*arrays, ref), plan)
+    assert got.tobytes() == on_gpu.launch().tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "scenario"), RANGED)
+def test_every_range_is_kept_on_the_gpu(torch, mode, scenario):  # noqa: F811
+    x, w = data(scenario, SMALL)
+    got = Arrays(torch, Plan(asked(SMALL, mode), "cuda", config=FewPixels(32, 56, 2)), x, w).launch()
+    check_scenario(SMALL, mode, x, w, got, scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FINITE, ids=str)
+def test_what_is_not_finite_on_the_gpu(torch, case, mode):  # noqa: F811
+    plan = Plan(asked(case, mode), "cuda", config=FewPixels(32, 32, 2))
+    check_not_finite(case, mode, lambda *arrays: Arrays(torch, plan, *arrays).launch())
