@@ -42,7 +42,8 @@
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
 //          wgmma takes turned. Tiles lie within an image.
-// Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers.
+// Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers, after it was
+//          asked for while another tile was multiplied.
 // Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
 //          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
@@ -944,6 +945,22 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
   }
 }
 
+// Asks for what will be added to a consumer's share of a tile: of each pixel its channels of y. Their loads wait for the L2 cache then, not for
+// memory, chunk after chunk.
+DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, const out_t* residual) {
+#if TENSOR_STORE
+  if (tile >= all_tiles(shapes)) return;
+  const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
+  if (!adds(shape)) return;
+  const Tile of(shape, tile >> phase_bits(shapes));
+  constexpr int LINE = 128 / (int)sizeof(out_t), CHANNELS = PINGPONG ? ROWS : 64;
+  const int m = of.m + (ROWS == 128 && !PINGPONG ? 64 * consumer : 0), first = of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer);
+  const int end = min(of.end, first + WGMMA_N), channels = min(m + CHANNELS, (int)shape.rows_group);
+  for (int pixel = first + (int)threadIdx.x % 128; pixel < end; pixel += 128)
+    for (int c = m; c < channels; c += LINE) prefetch_line(residual + pixel * shape.rows + of.group * (int)shape.rows_group + c);
+#endif
+}
+
 #if PINGPONG
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* places, const float* scale_n,
                     const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
@@ -959,6 +976,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
       at.skip(range.last - range.first);
       continue;
     }
+    prefetch_residual(shapes, tile, consumer, residual);
     barrier_wait(rings.turn + 8 * consumer, parity);
     parity ^= 1;
     auto give_back = [&] {  // the stage before
@@ -1106,6 +1124,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    prefetch_residual(shapes, next_tile(tile), consumer, residual);
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
 #if HALO
     // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one

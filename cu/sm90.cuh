@@ -63,6 +63,8 @@ template <int groups> DEVICE void wait_for_loads() { asm volatile("cp.async.wait
 // ---- tensor loads: a box of a tensor map to shared memory; what lies outside the tensor arrives as zeros
 
 DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// a line of memory to the L2 cache, which nobody waits for
+DEVICE void prefetch_line(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 DEVICE void load_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];"

@@ -150,6 +150,7 @@ INSTRUCTIONS = {
     r"cp\.async\.commit_group": "ptx::copy_commit()",
     r"cp\.async\.wait_group": "ptx::copy_wait({0})",
     r"prefetch\.tensormap": "ptx::check_map({0[0]})",
+    r"prefetch\.global\.L2": "(void)({0[0]})",
     r"griddepcontrol\.wait": "ptx::dependency_wait()",
     r"griddepcontrol\.launch_dependents": "(void)0",
     r"setmaxnreg\.(?:inc|dec)\.sync\.aligned\.u32": "(void){0}",
