@@ -21,6 +21,7 @@
 //          floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64
 //          channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
+//          The sums of these registers can't be promoted meanwhile, so only the first stage's hi.hi is multiplied then; the others' follows.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
 // Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
 //          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps (each pixel once for each tap
