@@ -150,6 +150,24 @@ def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
     check_not_finite(case, mode, lambda x, w, b: simt.computed(asked(case, mode), FewPixels(32, 32, 2), x, w, b, seeds=(1,)))
 
 
+def check_nan_of_all_bits(run) -> None:
+    """A NaN as a GPU makes it reaches what depends on it, though its rounding to TF32 overflows."""
+    case = FINITE[0]
+    x, w, b = case.integers("float32", seed=5)
+    w[w == 0] = 1
+    clean = run(x, w, b)
+    x[1, 3, 2, 2] = np.uint32(0x7FFFFFFF).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        got, ref = run(x, w, b), case.reference(x, w)
+    assert np.array_equal(np.isnan(got), np.isnan(ref)) and np.array_equal(got[~np.isnan(ref)], clean[~np.isnan(ref)])
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+def test_a_nan_of_all_bits(mode):
+    check_nan_of_all_bits(lambda x, w, b: simt.computed(asked(FINITE[0], mode), FewPixels(32, 32, 2), x, w, b, seeds=(1,)))
+
+
 RANGED = [(mode, scenario) for mode in ("fp32", "tf32") for scenario in SCENARIOS if mode == "fp32" or scenario != "subnormals"]
 SMALL = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 
@@ -303,6 +321,13 @@ def test_every_range_is_kept_on_the_gpu(torch, mode, scenario):  # noqa: F811
     x, w = data(scenario, SMALL)
     got = Arrays(torch, Plan(asked(SMALL, mode), "cuda", config=FewPixels(32, 56, 2)), x, w).launch()
     check_scenario(SMALL, mode, x, w, got, scenario)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "tf32"])
+def test_a_nan_of_all_bits_on_the_gpu(torch, mode):  # noqa: F811
+    plan = Plan(asked(FINITE[0], mode), "cuda", config=FewPixels(32, 32, 2))
+    check_nan_of_all_bits(lambda *arrays: Arrays(torch, plan, *arrays).launch())
 
 
 @pytest.mark.gpu
