@@ -43,6 +43,9 @@ ON_DEVICE = 3
 LEAST_CHUNK_BYTES = 8 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
+#: Where they are smaller than this, kernels read and write them in page-locked memory: to begin a copy takes longer than their way over
+#: the bus, several times where several kernels or blocks read the same.
+IN_PLACE_BYTES = 64 << 10
 #: What one thread copies at a time; less where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
 #: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
@@ -572,11 +575,19 @@ def _convolve(
         return y
     gpu: Any = device
     with gpu:
-        y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
+        nbytes = plan.result_bytes + sum(plan.operand_bytes)
+        small = not devices and nbytes <= SMALL_BYTES
+        in_place = small and plan.by_address and nbytes <= IN_PLACE_BYTES
+        if out is not None:
+            y = out
+        elif in_place:
+            y = np.empty(shape, problem.storage)
+        else:
+            y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage))
         if plan.empty:
             return y
-        if not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES:
-            _convolve_small(gpu, plan, x, filters, y, stream, residual)
+        if small:
+            _convolve_small(gpu, plan, x, filters, y, stream, residual, in_place)
             return y
     batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
@@ -601,17 +612,22 @@ def _convolve(
 
 
 def _convolve_small(
-    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any, residual: np.ndarray | None
+    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any, residual: np.ndarray | None, in_place: bool
 ) -> None:
-    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current."""
+    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current.
+
+    With `in_place`, the kernels alone, which read and write page-locked memory.
+    """
     dtype = np.dtype(plan.problem.storage)
-    host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
+    host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
+    in_place = in_place and locked != 0
+    at = locked if in_place else device
     if stream is not None:
         gpu.order(stream, own)
     kept = filters.on(gpu)
     places, used = [], 0
     for array in (x, residual) if kept else (x, residual, *filters.arrays):
-        places.append(device + used if array is not None else 0)
+        places.append(0 if array is None else at + used)
         if array is not None:
             np.copyto(np.ndarray(array.shape, dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
@@ -619,15 +635,22 @@ def _convolve_small(
     if kept:
         places += int(kept.weight), int(kept.bias), int(kept.scale)
         packed = int(kept.packed.get(plan.filter_key, 0))
+    written = used + -(-y.nbytes // 256) * 256
     nbytes = plan.schedule.workspace_bytes if packed else plan.workspace_bytes
-    workspace = gpu.allocate(nbytes) if nbytes else None
-    if workspace is not None:
+    workspace = None
+    scratch = device + written  # this thread's, on this stream
+    if written + nbytes > 2 * SMALL_BYTES:
+        workspace = gpu.allocate(nbytes)
+        scratch = int(workspace)
         gpu.order(None, own)  # the pool's memory may still be in use by the default stream
     try:
-        gpu.copy_in(device, host[:used], host[:used], own)
+        if not in_place:
+            gpu.copy_in(device, host[:used], host[:used], own)
         at_x, at_residual, weight, bias, scale = places
-        buffers = (at_x, weight, bias, scale, at_residual, device + used, 0 if workspace is None else int(workspace))
-        plan.launch(buffers, own, packed)
-        gpu.copy_out(y, y, device + used, own)
+        plan.launch((at_x, weight, bias, scale, at_residual, at + used, scratch if nbytes else 0), own, packed)
+        if not in_place:
+            gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()
+    if in_place:
+        np.copyto(y, np.ndarray(y.shape, dtype, host, used))
