@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pnn = pytest.importorskip("pycuda_conv.nn")
 from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
 
-fused_modules = sys.modules["pycuda_conv.nn.fused"]
+fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
 pytestmark = IN_C
 
 
@@ -377,6 +377,42 @@ def test_gradients_are_made_again(warm, name, wanted):
     assert [None if g is None else g.shape for g in made] == [None if g is None else t.shape for g, t in zip(made, inputs, strict=True)]
     if wanted == (False, False, True):
         assert len(warm.asked()) == launches
+
+
+@pytest.mark.parametrize("name", ["conv2d", "no bias", "groups", "transposed", "channels last"])
+def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
+    """By the launches that they take apart, one after the other."""
+    xs, ws = (t.clone().requires_grad_() for t in (x, w))
+    if name == "channels last":
+        name, xs, ws = "no bias", *(t.detach().half().contiguous(memory_format=channels_last).requires_grad_() for t in (xs, ws))
+    lines = []
+    for again in range(3):
+        made = GRADIENTS[name](xs, ws, b)
+        warm.asked()
+        if again == 2:
+            monkeypatch.setattr(autograd_module.Again, "gradient_by_first", None)
+        gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
+        lines.append(named_by_turns(warm.asked(), 0))
+        assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, w.stride())]
+    assert lines[0] and lines[0] == lines[1] == lines[2]
+    monkeypatch.undo()
+
+
+def test_what_is_unusual_in_a_backward_pass_is_made_apart(warm, monkeypatch):
+    apart = []
+    original = autograd_module.Again.gradient_by_first
+    monkeypatch.setattr(autograd_module.Again, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
+    xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def ways(dy):
+        apart.clear()
+        torch.autograd.grad(pc.conv2d(xs, ws, padding=1), (xs, ws), dy)
+        return len(apart)
+
+    assert [ways(y) for _ in range(4)] == [0, 1, 0, 0]  # the first time there is nothing to remember
+    for dy in strided(y), misaligned(y), torch._neg_view(y), y.sum().expand(y.shape), y.contiguous(memory_format=channels_last):
+        assert ways(dy) == ways(dy) == 1
+    assert ways(y) == 0
 
 
 def test_gradients_of_gradients(warm):
