@@ -941,6 +941,7 @@ def test_channels_last_plans_on_host_arrays(gpu, cut, monkeypatch, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way):
     """So nothing is copied to the device or back. Where no memory may be locked, everything is."""
+    monkeypatch.setattr(host, "IN_PLACE_BYTES", 1 << 20)
     case, copies = WAYS[way], []
     arrays = case.integers("float32")
     expected, laid = case.reference(*arrays), [a if a is None else np.asfortranarray(a).astype(">f4") for a in arrays]

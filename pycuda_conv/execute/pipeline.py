@@ -44,8 +44,8 @@ LEAST_CHUNK_BYTES = 8 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
 #: Where they are smaller than this, kernels read and write them in page-locked memory: to begin a copy takes longer than their way over
-#: the bus, several times where several kernels or blocks read the same.
-IN_PLACE_BYTES = 64 << 10
+#: the bus, also where several blocks read the same.
+IN_PLACE_BYTES = 16 << 10
 #: What one thread copies at a time; less where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
 #: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
@@ -576,18 +576,10 @@ def _convolve(
     gpu: Any = device
     with gpu:
         nbytes = plan.result_bytes + sum(plan.operand_bytes)
-        small = not devices and nbytes <= SMALL_BYTES
-        in_place = small and plan.by_address and nbytes <= IN_PLACE_BYTES
-        if out is not None:
-            y = out
-        elif in_place:
-            y = np.empty(shape, problem.storage)
-        else:
-            y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage))
+        if not devices and nbytes <= SMALL_BYTES and not plan.empty:
+            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, nbytes <= IN_PLACE_BYTES and plan.by_address)
+        y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
-            return y
-        if small:
-            _convolve_small(gpu, plan, x, filters, y, stream, residual, in_place)
             return y
     batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
@@ -612,8 +604,9 @@ def _convolve(
 
 
 def _convolve_small(
-    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any, residual: np.ndarray | None, in_place: bool
-) -> None:
+    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, shape: tuple[int, ...], stream: Any,
+    residual: np.ndarray | None, in_place: bool,
+) -> np.ndarray:
     """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current.
 
     With `in_place`, the kernels alone, which read and write page-locked memory.
@@ -627,30 +620,36 @@ def _convolve_small(
     kept = filters.on(gpu)
     places, used = [], 0
     for array in (x, residual) if kept else (x, residual, *filters.arrays):
-        places.append(0 if array is None else at + used)
-        if array is not None:
+        if array is None:
+            places.append(0)
+        else:
+            places.append(at + used)
             np.copyto(np.ndarray(array.shape, dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
     packed = 0
     if kept:
         places += int(kept.weight), int(kept.bias), int(kept.scale)
         packed = int(kept.packed.get(plan.filter_key, 0))
-    written = used + -(-y.nbytes // 256) * 256
+    end = used + -(-plan.result_bytes // 256) * 256
     nbytes = plan.schedule.workspace_bytes if packed else plan.workspace_bytes
-    workspace = None
-    scratch = device + written  # this thread's, on this stream
-    if written + nbytes > 2 * SMALL_BYTES:
+    workspace, scratch = None, device + end  # this thread's, on its stream
+    if end + nbytes > 2 * SMALL_BYTES:
         workspace = gpu.allocate(nbytes)
         scratch = int(workspace)
         gpu.order(None, own)  # the pool's memory may still be in use by the default stream
+    at_x, at_residual, weight, bias, scale = places
+    buffers = at_x, weight, bias, scale, at_residual, at + used, scratch if nbytes else 0
     try:
-        if not in_place:
+        if in_place:
+            plan.launch(buffers, own, packed)
+            y = np.empty(shape, dtype) if out is None else out  # while the kernels run
+        else:
+            y = gpu.pinned_or_ordinary(shape, dtype) if out is None else out
             gpu.copy_in(device, host[:used], host[:used], own)
-        at_x, at_residual, weight, bias, scale = places
-        plan.launch((at_x, weight, bias, scale, at_residual, at + used, scratch if nbytes else 0), own, packed)
-        if not in_place:
+            plan.launch(buffers, own, packed)
             gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()
     if in_place:
-        np.copyto(y, np.ndarray(y.shape, dtype, host, used))
+        np.copyto(y, np.ndarray(shape, dtype, host, used))
+    return y
