@@ -647,6 +647,59 @@ def test_other_threads_run_while_a_call_waits_for_the_driver(warm):
     assert seen == 4 and warm.whole == whole
 
 
+def test_a_thread_that_does_something_else_after_its_launches_holds_nobody_up(warm):
+    """Those that come back from the driver after it watch for its next launch, but not for long."""
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w))
+    back = []
+
+    def work():
+        with warm.device, torch.no_grad():
+            pc.conv2d(x, w)
+            back.append(time.monotonic())
+            time.sleep(1)
+
+    warm.fake.blocked.value = 1
+    with ThreadPoolExecutor(4) as pool:
+        coming = [pool.submit(work) for _ in range(4)]
+        end = time.monotonic() + 20
+        while warm.fake.waiting.value < 4 and time.monotonic() < end:
+            time.sleep(0.001)
+        warm.fake.blocked.value = 0
+        for one in coming:
+            one.result(20)
+    assert len(back) == 4 and max(back) - min(back) < 0.9
+
+
+def test_calls_of_many_threads_are_all_made(warm):
+    """By calls that are remembered, beside a thread that keeps the GIL."""
+    images, out = [x.clone() for _ in range(6)], [torch.zeros(2, 24, 7, 7) for _ in range(6)]
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w, out=out[0]))
+    whole, busy = warm.whole, [True]
+
+    def work(which):
+        with warm.device, torch.no_grad():
+            for _ in range(200):
+                pc.conv2d(images[which], w, out=out[which])
+
+    def keep():
+        while busy:
+            pass
+
+    warm.fake.asked()
+    with ThreadPoolExecutor(7) as pool:
+        keeping = pool.submit(keep)
+        for one in [pool.submit(work, i) for i in range(6)]:
+            one.result(60)
+        busy.clear()
+        keeping.result(20)
+    assert warm.whole == whole
+    lines = warm.asked()
+    addresses = [struct.pack("<Q", one.data_ptr()).hex(" ") for one in out]
+    assert [sum(address in line for line in lines) >= 200 for address in addresses] == [True] * 6 and len(lines) % 1200 == 0
+
+
 def changed(monkeypatch, warm, which, value):
     """Let calls be remembered with another number of the GPU (0) or other bytes of workspace (4)."""
     ready = type(warm.device).ready
