@@ -109,6 +109,8 @@ class Plan:
         self.result_bytes = math.prod(self.result_shape) * problem.itemsize
         #: of input, weight, bias, scale and residual
         self.operand_bytes = tuple(math.prod(shape or (0,)) * problem.itemsize for shape in problem.operand_shapes)
+        #: whether the kernels take arrays by address alone, without tensor maps
+        self.by_address = not any(launch.maps for launch in behind.launches(schedule))
         #: whether a residual must not be the result's own memory
         self.redoes = schedule.redoes
 

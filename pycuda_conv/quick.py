@@ -164,17 +164,31 @@ def moved(steps: Sequence[Sequence[KernelLaunch]], places: Sequence[tuple[int, i
     return [[one(launch) for launch in step] for step in steps]
 
 
-def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
-    """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
+def steps_of(plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]]) -> list[list[KernelLaunch]]:
+    """The launches of a convolution with (input, weight, bias, result, workspace) at these places, and None at the last."""
+    steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
+    assert steps is not None
+    *five, none = places
+    workspace, start = places[4]
+    return moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, none))
+
+
+def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
+    """Whether the plan's kernels can read the operands as they lie."""
     input, weight, bias, scale, residual = operands
-    filter_last = packed is None and plan.reads_filter_last and kind.lies(weight, plan.filter_order)
-    launcher = plan.launcher(packed is not None, filter_last)
-    fit = (
+    return (
         kind.lies(input, plan.order) and (filter_last or kind.lies(weight, plan.weight_order))
         and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.lies(residual, plan.order))
         and not any(a is not None and kind.pointer(a) % 16 for a in (input, weight, residual))
     )
-    if not fit or not isinstance(launcher, LauncherInC):
+
+
+def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
+    """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
+    input, weight, *_ = operands
+    filter_last = packed is None and plan.reads_filter_last and kind.lies(weight, plan.filter_order)
+    launcher = plan.launcher(packed is not None, filter_last)
+    if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
     place = 0 if packed is None else kind.pointer(packed)

@@ -79,8 +79,9 @@ int cuEventCreate(void** event, unsigned flags) {
 }
 int cuStreamIsCapturing(void* stream, int* state) { return *state = stream == (void*)0xca9, 0; }
 int cuCtxGetCurrent(void** context) { return *context = depth ? contexts[depth - 1] : 0, 0; }
-int cuCtxPushCurrent_v2(void* context) { return NOTE("push\n"), contexts[depth++] = context, 0; }
-int cuCtxPopCurrent_v2(void** context) { return NOTE("pop\n"), *context = contexts[--depth], 0; }
+static void note_context(const char* what) { pthread_mutex_lock(&lock), NOTE("%s\n", what), pthread_mutex_unlock(&lock); }
+int cuCtxPushCurrent_v2(void* context) { return note_context("push"), contexts[depth++] = context, 0; }
+int cuCtxPopCurrent_v2(void** context) { return note_context("pop"), *context = contexts[--depth], 0; }
 int cuGetErrorName(int code, const char** name) { return *name = code == 719 ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR_INVALID_VALUE", 0; }
 #define NOTHING(name) int name() { return 0; }
 NOTHING(cuMemHostAlloc) NOTHING(cuMemFreeHost) NOTHING(cuPointerGetAttribute) NOTHING(cuStreamBeginCapture_v2) NOTHING(cuStreamEndCapture)

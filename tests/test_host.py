@@ -749,8 +749,9 @@ class Simulated(cuda.CudaDevice):
         self.blocks.add(block)
         return block
 
-    def _find(self, at, nbytes=1):
-        for start, array in self.memory.copy().items():  # in one step: other threads allocate and free
+    def _find(self, at, nbytes=1, locked=False):
+        memory = self.memory.copy()  # in one step: other threads allocate and free
+        for start, array in (memory | cuda._libcuda().blocks if locked else memory).items():
             if start <= at and at + nbytes <= start + array.nbytes:
                 return array[at - start :]
         raise RuntimeError(f"{nbytes} bytes at {at:#x} are not in the memory of {self.name}")
@@ -800,7 +801,7 @@ class Simulated(cuda.CudaDevice):
                 if self.launched == self.fail:
                     raise RuntimeError("an illegal address was encountered")
                 flags = cl._cl.mem_flags
-                arrays = [self._find(at) if at else None for at in buffers]
+                arrays = [self._find(at, locked=True) if at else None for at in buffers]
                 memory = [None if a is None else cl._cl.Buffer(cl.context, flags.READ_WRITE | flags.USE_HOST_PTR, hostbuf=a) for a in arrays]
                 with cl._lock:
                     for launcher in launchers:
@@ -1025,14 +1026,37 @@ def test_channels_last_plans_on_host_arrays(gpu, cut, monkeypatch, way):
     x, w, b = case.integers("float32")
     expected, order = case.reference(x, w, b), replace(case.problem(), layout="NHWC").order
     last = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
-    for small in (0, 1 << 20):
+    for small, in_place in ((0, 0), (1 << 20, 0), (1 << 20, 1 << 20)):
         monkeypatch.setattr(host, "SMALL_BYTES", small)
+        monkeypatch.setattr(host, "IN_PLACE_BYTES", in_place)
         plan = Plan(replace(case.problem(), layout="NHWC"), gpu, config=Gemm(64, 64, 8, 4, 4, 1))
         for laid in (x, last, locked(gpu, x.transpose(order)).transpose(np.argsort(order))):
             got = plan(laid, w, b)
-            assert got.transpose(order).flags.c_contiguous and gpu.is_pinned(got) and np.array_equal(got, expected)
+            assert got.transpose(order).flags.c_contiguous and gpu.is_pinned(got) == (not in_place) and np.array_equal(got, expected)
         out = np.full_like(got, np.nan)
         assert plan(last, w, b, out=out) is out and np.array_equal(out, expected)
+
+
+@needs_torch
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_reach_small_arrays_in_page_locked_memory(gpu, monkeypatch, way):
+    """So nothing is copied to the device or back. Where no memory may be locked, everything is."""
+    monkeypatch.setattr(host, "IN_PLACE_BYTES", 1 << 20)
+    case, copies = WAYS[way], []
+    arrays = case.integers("float32")
+    expected, laid = case.reference(*arrays), [a if a is None else np.asfortranarray(a).astype(">f4") for a in arrays]
+    for name in ("copy_in", "copy_out"):
+        original = getattr(cuda.CudaDevice, name)
+        monkeypatch.setattr(cuda.CudaDevice, name, lambda *args, original=original: (copies.append(1), original(*args)))
+    for operands in (arrays, laid):
+        assert np.array_equal(call(case, *operands, device=gpu.name), expected) and not copies
+    out = np.full(expected.shape, np.nan, np.float32)
+    call(case, *arrays, device=gpu.name, out=out)
+    assert np.array_equal(out, expected) and not copies
+    monkeypatch.setattr(gpu._streams(), "small", None)
+    monkeypatch.setattr(cuda, "_pinned", lambda: PinnedPool(Library(), 0))
+    assert np.array_equal(call(case, *arrays, device=gpu.name), expected) and len(copies) == 2
+    monkeypatch.setattr(gpu._streams(), "small", None)
 
 
 @needs_torch

@@ -22,7 +22,7 @@ torch = pytest.importorskip("torch")
 pnn = pytest.importorskip("pycuda_conv.nn")
 from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
 
-fused_modules = sys.modules["pycuda_conv.nn.fused"]
+fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
 pytestmark = IN_C
 
 
@@ -379,6 +379,42 @@ def test_gradients_are_made_again(warm, name, wanted):
         assert len(warm.asked()) == launches
 
 
+@pytest.mark.parametrize("name", ["conv2d", "no bias", "groups", "transposed", "channels last"])
+def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
+    """By the launches that they take apart, one after the other."""
+    xs, ws = (t.clone().requires_grad_() for t in (x, w))
+    if name == "channels last":
+        name, xs, ws = "no bias", *(t.detach().half().contiguous(memory_format=channels_last).requires_grad_() for t in (xs, ws))
+    lines = []
+    for again in range(3):
+        made = GRADIENTS[name](xs, ws, b)
+        warm.asked()
+        if again == 2:
+            monkeypatch.setattr(autograd_module.Again, "gradient_by_first", None)
+        gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
+        lines.append(named_by_turns(warm.asked(), 0))
+        assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, w.stride())]
+    assert lines[0] and lines[0] == lines[1] == lines[2]
+    monkeypatch.undo()
+
+
+def test_what_is_unusual_in_a_backward_pass_is_made_apart(warm, monkeypatch):
+    apart = []
+    original = autograd_module.Again.gradient_by_first
+    monkeypatch.setattr(autograd_module.Again, "gradient_by_first", lambda *given: (apart.append(1), original(*given))[1])
+    xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+
+    def ways(dy):
+        apart.clear()
+        torch.autograd.grad(pc.conv2d(xs, ws, padding=1), (xs, ws), dy)
+        return len(apart)
+
+    assert [ways(y) for _ in range(4)] == [0, 1, 0, 0]  # the first time there is nothing to remember
+    for dy in strided(y), misaligned(y), torch._neg_view(y), y.sum().expand(y.shape), y.contiguous(memory_format=channels_last):
+        assert ways(dy) == ways(dy) == 1
+    assert ways(y) == 0
+
+
 def test_gradients_of_gradients(warm):
     xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
     for _ in range(3):
@@ -609,6 +645,59 @@ def test_other_threads_run_while_a_call_waits_for_the_driver(warm):
         warm.fake.blocked.value = 0
         assert all(one.result(20).shape == (2, 24, 7, 7) for one in coming)
     assert seen == 4 and warm.whole == whole
+
+
+def test_a_thread_that_does_something_else_after_its_launches_holds_nobody_up(warm):
+    """Those that come back from the driver after it watch for its next launch, but not for long."""
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w))
+    back = []
+
+    def work():
+        with warm.device, torch.no_grad():
+            pc.conv2d(x, w)
+            back.append(time.monotonic())
+            time.sleep(1)
+
+    warm.fake.blocked.value = 1
+    with ThreadPoolExecutor(4) as pool:
+        coming = [pool.submit(work) for _ in range(4)]
+        end = time.monotonic() + 20
+        while warm.fake.waiting.value < 4 and time.monotonic() < end:
+            time.sleep(0.001)
+        warm.fake.blocked.value = 0
+        for one in coming:
+            one.result(20)
+    assert len(back) == 4 and max(back) - min(back) < 0.9
+
+
+def test_calls_of_many_threads_are_all_made(warm):
+    """By calls that are remembered, beside a thread that keeps the GIL."""
+    images, out = [x.clone() for _ in range(6)], [torch.zeros(2, 24, 7, 7) for _ in range(6)]
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w, out=out[0]))
+    whole, busy = warm.whole, [True]
+
+    def work(which):
+        with warm.device, torch.no_grad():
+            for _ in range(200):
+                pc.conv2d(images[which], w, out=out[which])
+
+    def keep():
+        while busy:
+            pass
+
+    warm.fake.asked()
+    with ThreadPoolExecutor(7) as pool:
+        keeping = pool.submit(keep)
+        for one in [pool.submit(work, i) for i in range(6)]:
+            one.result(60)
+        busy.clear()
+        keeping.result(20)
+    assert warm.whole == whole
+    lines = warm.asked()
+    addresses = [struct.pack("<Q", one.data_ptr()).hex(" ") for one in out]
+    assert [sum(address in line for line in lines) >= 200 for address in addresses] == [True] * 6 and len(lines) % 1200 == 0
 
 
 def changed(monkeypatch, warm, which, value):

@@ -26,7 +26,7 @@ def convolve(
     layout = layout or plan.problem.layout
     order = result_order(plan, layout)
     turned = layout != plan.problem.layout  # the plan's result is to be put in order
-    given = Operands(*(None if a is None else kind.to_numpy(a) for a in operands))
+    given = Operands(*[None if a is None else kind.to_numpy(a) for a in operands])
     target = None
     if out is not None:
         shape, dtype, _ = kind.signature(out)

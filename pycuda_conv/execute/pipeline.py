@@ -47,6 +47,9 @@ QUEUED = 8
 LEAST_CHUNK_BYTES = 4 << 20
 #: Arrays that are smaller than this together are copied in one go, without threads.
 SMALL_BYTES = 1 << 20
+#: Where they are smaller than this, kernels read and write them in page-locked memory: to begin a copy takes longer than their way over
+#: the bus, also where several blocks read the same.
+IN_PLACE_BYTES = 16 << 10
 #: What one thread copies at a time; less where there is less to share.
 PART_BYTES, LEAST_PART_BYTES = 4 << 20, 1 << 20
 #: Below this the launching thread copies parts itself where it would wait, and half as many threads are woken.
@@ -893,11 +896,11 @@ def _convolve(
         return y
     gpu: Any = device
     with gpu:
+        nbytes = plan.result_bytes + sum(plan.operand_bytes)
+        if not devices and nbytes <= SMALL_BYTES and not plan.empty:
+            return _convolve_small(gpu, plan, x, filters, out, shape, stream, residual, nbytes <= IN_PLACE_BYTES and plan.by_address)
         y = gpu.pinned_or_ordinary(shape, np.dtype(problem.storage)) if out is None else out
         if plan.empty:
-            return y
-        if not devices and plan.result_bytes + sum(plan.operand_bytes) <= SMALL_BYTES:
-            _convolve_small(gpu, plan, x, filters, y, stream, residual)
             return y
     batch_x, batch_y, batch_r = (a if problem.batched or a is None else a[None] for a in (x, y, residual))
     assert batch_x is not None and batch_y is not None
@@ -925,33 +928,52 @@ def _run(
 
 
 def _convolve_small(
-    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, y: np.ndarray, stream: Any, residual: np.ndarray | None
-) -> None:
-    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current."""
+    gpu: Any, plan: Plan, x: np.ndarray, filters: Filter, out: np.ndarray | None, shape: tuple[int, ...], stream: Any,
+    residual: np.ndarray | None, in_place: bool,
+) -> np.ndarray:
+    """One copy in, the kernels, one copy out: for arrays whose time is all in the calls. The context must be current.
+
+    With `in_place`, the kernels alone, which read and write page-locked memory.
+    """
     dtype = np.dtype(plan.problem.storage)
-    host, device, own = gpu.small_buffers(2 * SMALL_BYTES)
+    host, locked, device, own = gpu.small_buffers(2 * SMALL_BYTES)
+    in_place = in_place and locked != 0
+    at = locked if in_place else device
     if stream is not None:
         gpu.order(stream, own)
     kept = filters.on(gpu)
     places, used = [], 0
     for array in (x, residual) if kept else (x, residual, *filters.arrays):
-        places.append(device + used if array is not None else 0)
-        if array is not None:
+        if array is None:
+            places.append(0)
+        else:
+            places.append(at + used)
             np.copyto(np.ndarray(array.shape, dtype, host, used), array)
             used += -(-array.nbytes // 256) * 256
     packed = 0
     if kept:
         places += int(kept.weight), int(kept.bias), int(kept.scale)
         packed = int(kept.packed.get(plan.filter_key, 0))
+    end = used + -(-plan.result_bytes // 256) * 256
     nbytes = plan.schedule.workspace_bytes if packed else plan.workspace_bytes
-    workspace = gpu.allocate(nbytes) if nbytes else None
-    if workspace is not None:
+    workspace, scratch = None, device + end  # this thread's, on its stream
+    if end + nbytes > 2 * SMALL_BYTES:
+        workspace = gpu.allocate(nbytes)
+        scratch = int(workspace)
         gpu.order(None, own)  # the pool's memory may still be in use by the default stream
+    at_x, at_residual, weight, bias, scale = places
+    buffers = at_x, weight, bias, scale, at_residual, at + used, scratch if nbytes else 0
     try:
-        gpu.copy_in(device, host[:used], host[:used], own)
-        at_x, at_residual, weight, bias, scale = places
-        buffers = (at_x, weight, bias, scale, at_residual, device + used, 0 if workspace is None else int(workspace))
-        plan.launch(buffers, own, packed)
-        gpu.copy_out(y, y, device + used, own)
+        if in_place:
+            plan.launch(buffers, own, packed)
+            y = np.empty(shape, dtype) if out is None else out  # while the kernels run
+        else:
+            y = gpu.pinned_or_ordinary(shape, dtype) if out is None else out
+            gpu.copy_in(device, host[:used], host[:used], own)
+            plan.launch(buffers, own, packed)
+            gpu.copy_out(y, y, device + used, own)
     finally:
         own.synchronize()
+    if in_place:
+        np.copyto(y, np.ndarray(shape, dtype, host, used))
+    return y

@@ -33,6 +33,7 @@ from pycuda_conv import dispatch, quick
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call, Operands
 from pycuda_conv.errors import ConvArgumentError
+from pycuda_conv.memo import launches_are_in
 from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
@@ -322,6 +323,11 @@ class _Function(torch.autograd.Function):
         return _tangent(ctx, first, second, bias)
 
 
+#: Both gradients of convolutions by their keys, as the launcher in C makes them.
+_both: quick.Table = {}
+launches_are_in(_both.clear)
+
+
 class Again:
     """A convolution whose gradients torch is asked for, and which was made before: see :mod:`pycuda_conv.quick`.
 
@@ -335,6 +341,8 @@ class Again:
         self.size = call.size
         self.shapes = first_shape, second_shape
         self.transposed = self.operator is CONV_TRANSPOSE
+        #: the key's options of both gradients together
+        self.both = call.function, *settings[:-2], call.size
         #: the keys' options of the gradients; None where they take more than one convolution
         self.by_first: tuple[Any, ...] | None = CONV_INPUT.asked(settings, first_shape)
         self.by_second: tuple[Any, ...] | None = CONV_WEIGHT.asked(settings, second_shape)
@@ -346,6 +354,48 @@ class Again:
 
     def __call__(self, first: Any, second: Any, bias: Any, ready: Any) -> Any:
         return _apply(first, second, bias, self, ready)
+
+    def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
+        """Those by both operands, by one row of launches where they were made so before."""
+        possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
+        if possible:
+            ready = quick.find(_both, self.both, first, second, grad)
+            made = None if ready is None else quick.perform(ready, first, second, grad)
+            if made is not None:
+                return made
+        found = self.gradient_by_first(second, grad), self.gradient_by_second(first, grad)
+        if possible:
+            self._remember(first, second, grad)
+        return found
+
+    def _remember(self, first: Any, second: Any, grad: Any) -> None:
+        """Make a row of the launches of both gradients, which were just made, unless a plan waits for better kernels."""
+        name = quick.key(self.both, first, second, grad)
+        if name is None or name in _both or TORCH.traced(first, second, grad):
+            return
+        ndim, layout = self.settings.ndim, _layout(grad, self.settings.ndim)
+        by_first = (grad, second, None, None, None)
+        by_second = ((grad, first) if self.transposed else (first, grad)) + by_first[2:]
+        plans, alike = [], layout == _layout(first, ndim)
+        for asked, operands in ((self.by_first, by_first), (self.by_second, by_second)):
+            call = Call(*asked).hashable()  # type: ignore[misc]  # it is not None
+            plan = dispatch.plan_for_call(call, TORCH, TORCH.signatures(Operands(*operands)), None, layout, False)
+            plans.append(plan.better or plan)
+        of_first, of_second = plans
+        if not (of_first.settles and of_second.settles) or of_first.device.capturing():
+            return
+        ready = None
+        filter_last = of_first.reads_filter_last and TORCH.lies(second, of_first.filter_order)
+        fit = alike and layout == of_first.problem.layout == of_second.problem.layout
+        if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
+            # first, second, gradient of the result | gradients of first and second | workspace | none
+            x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
+            steps = quick.steps_of(of_first, filter_last, (dy, w, none, dx, scratch, none))
+            steps += quick.steps_of(of_second, False, (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none))
+            results = [TORCH.maker(plan.result_shape, grad.dtype, grad.device, plan.result_order) for plan in plans]
+            nbytes = max(plan.workspace_bytes for plan in plans)
+            ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
+        quick.put(_both, name, ready)
 
     def gradient_by_first(self, second: Any, grad: Any) -> Any:
         made = None
@@ -375,8 +425,11 @@ class _Again(torch.autograd.Function):
         first, second = ctx.saved_tensors
         again = ctx.again
         by_first, by_second, by_bias, *_ = ctx.needs_input_grad
-        dx = again.gradient_by_first(second, grad) if by_first else None
-        dw = again.gradient_by_second(first, grad) if by_second else None
+        if by_first and by_second:
+            dx, dw = again.gradients(first, second, grad)
+        else:
+            dx = again.gradient_by_first(second, grad) if by_first else None
+            dw = again.gradient_by_second(first, grad) if by_second else None
         return dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None, None
 
 

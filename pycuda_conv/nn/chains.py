@@ -575,11 +575,11 @@ class _Finder:
 
 def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
     """Convolution, batch normalisation, sum with a residual, activation; each of the last three may be None. A traced forward calls it."""
-    found = _scale_and_shift(convolution, norm) if input.dim() == len(convolution.kernel_size) + 2 else None
+    found = _filter_of(convolution, norm) if input.dim() == len(convolution.kernel_size) + 2 else None
     if found is not None:
-        scale, shift = found
+        weight, scale, shift = found
         try:
-            return convolution._conv_forward(input, convolution.weight, shift, scale=scale, residual=residual, activation=activation)
+            return convolution._conv_forward(input, weight, shift, scale=scale, residual=residual, activation=activation)
         except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
             pass
     return _finished(_normalised(norm, convolution(input)), residual, activation)
@@ -620,28 +620,35 @@ def hooked(module: Any) -> bool:
     ) or nn.modules.module._has_any_global_hook()
 
 
-def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
-    """What `norm`, or None, does to each channel, with the convolution's bias; kept as long as nothing that it is made of changes.
+def _filter_of(convolution: Any, norm: Any) -> tuple[Any, Any, Any] | None:
+    """The convolution's weight, and what `norm`, or None, does to each channel, with the convolution's bias: a factor and a summand.
 
-    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    Both are kept as long as nothing that they are made of changes. None for what was put in the place of the two, and where they have
+    hooks or use the batch's statistics.
     """
-    if not is_convolution(type(convolution)) or convolution._forward_hooks or convolution._forward_pre_hooks:
+    own = convolution.__dict__  # a module's attributes are slow, and this is asked for on every call
+    if not is_convolution(type(convolution)) or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return None
+    parameters = own["_parameters"]
+    computed = "weight" not in parameters or "bias" not in parameters  # as torch.nn.utils.parametrize does
+    weight, bias = (convolution.weight, convolution.bias) if computed else (parameters["weight"], parameters["bias"])
     if norm is None:
-        return None, convolution.bias
-    if _norm_base(type(norm)) is None or norm.training or norm.running_mean is None or norm._forward_hooks or norm._forward_pre_hooks:
+        return weight, None, bias
+    own = norm.__dict__
+    if _norm_base(type(norm)) is None or own["training"] or own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return None
-    weight, bias = convolution.weight, convolution.bias
-    parameters, buffers = norm._parameters, norm._buffers  # a module's attributes are slow
+    parameters, buffers = own["_parameters"], own["_buffers"]
     statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
+    if statistics[0] is None:
+        return None
     sources = bias, parameters["weight"], parameters["bias"], *statistics
     try:
-        state = [weight.dtype, *(None if t is None else (id(t), t.data_ptr(), t._version) for t in sources)]
+        state = [weight.dtype, *[None if t is None else (id(t), t.data_ptr(), t._version) for t in sources]]
     except RuntimeError:  # tensors of inference mode have no version
         return None
-    kept = norm.__dict__.get("_scale_and_shift")
+    kept = own.get("_scale_and_shift")
     if kept is not None and kept[0] == state:
-        return kept[2]
+        return weight, *kept[2]
     bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
     assert mean is not None and variance is not None
     scale = torch.rsqrt(variance.double() + norm.eps)
@@ -650,5 +657,5 @@ def _scale_and_shift(convolution: Any, norm: Any) -> tuple[Any, Any] | None:
     shift = shift if beta is None else shift + beta
     made = scale.to(weight.dtype), shift.to(weight.dtype)
     if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        norm.__dict__["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
-    return made
+        own["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
+    return weight, *made

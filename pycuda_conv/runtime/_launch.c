@@ -10,9 +10,10 @@
 // is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
 // None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
 //
-// Threads. To let go of the GIL while others wait for it is to hand it over, which takes longer than a launch. So a call lets go of it
-// once, around all its launches: those wait where the driver's queue is full, maybe for a callback that needs the GIL. What is asked of
-// torch, and memory, come from functions that keep it. Of the objects that a call makes, torch lets go of the GIL only to free the result.
+// Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
+// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and a thread that is back from
+// its launches watches for a moment whether another one goes to its own: take_again(). What is asked of torch, and memory, come from
+// functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
@@ -20,6 +21,7 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 typedef struct {  // CUlaunchConfig
   uint32_t grid[3], block[3], shared;
@@ -258,6 +260,62 @@ static int run(const Schedule* s, uint8_t* room, void* const* streams, void* eve
   return 0;
 }
 
+// ---- the GIL while the driver launches
+
+#if defined(_MSC_VER)
+#include <intrin.h>
+typedef volatile long Flag;
+#define SET(flag, value) _InterlockedExchange(flag, value)
+#define TAKE(flag) (_InterlockedCompareExchange(flag, 1, 0) == 0)
+#define ADD(flag, value) _InterlockedExchangeAdd(flag, value)
+#define PAUSE() _ReadWriteBarrier()
+#else
+typedef int Flag;
+#define SET(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
+#define TAKE(flag) (__atomic_load_n(flag, __ATOMIC_RELAXED) == 0 && __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) == 0)
+#define ADD(flag, value) __atomic_fetch_add(flag, value, __ATOMIC_RELAXED)
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() __atomic_signal_fence(__ATOMIC_SEQ_CST)
+#endif
+#endif
+
+enum { WAKING_NS = 60000, MOST_WAITING = 2 };  // as was measured with 2, 4 and 8 threads
+
+static Flag on_the_way;  // whether a thread that has launched has the GIL again: it lets go of it at its next launch, in microseconds
+static Flag waiting;     // threads that have launched and watch for that
+
+static int64_t now(void) {
+  struct timespec t;
+  timespec_get(&t, TIME_UTC);
+  return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+static PyThreadState* let_go(void) {
+  PyThreadState* state = PyEval_SaveThread();
+  SET(&on_the_way, 0);
+  return state;
+}
+
+// A thread that waits for the GIL sleeps, and to be woken takes it longer than a call. So it first watches for the thread that has the
+// GIL to launch. That one may do something else instead: after WAKING_NS the wait is an ordinary one.
+static void take_again(PyThreadState* state) {
+  if (!TAKE(&on_the_way)) {
+    if (ADD(&waiting, 1) < MOST_WAITING) {
+      const int64_t start = now();
+      int64_t passed = 0;
+      while (!TAKE(&on_the_way) && passed >= 0 && passed < WAKING_NS) {  // below 0, the clock was set
+        for (int i = 0; i < 4; i++) PAUSE();
+        passed = now() - start;
+      }
+    }
+    ADD(&waiting, -1);
+  }
+  PyEval_RestoreThread(state);
+  SET(&on_the_way, 1);
+}
+
 // Make all operations. 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
 static int make_all(Schedule* s, const uint64_t* buffers, void* const* streams, void* event, Py_ssize_t* failed) {
   union {
@@ -269,9 +327,9 @@ static int make_all(Schedule* s, const uint64_t* buffers, void* const* streams, 
   if (!room) return PyErr_NoMemory(), -1;
   for (Py_ssize_t i = 0; i < s->count; i++)
     if (s->operations[i].kind == LAUNCH && fill(&s->operations[i], buffers, room + s->operations[i].room)) goto done;
-  Py_BEGIN_ALLOW_THREADS
+  PyThreadState* state = let_go();
   code = run(s, room, streams, event, failed);
-  Py_END_ALLOW_THREADS
+  take_again(state);
 done:
   if (room != usual.bytes) PyMem_Free(room);
   return code;

@@ -468,7 +468,7 @@ class _Streams:
         self.main = stream(non_blocking)
         self.sides = [stream(non_blocking) for _ in range(SIDES)]
         self.up, self.down = stream(non_blocking), stream(non_blocking)
-        self.small: tuple[np.ndarray, Any] | None = None
+        self.small: tuple[np.ndarray, int, Any] | None = None
         self._cu = _libcuda()
         self._event = ctypes.c_void_p()
         _check(self._cu.cuEventCreate(ctypes.byref(self._event), 2), "cuEventCreate")  # 2: no timing
@@ -892,13 +892,20 @@ class CudaDevice(Device):
         """Raise the driver's error, if there was one."""
         _check(code, what)
 
-    def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, Any]:
-        """A page-locked and a device buffer of this thread's, made once, and a stream for them."""
+    def small_buffers(self, nbytes: int) -> tuple[np.ndarray, int, int, Any]:
+        """A buffer of this thread's in the host's memory and one on the device, made once, and a stream for them.
+
+        After the host's buffer comes the address by which kernels reach it: 0 where no more memory may be page-locked.
+        """
         streams = self._streams()
         if streams.small is None:
-            streams.small = self.pinned_or_ordinary((nbytes,), np.dtype(np.uint8)), self._drv.mem_alloc(nbytes)
-        host, device = streams.small
-        return host, int(device), streams.main
+            shape, dtype = (nbytes,), np.dtype(np.uint8)
+            locked = _pinned().empty(shape, dtype)
+            host = np.empty(shape, dtype) if locked is None else locked
+            address = 0 if locked is None else locked.__array_interface__["data"][0]
+            streams.small = host, address, self._drv.mem_alloc(nbytes)
+        host, address, device = streams.small
+        return host, address, int(device), streams.main
 
     def pipeline_streams(self) -> tuple[Any, Any, Any]:
         """This thread's streams for copies in, kernels, and copies out."""
