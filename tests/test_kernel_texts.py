@@ -141,6 +141,6 @@ def test_what_follows_a_convolution_is_listed(dtype, channels):
     of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
     made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)]
     for residual in (False, True):
-        made += batch_norm.forward(pixels, 132, True, residual), batch_norm.backward(pixels, 132, True, True, residual)
+        made += batch_norm.forward(pixels, 132, "relu", residual), batch_norm.backward(pixels, 132, "relu", True, residual)
     for launches, _ in made:
         assert all(any(launch in family for family in of_bn) for launch in launches)

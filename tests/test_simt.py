@@ -300,14 +300,14 @@ def test_batch_norm_with_a_residual(pixels):
     out = np.maximum(xhat * wide(gamma) + wide(beta) + residual.astype("d"), 0)
     for added in (None, residual):
         expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
-        got = launched(batch_norm.forward(pixels, 3, True, added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
+        got = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
         assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
     rounded = out.astype(pixels.dtype)
     for summed, mask in ((True, rounded > 0), (False, xhat * wide(gamma) + wide(beta) > 0)):
         dout[np.abs(xhat * wide(gamma) + wide(beta)) < 1e-4] = 0
         g = dout.astype("d") * mask
         given = (rounded, y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
-        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, True, True, summed), y, dout, *of_channel, *given)
+        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, "relu", True, summed), y, dout, *of_channel, *given)
         dbeta, dgamma = g.sum(axes), (g * xhat).sum(axes)
         assert_close(sums.view("f").reshape(2, -1), np.stack((dbeta, dgamma)), np.full((2, pixels.K), 1e-3))
         m = pixels.N * pixels.plane
