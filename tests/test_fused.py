@@ -12,7 +12,7 @@ from reference import DTYPES, EPS, SUM_EPS, needs_nvcc, nvcc
 import pycuda_conv as pc
 from pycuda_conv import execute
 from pycuda_conv.arrays import kind_of
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, casting
 from pycuda_conv.engines.batch_norm import Pixels, compiled
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
@@ -357,6 +357,21 @@ def test_nothing_spills(shape, dtype, activation, summed, tmp_path):
     done = nvcc(file, "sm_90")
     found = done.stderr
     assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_casts(device, dtype):
+    """Those that convolutions inside of ``torch.autocast`` have beside them."""
+    place, shape = get_device(device), (5, 7, 3, 3)
+    wide = np.random.default_rng(0).standard_normal(shape).astype("f")
+    rounded, back, last = np.zeros(shape, dtype), np.zeros(shape, "f"), np.zeros((5, 3, 3, 7), "f")
+    for launch, given, made in (
+        (casting.narrow(dtype, wide.size, 0, 1), wide, rounded), (casting.widen(dtype, wide.size, 0, 1), rounded, back),
+        (casting.widen_filter(dtype, shape, 0, 1), rounded, last),
+    ):
+        execute.launch(kind_of("an array", wide), place, place.schedule_launcher([[launch]]), (given,), (made,), 0)
+    assert np.array_equal(rounded, wide.astype(dtype)) and np.array_equal(back, rounded.astype("f"))
+    assert np.array_equal(last, np.moveaxis(back, 1, -1))
 
 
 # ---- the gradient of a bias

@@ -56,7 +56,7 @@ from pycuda_conv.nn.autograd import (
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
 from pycuda_conv.runtime import Device
-from pycuda_conv.runtime.base import KernelLaunch, Launcher
+from pycuda_conv.runtime.base import Launcher
 from pycuda_conv.typing import Precision
 
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
@@ -382,17 +382,6 @@ def _count_as_sums(y: Tensor, *of_channels: Tensor | None) -> bool:
     return all(_like_sums(one, y) is one for one in of_channels)
 
 
-def _steps_of(
-    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
-) -> list[list[KernelLaunch]]:
-    """The launches of a convolution with (input, weight, bias, result, workspace) at these places, and None at the last."""
-    steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
-    assert steps is not None
-    *five, none = places
-    workspace, start = places[4]
-    return quick.moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
-
-
 def _remember_forward(
     asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, counts: bool, made: Tensor
 ) -> None:
@@ -419,7 +408,7 @@ def _remember_forward(
         tracked, counted = (none, an) if counts else (an, none)
         normalised, _ = batch_norm.forward(pixels, processors, how.activation, residual is not None)
         steps = [
-            *_steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
+            *quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
             *quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch)),
             *quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao)),
         ]
@@ -474,10 +463,10 @@ def _remember_backward(
         if makes_dy:
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
         if found.by_x is not None and dx is not None:
-            steps += _steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none), none if added is None else ap)
+            steps += quick.steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none), none if added is None else ap)
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
         if found.by_weight is not None and dw is not None:
-            steps += _steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
+            steps += quick.steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, None))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight))
