@@ -423,7 +423,28 @@ FUSED = {
     "residual": lambda: Summed(16, 24, 3, padding=1),
     "residual, no ReLU": lambda: Summed(16, 24, 3, padding=1, relu=False),
     "residual, half": lambda: half_convolution(Summed(16, 64, 3, padding=1).to(memory_format=channels_last)),
+    "SiLU": lambda: Acting(16, 24, 3, padding=1), "input passed on": lambda: Passing(16, 16, 3, padding=1),
+    "input passed on, half": lambda: half_convolution(Passing(16, 16, 3, padding=1).to(memory_format=channels_last)),
 }
+
+
+class Acting(pnn.FusedConvBnReLU2d):
+    """A layer with another activation, as `convert` makes it."""
+
+    def forward(self, input):
+        return fused_modules.conv_bn_act(self.conv, self.bn, input, "silu", self.precision, 2)
+
+
+class Passing(pnn.FusedConvBnReLU2d):
+    """A layer whose input another one reads too, as the first one of a block is."""
+
+    def __init__(self, inside, outside, *args, **options):
+        super().__init__(inside, outside, *args, **options)
+        self.last = pnn.FusedConvBnReLU2d(outside, inside, 1)
+
+    def forward(self, input):
+        made, passed = fused_modules.conv_bn_act(self.conv, self.bn, input, "relu", self.precision, 2, None, True)
+        return self.last(made, passed)
 
 
 class Summed(pnn.FusedConvBnReLU2d):
@@ -439,13 +460,15 @@ class Summed(pnn.FusedConvBnReLU2d):
 
 def half_convolution(layer):
     layer.conv.half()
+    if isinstance(layer, Passing):
+        layer.last.conv.half()
     if isinstance(layer, Summed):
         layer.residual.data = layer.residual.data.half()
     return layer
 
 
 def input_of(name, layer):
-    form = channels_last if name in ("channels last", "half", "residual, half") else torch.contiguous_format
+    form = channels_last if name == "channels last" or "half" in name else torch.contiguous_format
     return x.to(layer.conv.weight.dtype).contiguous(memory_format=form).clone()
 
 
@@ -495,7 +518,9 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
         gradients = [None if p.grad is None else (p.grad.shape, p.grad.stride(), p.grad.dtype) for p in (images, *layer.parameters())]
         assert struct.pack("<Q", made.data_ptr()).hex() in forward[-1].replace(" ", "")
         # what is written last may have been workspace before
-        steps.append((named_by_turns(forward, len(forward) - 1), named_by_turns(warm.asked(), lines[-1]), made.shape, made.stride(), made.dtype, gradients, versions))
+        told_apart = (0, 0) if isinstance(layer, Passing) else (len(forward) - 1, lines[-1])  # of one layer
+        both = [named_by_turns(asked, count) for asked, count in zip((forward, warm.asked()), told_apart, strict=True)]
+        steps.append((*both, made.shape, made.stride(), made.dtype, gradients, versions))
         kept.append(made)
     assert steps[0][0] and steps[0][1]
     assert steps[0] == steps[1] == steps[2]
