@@ -288,7 +288,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
   Vector added[2][4] = {};  // of a chunk and of the next one
   auto load_added = [&](int chunk) {
     const int channel = of.channel + chunk * CHUNK + 4 * (lane % 8);
-    if (adds(shape) && shape.wide && chunk < CHUNKS)
+    if (TOGETHER > 1 && adds(shape) && shape.wide && chunk < CHUNKS)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int to = place(i);
@@ -310,7 +310,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
       }
     __syncwarp();
     auto staged = [&](int i) { return *(const float4*)(staging + (4 * i + lane / 8) * PITCH + 4 * (lane % 8)); };
-    if (shape.wide) {
+    if (TOGETHER > 1 && shape.wide) {
 #pragma unroll
       for (int i = 0; i < 4; i += TOGETHER) {
         float4 v[TOGETHER];
@@ -328,6 +328,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
           if (four.writes(to[j])) store_word(y + (to[j] * shape.rows + four.first), *(const word<Vector>*)&out[j]);
       }
     } else {
+#pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float4 v = staged(i);
         four.store(shape, place(i), {v.x, v.y, v.z, v.w}, residual, y);
