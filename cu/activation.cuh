@@ -51,6 +51,32 @@ ACTIVATION_INLINE void beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
 #undef EACH
 }
 
+// Their derivatives, in the place of the numbers; torch's where there is a bend. A kernel that asks for them is compiled for that.
+ACTIVATION_INLINE void derive_beyond_relu(int kind, acc_t slope, acc_t* v, int count) {
+#define EACH _Pragma("unroll") for (int i = 0; i < count; ++i)
+  if (kind == RELU6) {
+    EACH v[i] = v[i] <= 0 || v[i] >= 6 ? 0 : 1;
+  } else if (kind == LEAKY_RELU) {
+    EACH v[i] = v[i] > 0 ? 1 : slope;
+  } else if (kind == HARDSWISH) {
+    EACH v[i] = v[i] <= -3 ? 0 : v[i] >= 3 ? 1 : v[i] * (acc_t)(1 / 3.) + (acc_t)0.5;
+  } else if (kind == GELU) {
+    EACH {
+      const acc_t density = exp(v[i] * v[i] * (acc_t)-0.5) * (acc_t)0.39894228040143267794;
+      v[i] = (acc_t)0.5 * (1 + erf(v[i] * (acc_t)0.70710678118654752440)) + (density > 0 ? v[i] * density : 0);
+    }
+  } else if (kind == SILU || kind == GELU_TANH) {  // v * s(z): s(z) + v * s(z) * s(-z) * z'
+    EACH {
+      const acc_t squared = v[i] * v[i] * (acc_t)0.044715;
+      const acc_t z = kind == SILU ? v[i] : (acc_t)1.59576912160573071176 * (v[i] + squared * v[i]);
+      const acc_t rate = kind == SILU ? 1 : (acc_t)1.59576912160573071176 * (1 + 3 * squared);
+      const acc_t e = exp(-fabs(z)), s = INVERSE(1 + e), other = e * s;  // of the two, s is at 1/2 at least
+      v[i] = (z < 0 ? other : s) + (other > 0 ? v[i] * rate * s * other : 0);
+    }
+  }
+#undef EACH
+}
+
 // ACTIVATE_SOME(kind, slope, v, count) changes v[0], ... v[count - 1]; count is a constant.
 #ifdef __OPENCL_VERSION__
 static inline void activate_some(int kind, acc_t slope, acc_t* v, int count) {

@@ -1,9 +1,9 @@
-// batch_norm.cu: batch normalisation, the sum with a residual and ReLU behind a convolution, forward and backward, and sums over channels.
+// batch_norm.cu: batch normalisation, the sum with a residual and an activation behind a convolution, forward and backward, and sums over channels.
 //
 //   over the M = N * plane values y of channel k:   mean = sum y / M,  var = sum (y - mean)^2 / M,  invstd = 1 / sqrt(var + eps)
-//   out  = relu((y - mean) * a + beta + residual),  a = gamma * invstd
-//   g    = dout where (y - mean) * a + beta > 0, else 0: the ReLU's mask is computed again, not stored. With a residual it is read off
-//          `out`, and g, which is the residual's gradient too, is written by the launch that sums
+//   out  = activation((y - mean) * a + beta + residual),  a = gamma * invstd
+//   g    = dout times the activation's derivative, of (y - mean) * a + beta computed again. With a residual the activation is a ReLU, whose
+//          mask is read off `out`; and g, which is the residual's gradient too, is written by the launch that sums
 //   dbeta = sum g,  dgamma = sum g * xhat,          xhat = (y - mean) * invstd
 //   dy   = a * (g - dbeta / M - xhat * dgamma / M), or a * g where mean and invstd were given and not taken from y
 //
@@ -35,6 +35,9 @@
 #endif
 #ifndef HAS_RESIDUAL  // a sum with a residual follows: batch_norm_forward and gradient_sums
 #define HAS_RESIDUAL 0
+#endif
+#ifndef BEYOND_RELU  // the activation is none and no ReLU: batch_norm_forward, gradient_sums and batch_norm_backward
+#define BEYOND_RELU 0
 #endif
 #ifndef ROUNDED
 #define ROUNDED 0
@@ -103,6 +106,7 @@ typedef struct { acc_t of[VEC]; } item_t;
 #endif
 
 #define AT_ONCE (VEC == 8 ? 5 : 1)  // blocks that a multiprocessor should hold. Told so, the compiler takes 80 registers instead of 88
+#define SUMS_AT_ONCE (VEC == 8 && BEYOND_RELU ? 5 : 1)  // likewise, 96 instead of 144
 
 // Where a thread stands. Threads without a column have no items, but meet the others at barriers.
 #define STAND                                                                                                                  \
@@ -276,7 +280,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
     const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
-    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t relu) {
+    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   STAND;
   acc_t centre[OWN], a[OWN], b[OWN];
@@ -302,8 +306,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
         for (int e = 0; e < VEC; ++e) {
           v[e] = (v[e] - centre[OF(e)]) * a[OF(e)] + b[OF(e)];
           if (HAS_RESIDUAL) v[e] += r[e];
-          if (relu && v[e] <= 0) v[e] = 0;  // a NaN stays one
+          if (!BEYOND_RELU && activation && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
+        if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
         STORE_ITEM(out, ITEM(i + u * down), v);
       }
   }
@@ -326,12 +331,24 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
   }
 }
 
+// g times the activation's derivative, given v = y - mean. Where that is 0, so is the gradient, of an infinity too.
+#define THROUGH_ACTIVATION(g, v)                                               \
+  if (BEYOND_RELU) {                                                           \
+    acc_t d_[VEC];                                                             \
+    for (int e = 0; e < VEC; ++e) d_[e] = (v)[e] * a[OF(e)] + b[OF(e)];        \
+    derive_beyond_relu((int)activation, BITS_TO_ACC(slope), d_, VEC);          \
+    for (int e = 0; e < VEC; ++e) (g)[e] = d_[e] == 0 ? 0 : (g)[e] * d_[e];    \
+  } else if (activation) {                                                     \
+    for (int e = 0; e < VEC; ++e)                                              \
+      if (!((v)[e] * a[OF(e)] + b[OF(e)] > 0)) (g)[e] = 0;                     \
+  }
+
 // dbeta and dgamma of each slice. Of a sum with a residual the mask is read off `out`, and g is written to `masked`.
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
+KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
     const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const Walk walk,
-    const long_t relu) {
+    const long_t activation, const long_t slope) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * OWN * THREADS];
   STAND;
@@ -358,14 +375,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
         VALUES_OF(v, ys[u]);
         VALUES_OF(g, gs[u]);
         if (HAS_RESIDUAL) VALUES_OF(o, outs[u]);
+        for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
+        if (!HAS_RESIDUAL) THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) {
-          v[e] -= centre[OF(e)];
-          if (HAS_RESIDUAL ? o[e] <= 0 : relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) {
-            g[e] = 0;
-          } else {
-            sum[OF(e)] += g[e];
-            sum[OWN + OF(e)] += g[e] * v[e];
-          }
+          if (HAS_RESIDUAL && o[e] <= 0) g[e] = 0;
+          sum[OF(e)] += g[e];
+          sum[OWN + OF(e)] += g[e] * v[e];
         }
         if (HAS_RESIDUAL) STORE_ITEM(masked, ITEM(i + u * down), g);
       }
@@ -382,18 +397,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void gradient_sums(
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
     const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t relu,
-    const long_t of_batch) {
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t activation,
+    const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
-  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], slope[OWN];  // dy = a * g - less - slope * (y - mean)
+  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], rate[OWN];  // dy = a * g - less - rate * (y - mean)
   for (int j = 0; j < OWN && inside; ++j) {
     centre[j] = mean[CHANNEL(j)];
     a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
     b[j] = PARAMETER(beta, 0);
     const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
     less[j] = share * sums[CHANNEL(j)];
-    slope[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
+    rate[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
   }
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
     item_t ys[UNROLL_TWO], gs[UNROLL_TWO];
@@ -409,11 +424,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
         acc_t v[VEC], g[VEC];
         VALUES_OF(v, ys[u]);
         VALUES_OF(g, gs[u]);
-        for (int e = 0; e < VEC; ++e) {
-          v[e] -= centre[OF(e)];
-          if (relu && !(v[e] * a[OF(e)] + b[OF(e)] > 0)) g[e] = 0;
-          g[e] = a[OF(e)] * g[e] - less[OF(e)] - slope[OF(e)] * v[e];
-        }
+        for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
+        THROUGH_ACTIVATION(g, v)
+        for (int e = 0; e < VEC; ++e) g[e] = a[OF(e)] * g[e] - less[OF(e)] - rate[OF(e)] * v[e];
         STORE_ITEM(dy, ITEM(i + u * down), g);
       }
   }

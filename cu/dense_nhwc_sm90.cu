@@ -59,7 +59,7 @@ constexpr int BLOCK_K = 128 / (int)sizeof(data_t), STEPS = 4;  // channels of a 
 constexpr int CONSUMERS = BLOCK_M / 64, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + 32;
 constexpr int MN_BLOCK = 64 * 128, MN_BLOCKS = (BLOCK_N + 63) / 64;  // bytes of 64 channels of 64 of k
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
-constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
+constexpr int CHUNK = 32, PITCH = 40, CHUNKS = BLOCK_N / CHUNK;  // channels of a staging tile; floats of a row of it
 constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
 static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
@@ -193,6 +193,20 @@ DEVICE int place_of(const DensePhase& shape, int pixel) {
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
+// Rows of a staging tile that a lane reads before it writes one: they don't wait for one another. Wide tiles have no registers for it.
+#ifdef LAYER
+constexpr int TOGETHER = BLOCK_N > 192 ? 1 : 4;
+#else
+constexpr int TOGETHER = BLOCK_N > 128 ? 1 : BLOCK_N < 128 ? 4 : 2;
+#endif
+
+struct alignas(4 * sizeof(data_t)) Vector {
+  data_t v[4];
+};
+
+// Whether a residual is added: moments are of what nothing is added to, and the widest tile has no registers for it.
+DEVICE bool adds(const DensePhase& shape) { return !MOMENTS && BLOCK_N < 256 && has_residual(shape); }
+
 // Four neighbouring channels of y, and what finishes their sums.
 struct Four {
   int first, count;  // how many there are
@@ -202,27 +216,29 @@ struct Four {
 #pragma unroll
     for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
   }
-  DEVICE void store(const DensePhase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
-    struct alignas(4 * sizeof(data_t)) Vector {
-      data_t v[4];
-    };
-    if (place < 0 || count <= 0) return;
-    const long long at = place * shape.rows + first;
-    const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
-    Vector added = {}, out;
+  DEVICE Vector finished(const DensePhase& shape, const float (&sum)[4], const Vector& added) const {
+    Vector out;
     float v[4];
-    if (added_to && shape.wide) added = *(const Vector*)(residual + at);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (added_to && !shape.wide && e < count) added.v[e] = residual[at + e];
-      v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
-    }
+    for (int e = 0; e < 4; ++e) v[e] = finish[e].whole(shape, sum[e], 1, adds(shape) ? to_float(added.v[e]) : -0.f);
     activate(shape, v);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      out.v[e] = from_float<data_t>(v[e]);
+    for (int e = 0; e < 4; ++e) out.v[e] = from_float<data_t>(v[e]);
+    return out;
+  }
+  DEVICE bool writes(int place) const { return place >= 0 && count > 0; }
+  DEVICE void store(const DensePhase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
+    if (!writes(place)) return;
+    const long long at = place * shape.rows + first;
+    Vector added = {};
+    if (adds(shape) && shape.wide) added = *(const Vector*)(residual + at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      if (adds(shape) && !shape.wide && e < count) added.v[e] = residual[at + e];
+    const Vector out = finished(shape, sum, added);
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
       if (!shape.wide && e < count) y[at + e] = out.v[e];
-    }
     if (shape.wide) store_word(y + at, *(const word<Vector>*)&out);
   }
 };
@@ -241,8 +257,9 @@ DEVICE void note_moments(const float* staging, const DensePhase& shape, const Ti
   const float first = value(0);
   Deviations own;
   const int count = count_of(warp);
-#pragma unroll 4
-  for (int row = 0; row < count; ++row) own.add(value(row) - first);
+#pragma unroll
+  for (int row = 0; row < 16; ++row)
+    if (row < count) own.add(value(row) - first);
   noted[warp * 2 * CHUNK + lane] = own.mean(first, max(count, 1));
   noted[(warp * 2 + 1) * CHUNK + lane] = own.off_mean(max(count, 1));
   named_barrier(1 + consumer, 128);
@@ -267,9 +284,22 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
                        const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
-  for_all<BLOCK_N / CHUNK>([&](auto chunk) {
+  auto place = [&](int i) { return __shfl_sync(~0u, own, 4 * i + lane / 8); };  // of the pixel of which this lane writes four channels of a chunk
+  Vector added[2][4] = {};  // of a chunk and of the next one
+  auto load_added = [&](int chunk) {
+    const int channel = of.channel + chunk * CHUNK + 4 * (lane % 8);
+    if (TOGETHER > 1 && adds(shape) && shape.wide && chunk < CHUNKS)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int to = place(i);
+        if (to >= 0 && channel < (int)shape.rows) added[chunk % 2][i] = *(const Vector*)(residual + (to * shape.rows + channel));
+      }
+  };
+  load_added(0);
+  for_all<CHUNKS>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
     const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
+    load_added(base / CHUNK + 1);
     __syncwarp();  // the last chunk has been read
 #pragma unroll
     for (int i = 0; i < CHUNK / 8; ++i)
@@ -279,11 +309,30 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const DensePhase& shape,
         *(float2*)(staging + (lane / 4 + 8 * half) * PITCH + 8 * i + 2 * (lane % 4)) = make_float2(sum[at], sum[at + 1]);
       }
     __syncwarp();
+    auto staged = [&](int i) { return *(const float4*)(staging + (4 * i + lane / 8) * PITCH + 4 * (lane % 8)); };
+    if (TOGETHER > 1 && shape.wide) {
 #pragma unroll
-    for (int down = 0; down < 16; down += 4) {
-      const int row = down + lane / 8;
-      const float4 v = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
-      four.store(shape, __shfl_sync(~0u, own, row), {v.x, v.y, v.z, v.w}, residual, y);
+      for (int i = 0; i < 4; i += TOGETHER) {
+        float4 v[TOGETHER];
+        Vector out[TOGETHER];
+        int to[TOGETHER];
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) {
+          v[j] = staged(i + j);
+          to[j] = place(i + j);
+        }
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j) out[j] = four.finished(shape, {v[j].x, v[j].y, v[j].z, v[j].w}, added[base / CHUNK % 2][i + j]);
+#pragma unroll
+        for (int j = 0; j < TOGETHER; ++j)
+          if (four.writes(to[j])) store_word(y + (to[j] * shape.rows + four.first), *(const word<Vector>*)&out[j]);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float4 v = staged(i);
+        four.store(shape, place(i), {v.x, v.y, v.z, v.w}, residual, y);
+      }
     }
 #if MOMENTS
     note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);

@@ -84,7 +84,7 @@ class Call(NamedTuple):
             "stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "precision": precision, "dtype": dtype, **more,
         }
         if function == "input":
-            return ConvProblem.gradient("input", ndim, size, second, first, **options)
+            return ConvProblem.gradient("input", ndim, size, second, first, residual_shape=residual, **options)
         if function == "weight":
             return ConvProblem.gradient("weight", ndim, first, size, second, **options)
         options |= {"scale_shape": scale, "residual_shape": residual, "activation": activation}

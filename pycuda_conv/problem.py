@@ -83,6 +83,13 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
     raise TypeError(f"{expected}, got {brief(value)}")
 
 
+def activation_and_slope(activation: str | tuple[str, float] | None) -> tuple[int, float]:
+    """The number in :data:`ACTIVATIONS` of what :func:`checked_activation` gives, and the slope of a leaky ReLU; of others it is 0."""
+    if isinstance(activation, tuple):
+        return ACTIVATIONS.index("leaky_relu"), activation[1]
+    return ACTIVATIONS.index(activation), SLOPE if activation == "leaky_relu" else 0.0
+
+
 def _rank(ndim: Any) -> int:
     if integer("ndim", ndim) not in (1, 2, 3):
         raise ConvArgumentError(f"ndim, the number of spatial axes, must be 1, 2 or 3, but got ndim={ndim}")
@@ -348,7 +355,8 @@ class ConvProblem:
     def gradient(
         cls, of: str, ndim: int, input_shape: Sequence[int], weight_shape: Sequence[int], grad_output_shape: Sequence[int], *,
         stride: Sizes = 1, padding: Padding = 0, dilation: Sizes = 1, groups: SupportsIndex = 1, dtype: str = "float32",
-        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", in_chunks: bool = False,
+        precision: Precision = "fp32", layout: Literal["NCHW", "NHWC"] = "NCHW", residual_shape: Sequence[int] | None = None,
+        in_chunks: bool = False,
     ) -> ConvProblem:
         """The gradient of a convolution of rank `ndim` by its input or its filter, given that by its result.
 
@@ -358,6 +366,8 @@ class ConvProblem:
         input_shape, weight_shape, stride, padding, dilation, groups, layout, in_chunks
             Of the convolution, as for :meth:`forward`.
         grad_output_shape : (N, K, ...) or (K, ...)
+        residual_shape : sequence of int, optional
+            The shape of the input: another array is added to the gradient by it.
 
         Raises
         ------
@@ -376,7 +386,7 @@ class ConvProblem:
                 f"{_shown(input_shape)} and weight of size {_shown(weight_shape)}, but got {_shown(grad_output_shape)}"
             )
         if of == "input":
-            return replace(forward, direction="dgrad")
+            return replace(forward, direction="dgrad")._with_epilogue(None, residual_shape, None, tuple(weight_shape))
         return replace(forward, direction="wgrad")
 
     def _checked_sizes(self, in_chunks: bool = False) -> ConvProblem:
@@ -410,10 +420,8 @@ class ConvProblem:
 
     @property
     def activation_and_slope(self) -> tuple[int, float]:
-        """The activation's number in :data:`ACTIVATIONS`, and the slope of a leaky ReLU; of others it is 0."""
-        if isinstance(self.activation, tuple):
-            return ACTIVATIONS.index("leaky_relu"), self.activation[1]
-        return ACTIVATIONS.index(self.activation), SLOPE if self.activation == "leaky_relu" else 0.0
+        """The activation as kernels take it: see :func:`activation_and_slope`."""
+        return activation_and_slope(self.activation)
 
     @property
     def plain(self) -> ConvProblem:

@@ -164,13 +164,19 @@ def moved(steps: Sequence[Sequence[KernelLaunch]], places: Sequence[tuple[int, i
     return [[one(launch) for launch in step] for step in steps]
 
 
-def steps_of(plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]]) -> list[list[KernelLaunch]]:
-    """The launches of a convolution with (input, weight, bias, result, workspace) at these places, and None at the last."""
+def steps_of(
+    plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
+) -> list[list[KernelLaunch]]:
+    """A plan's launches for :func:`row`, with (input, weight, bias, result, workspace) at these places, and None at the last.
+
+    The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed one, if there is one, is put behind
+    the plan's own workspace.
+    """
     steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
     assert steps is not None
     *five, none = places
     workspace, start = places[4]
-    return moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, none))
+    return moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
 
 
 def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:

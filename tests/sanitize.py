@@ -65,7 +65,7 @@ def copy_strided() -> bool:
     return bool((out == 27).all())
 
 
-def batch_norm(pixels: Pixels, relu: bool = True) -> bool:
+def batch_norm(pixels: Pixels, activation: str | None = "relu") -> bool:
     """All that normalises such an array, forwards and backwards, and its sums: whether what comes out are numbers."""
     device, each = get_device("cuda"), "float64" if pixels.dtype == "float64" else "float32"
     array = np.random.default_rng(0).standard_normal((pixels.N, pixels.K, pixels.plane)).astype(pixels.dtype)
@@ -74,8 +74,8 @@ def batch_norm(pixels: Pixels, relu: bool = True) -> bool:
     good = True
     for maker, options, inputs, outs in (
         (engine.statistics, (1e-5, 0.1), (array, count), (ones, ones, ones, ones, count.copy())), (engine.channel_sums, (), (array,), (some,)),
-        (engine.forward, (relu,), (array, ones, ones, ones, ones), (array,)), (engine.fold, (1e-5,), (ones,) * 4 + (some,), (some, some)),
-        (engine.backward, (relu, True), (array, array, ones, ones, ones, ones), (array, sums)),
+        (engine.forward, (activation,), (array, ones, ones, ones, ones), (array,)), (engine.fold, (1e-5,), (ones,) * 4 + (some,), (some, some)),
+        (engine.backward, (activation, True), (array, array, ones, ones, ones, ones), (array, sums)),
     ):  # fmt: skip
         launch, workspace = engine.compiled(maker, pixels, device, *options)
         drv = device._drv

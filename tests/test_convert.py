@@ -39,7 +39,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(ours, "function", staticmethod(noted(ours.function, "plain")))
     for theirs, ours in routing._ROUTES.items():
         monkeypatch.setitem(routing._ROUTES, theirs, noted(ours, "routed"))
-    monkeypatch.setattr(chains, "conv_bn_relu", noted(chains.conv_bn_relu, "layer"))
+    monkeypatch.setattr(chains, "conv_bn_act", noted(chains.conv_bn_act, "layer"))
     return made
 
 
@@ -410,10 +410,10 @@ def summed(monkeypatch):
     """The sums with a residual that the fused layer makes in its own kernels: whether with a ReLU. No call is remembered."""
     made, normalised = [], fused_layer._normalised
 
-    def noted(y, statistics, gamma, beta, residual, relu):
+    def noted(y, statistics, gamma, beta, residual, activation):
         if residual is not None:
-            made.append(relu)
-        return normalised(y, statistics, gamma, beta, residual, relu)
+            made.append(activation == "relu")
+        return normalised(y, statistics, gamma, beta, residual, activation)
 
     monkeypatch.setattr(fused_layer, "_normalised", noted)
     monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
@@ -466,6 +466,120 @@ def test_a_resnet_under_autocast_with_channels_last(where, summed, dtype):
             torch.testing.assert_close(got.double(), ref.double(), rtol=0.02, atol=0.02)
     assert summed == [True] * 4
     assert off[0] < 2 * off[1]
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """The gradients by inputs that two uses have, as far as a layer adds them itself: their shapes. No call is remembered."""
+    made, backward = [], fused_layer._backward
+
+    def noted(*args):
+        if args[-1] is not None:
+            made.append(tuple(args[-1].shape))
+        return backward(*args)
+
+    monkeypatch.setattr(fused_layer, "_backward", noted)
+    monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
+    return made
+
+
+def test_gradients_of_a_block_s_input_meet_in_its_first_layer(where, met):
+    theirs = ready(SmallResNet(), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    x = numbers(4, 3, 21, 20, where=where)
+    same(ours, theirs, x)
+    assert len(met) == 4
+
+
+class Uses(nn.Module):
+    """A layer whose input something else reads in some way."""
+
+    def __init__(self, way, before=False):
+        super().__init__()
+        self.conv, self.bn, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), way
+        self.down = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.active = nn.Sequential(nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.conv2, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+
+    def layer(self, x):
+        return F.relu(self.bn(self.conv(x)))
+
+    def last(self, x):
+        return self.bn2(self.conv2(x))
+
+    def forward(self, x):
+        return self.way(self, x + 0)
+
+
+def _read_before(m, x):
+    other = m.down(x)
+    return F.relu(m.last(m.layer(x)) + other)
+
+
+#: Ways to use the input, and how many gradients then meet in a layer.
+USES = {
+    "residual": (lambda m, x: F.relu(m.last(m.layer(x)) + x), 1), "another layer": (lambda m, x: m.layer(x) * m.last(x), 1),
+    "a convolution in a container": (lambda m, x: F.relu(m.last(m.layer(x)) + m.down(x)), 1),
+    "read before": (_read_before, 0), "a container of something else": (lambda m, x: F.relu(m.last(m.layer(x)) + m.active(x)), 0),
+    "read by torch": (lambda m, x: m.layer(x) * x.sin(), 0),
+    "handed out": (lambda m, x: (m.layer(x), x)[1] * 1, 0), "its own residual": (lambda m, x: F.relu(m.bn(m.conv(x)) + x), 0),
+    "without gradient": (lambda m, x: m.last(m.layer(x.detach())) + m.down(x.detach()), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", USES)
+def test_ways_to_use_the_input_of_a_layer(where, met, name):
+    way, expected = USES[name]
+    theirs = ready(Uses(way), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    assert not pn.report(ours).notes
+    check_step(ours, theirs, numbers(3, 4, 6, 5, where=where))
+    assert len(met) == expected
+    if name == "a convolution in a container":  # which is looked at again before each step
+        for model in (ours, theirs):
+            model.down[0] = nn.ReLU()
+        met.clear()
+        check_step(ours, theirs, numbers(3, 4, 6, 5, where=where))
+        assert not met
+
+
+def check_step(ours, theirs, x):
+    """Results and gradients in training agree, of those parameters that are used."""
+    found = []
+    for model in (ours.train(), theirs.train()):
+        given = x.detach().requires_grad_()
+        y = model(given)
+        weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
+        grads = torch.autograd.grad((y * weights).sum(), [given, *model.parameters()], allow_unused=True)
+        found.append((y, *(grad for grad in grads if grad is not None)))
+    for got, expected in zip(*found, strict=True):
+        close(got, expected)
+
+
+#: Modules, and what the fused layer applies; None where the activation is torch's.
+ACTIVATIONS = {
+    "relu6": (lambda: nn.ReLU6(inplace=True), "relu6"), "leaky": (lambda: nn.LeakyReLU(0.2), ("leaky_relu", 0.2)),
+    "hardswish": (lambda: nn.Hardswish(inplace=True), "hardswish"), "silu": (nn.SiLU, "silu"), "gelu": (nn.GELU, "gelu"),
+    "tanh": (nn.Tanh, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("remembered", [False, True], ids=["planned", "remembered"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_in_training(where, monkeypatch, name, remembered):
+    make, expected = ACTIVATIONS[name]
+    theirs = ready(nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), make(), nn.Conv2d(8, 4, 1), nn.BatchNorm2d(4)), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    applied, normalised = [], fused_layer._normalised
+    monkeypatch.setattr(fused_layer, "_normalised", lambda *args: (applied.append(args[-1]), normalised(*args))[1])
+    if not remembered:
+        monkeypatch.setattr(fused_layer.quick, "possible", lambda: False)
+    x = 4 * numbers(4, 3, 9, 8, where=where)
+    for step in range(3 if remembered else 1):
+        check_step(ours, theirs, x * (1 + step))
+    assert set(applied) == {expected, None}
+    for got, ref in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(got, ref)
 
 
 class Sums(nn.Module):

@@ -12,7 +12,7 @@ from reference import DTYPES, EPS, SUM_EPS, needs_nvcc, nvcc
 import pycuda_conv as pc
 from pycuda_conv import execute
 from pycuda_conv.arrays import kind_of
-from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines import batch_norm, casting
 from pycuda_conv.engines.batch_norm import Pixels, compiled
 from pycuda_conv.plan import cached_plan
 from pycuda_conv.runtime import get_device
@@ -152,6 +152,80 @@ def test_a_large_mean_costs_no_digits_of_the_variance(device, slices, shape, dty
     near(mean, wide.mean(kernels.axes), 8 * SUM_EPS[dtype])
 
 
+#: Activations in float64, and their derivatives.
+ACTIVATED = {
+    None: (lambda v: v, np.ones_like),
+    "relu": (lambda v: np.maximum(v, 0), lambda v: (v > 0) * 1.0),
+    "relu6": (lambda v: np.clip(v, 0, 6), lambda v: (v > 0) & (v < 6)),
+    "leaky_relu": (lambda v: np.where(v > 0, v, 0.01 * v), lambda v: np.where(v > 0, 1, 0.01)),
+    ("leaky_relu", -0.25): (lambda v: np.where(v > 0, v, -0.25 * v), lambda v: np.where(v > 0, 1, -0.25)),
+    "hardswish": (lambda v: v * np.clip(v + 3, 0, 6) / 6, lambda v: np.where(v <= -3, 0, np.where(v >= 3, 1, v / 3 + 0.5))),
+    "silu": (lambda v: v * logistic(v), lambda v: logistic(v) * (1 + v * logistic(-v))),
+    "gelu": (lambda v: v * normal_cdf(v), lambda v: normal_cdf(v) + v * np.exp(-v * v / 2) / math.sqrt(2 * math.pi)),
+    "gelu_tanh": (
+        lambda v: v * logistic(2 * inner(v)),
+        lambda v: logistic(2 * inner(v)) * (1 + v * logistic(-2 * inner(v)) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * v**2)),
+    ),
+}  # fmt: skip
+
+
+def logistic(v):
+    return 0.5 * (1 + np.tanh(v / 2))
+
+
+def inner(v):
+    return math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)
+
+
+def normal_cdf(v):
+    return 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2)))
+
+
+#: Values on whose side of a bend rounding may decide, by their distance from it.
+BENDS = {"relu6": (0, 6), "hardswish": (-3, 3)}
+
+
+@pytest.mark.parametrize("activation", [one for one in ACTIVATED if one not in (None, "relu")], ids=str)
+def test_activations_beyond_relu(kernels, activation):
+    """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends."""
+    y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
+    gamma, beta = -6 * kernels.of_channel(3), kernels.of_channel(4)
+    xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
+    before = xhat * kernels.wide(gamma) + kernels.wide(beta)
+    assert before.min() < -3 and before.max() > 6
+    act, slope = ACTIVATED[activation]
+    out = np.full(y.shape, np.nan, y.dtype)
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, None), (out,), activation)
+    near(out, act(before), 2 * EPS[kernels.pixels.dtype])
+    for bend in BENDS.get(activation, (0,)):
+        dout[np.abs(before - bend) < 1e-4] = 0
+    g = dout.astype(np.float64) * slope(before)
+    dbeta, dgamma = g.sum(kernels.axes), (g * xhat).sum(kernels.axes)
+    m = kernels.pixels.N * kernels.pixels.plane
+    expected = kernels.wide(invstd) * kernels.wide(gamma) * (g - (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m)
+    dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
+    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, None), (dy, sums, None), activation, True)
+    near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(dout).astype(np.float64).sum(kernels.axes))
+    near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(dout * xhat).sum(kernels.axes))
+    near(dy, expected, 8 * EPS[kernels.pixels.dtype])
+
+
+@pytest.mark.parametrize("activation", [one for one in ACTIVATED if one is not None], ids=str)
+def test_activations_of_huge_values_have_finite_gradients(device, activation):
+    """As torch's have, whose products of 0 and infinity are none: where the derivative is 0, an infinite gradient becomes 0 too."""
+    kernels = Kernels(device, Pixels("float32", "NCHW", 3, 1, 16))
+    ones, none, dout = np.ones(1, "f"), np.zeros(1, "f"), kernels.normals(2)
+    y = np.tile(np.array([-1e12, -1e4, -100, -20, 0, 20, 100, 1e4, 1e12] + [1] * 7, "f"), 3).reshape(3, 1, 16)
+    if activation in ("relu", "relu6", "hardswish"):
+        dout[0, 0, 1] = np.inf
+    dy, sums = np.full(y.shape, np.nan, "f"), kernels.poisoned(2, 1)
+    kernels.run(batch_norm.backward, (y, dout, none, ones, None, None, None), (dy, sums, None), activation, False)
+    v = torch.from_numpy(y).requires_grad_()
+    fused_modules.autograd.activated(v, activation).backward(torch.from_numpy(dout))
+    assert np.isfinite(dy).all()
+    near(dy, v.grad, 1e-5)
+
+
 @pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("relu", [True, False])
@@ -160,7 +234,7 @@ def test_forward(kernels, relu, affine, summed):
     gamma, beta = (-kernels.of_channel(3), kernels.of_channel(4)) if affine else (None, None)
     residual = kernels.normals(5) if summed else None
     out = np.full(y.shape, np.nan, y.dtype)
-    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, residual), (out,), relu, summed)
+    kernels.run(batch_norm.forward, (y, mean, invstd, gamma, beta, residual), (out,), "relu" if relu else None, summed)
     expected = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
     expected = expected * kernels.wide(gamma) + kernels.wide(beta) if affine else expected
     expected = expected + residual.astype(np.float64) if summed else expected
@@ -189,7 +263,7 @@ def test_backward(kernels, relu, summed, of_batch, affine):
     less = (kernels.wide(dbeta) + xhat * kernels.wide(dgamma)) / m if of_batch else 0
     expected = kernels.wide(invstd) * (kernels.wide(gamma) if affine else 1) * (g - less)
     dy, sums = np.full(y.shape, np.nan, y.dtype), kernels.poisoned(2, kernels.pixels.K)
-    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, out), (dy, sums, masked), relu, of_batch, summed)
+    kernels.run(batch_norm.backward, (y, dout, mean, invstd, gamma, beta, out), (dy, sums, masked), "relu" if relu else None, of_batch, summed)
     near(sums[0], dbeta, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g).sum(kernels.axes))
     near(sums[1], dgamma, 16 * SUM_EPS[kernels.pixels.dtype], scale=np.abs(g * xhat).sum(kernels.axes))
     near(dy, expected, 4 * EPS[kernels.pixels.dtype])
@@ -217,7 +291,7 @@ def test_nan_and_infinity_stay_what_they_are(device):
     y[0, 2, 3], y[1, 4, 5] = np.nan, np.inf
     one, none = np.ones(17, "f"), np.zeros(17, "f")
     out = np.empty_like(y)
-    kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out,), True)
+    kernels.run(batch_norm.forward, (y, none, one, None, None, None), (out,), "relu")
     assert np.isnan(out[0, 2, 3]) and np.isposinf(out[1, 4, 5]) and np.isnan(out).sum() == 1 == np.isinf(out).sum()
     mean, invstd = kernels.poisoned(17), kernels.poisoned(17)
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
@@ -230,7 +304,7 @@ def test_the_kernels_twice_give_the_same_bits(kernels):
     for _ in range(2):
         dy, sums, m, i = np.empty_like(y), kernels.poisoned(2, kernels.pixels.K), kernels.poisoned(kernels.pixels.K), kernels.poisoned(kernels.pixels.K)
         kernels.run(batch_norm.statistics, (y, None), (m, i, None, None, None), 1e-5, 0.1)
-        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None, None), (dy, sums, None), True, True)
+        kernels.run(batch_norm.backward, (y, dout, mean, invstd, None, None, None), (dy, sums, None), "relu", True)
         found.append([a.tobytes() for a in (dy, sums, m, i)])
     assert found[0] == found[1]
 
@@ -242,21 +316,21 @@ def test_64_bit_offsets(device, shape, monkeypatch):
     compiled.cache_clear()
     layout, k, plane = SHAPES[shape]
     kernels = Kernels(device, Pixels("float32", layout, 40, k, plane))
-    assert batch_norm.forward(kernels.pixels, 2, True)[0][0].defines["INDEX_64"] == 1
+    assert batch_norm.forward(kernels.pixels, 2, "relu")[0][0].defines["INDEX_64"] == 1
     y, mean, invstd = kernels.normals(mean=1), kernels.poisoned(k), kernels.poisoned(k)
     kernels.run(batch_norm.statistics, (y, None), (mean, invstd, None, None, None), 1e-5, 0.1)
     near(mean, y.astype(np.float64).mean(kernels.axes), 16 * EPS["float32"])
     out, dy, sums = np.empty_like(y), np.empty_like(y), kernels.poisoned(2, k)
-    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out,), False)
+    kernels.run(batch_norm.forward, (y, mean, invstd, None, None, None), (out,), None)
     near(out, (y - kernels.wide(mean)) * kernels.wide(invstd), 4 * EPS["float32"])
-    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None, None), (dy, sums, None), False, False)
+    kernels.run(batch_norm.backward, (y, y, mean, invstd, None, None, None), (dy, sums, None), None, False)
     near(dy, y * kernels.wide(invstd), 4 * EPS["float32"])
     compiled.cache_clear()
 
 
 def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
     for images, expected in ((2**8 - 1, 0), (2**8, 1)):
-        steps, _ = batch_norm.backward(Pixels("float16", "NCHW", images, 2**7, 2**16), 132, True, True)
+        steps, _ = batch_norm.backward(Pixels("float16", "NCHW", images, 2**7, 2**16), 132, "relu", True)
         assert [step.defines["INDEX_64"] for step in steps] == [expected] * 3
 
 
@@ -264,7 +338,7 @@ def test_offsets_are_64_bits_from_two_to_the_31_elements_on():
 @pytest.mark.parametrize(("n", "k", "plane"), [(64, 64, 56 * 56), (64, 2048, 49), (1, 3, 512 * 512), (64, 256, 14 * 14), (2, 65, 127)])
 def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     pixels = Pixels("float32", layout, n, k, plane)
-    (step,), _ = batch_norm.forward(pixels, 132, True)
+    (step,), _ = batch_norm.forward(pixels, 132, "relu")
     few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
     assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
     total, per = step.arguments.total, step.arguments.per
@@ -272,17 +346,32 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
+@pytest.mark.parametrize(("activation", "summed"), [("relu", False), ("relu", True), ("silu", False)], ids=["alone", "with a residual", "SiLU"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_spills(shape, dtype, summed, tmp_path):
+def test_nothing_spills(shape, dtype, activation, summed, tmp_path):
     layout, k, plane = SHAPES[shape]
-    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, True, summed)
+    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, activation, summed)
     file = tmp_path / "batch_norm.cu"
     file.write_text(step.source())
     done = nvcc(file, "sm_90")
     found = done.stderr
     assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_casts(device, dtype):
+    """Those that convolutions inside of ``torch.autocast`` have beside them."""
+    place, shape = get_device(device), (5, 7, 3, 3)
+    wide = np.random.default_rng(0).standard_normal(shape).astype("f")
+    rounded, back, last = np.zeros(shape, dtype), np.zeros(shape, "f"), np.zeros((5, 3, 3, 7), "f")
+    for launch, given, made in (
+        (casting.narrow(dtype, wide.size, 0, 1), wide, rounded), (casting.widen(dtype, wide.size, 0, 1), rounded, back),
+        (casting.widen_filter(dtype, shape, 0, 1), rounded, last),
+    ):
+        execute.launch(kind_of("an array", wide), place, place.schedule_launcher([[launch]]), (given,), (made,), 0)
+    assert np.array_equal(rounded, wide.astype(dtype)) and np.array_equal(back, rounded.astype("f"))
+    assert np.array_equal(last, np.moveaxis(back, 1, -1))
 
 
 # ---- the gradient of a bias
@@ -897,7 +986,7 @@ def test_opcheck(place, last):
     gamma, beta = fused.bn.weight.detach(), fused.bn.bias.detach()
     running, tracked, operators = (fused.bn.running_mean, fused.bn.running_var), torch.tensor(3, device=place), torch.ops.pycuda_conv
     check = torch.library.opcheck
-    batch, given = ([1, of_batch, 0, 1, *(1, 1, 1, 1) * 2] for of_batch in (1, 0))  # relu, of_batch, fp32, groups; stride 1, padding 1
+    batch, given = ([1, 0, of_batch, 0, 1, *(1, 1, 1, 1) * 2] for of_batch in (1, 0))  # ReLU, of_batch, fp32, groups; stride 1, padding 1
     for moved in ((*running, tracked), (*running, None), (None, None, None)):
         check(operators.fused_statistics.default, (*fixed, *moved, 0.1, 1e-5, batch))
     check(operators.fused_statistics.default, (*fixed, *running, None, 0.1, 1e-5, given))
@@ -914,7 +1003,7 @@ def test_opcheck(place, last):
 def test_operators_take_results_that_lie_otherwise(place):
     """As a compiler of torch's may lay them out."""
     fused, _ = LAYERS["channels last"].pair("float32", place)
-    x, how, operators = LAYERS["channels last"].input("float32", place).detach(), [1, 1, 0, 1, *(1, 1, 1, 1) * 2], torch.ops.pycuda_conv
+    x, how, operators = LAYERS["channels last"].input("float32", place).detach(), [1, 0, 1, 0, 1, *(1, 1, 1, 1) * 2], torch.ops.pycuda_conv
     fixed, parameters = (x, fused.conv.weight.detach()), (fused.bn.weight.detach(), fused.bn.bias.detach())
     y, statistics = operators.fused_statistics(*fixed, None, None, None, None, 0.1, 1e-5, how)
     odd = y.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)
@@ -1074,7 +1163,7 @@ def test_statistics_noted_by_the_convolution(name, small):
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
     assert plan.schedule.moments is not None
-    how = fused_modules.fused._How(False, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
+    how = fused_modules.fused._How(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
     exact = y.double()

@@ -7,7 +7,7 @@ import pytest
 
 from pycuda_conv import ConvProblem, behind, engines, tune
 from pycuda_conv.cli import main
-from pycuda_conv.engines import batch_norm, dense_nhwc_sm90, implicit_gemm_sm90, registry
+from pycuda_conv.engines import batch_norm, casting, dense_nhwc_sm90, implicit_gemm_sm90, registry
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
@@ -64,7 +64,7 @@ def test_measured_choices_never_leave_the_list(monkeypatch):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 2185), ("sm_80", 1095), ("opencl", 310)])
+@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 2210), ("sm_80", 1120), ("opencl", 335)])
 def test_the_list_is_short(architecture, most):
     """But for kernels of arrays of 2^31 elements."""
     assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
@@ -140,7 +140,15 @@ def test_what_follows_a_convolution_is_listed(dtype, channels):
     pixels = batch_norm.Pixels(dtype, "NHWC", 2, channels, 49)
     of_bn = [family for family in families("sm_90a") if family.file == "batch_norm"]
     made = [batch_norm.statistics(pixels, 132, 1e-5, 0.1), batch_norm.channel_sums(pixels, 132), batch_norm.fold(pixels, 132, 1e-5)]
+    made += batch_norm.forward(pixels, 132, "silu"), batch_norm.backward(pixels, 132, "silu", True)
     for residual in (False, True):
-        made += batch_norm.forward(pixels, 132, True, residual), batch_norm.backward(pixels, 132, True, True, residual)
+        made += batch_norm.forward(pixels, 132, "relu", residual), batch_norm.backward(pixels, 132, "relu", True, residual)
     for launches, _ in made:
         assert all(any(launch in family for family in of_bn) for launch in launches)
+
+
+def test_casts_are_listed():
+    found = [family for family in families("sm_90a") if family.file == "cast"]
+    for dtype in ("float16", "bfloat16"):
+        made = casting.narrow(dtype, 9, 0, 1), casting.widen(dtype, 9, 0, 1), casting.widen_filter(dtype, (3, 4, 3), 0, 1)
+        assert all(any(launch in family for family in found) for launch in made)

@@ -502,8 +502,8 @@ def same_buffers(ours, theirs):
 def layers(monkeypatch):
     """The convolutions that are computed as fused layers."""
     module = sys.modules["pycuda_conv.nn.chains"]
-    original, called = module.conv_bn_relu, []
-    monkeypatch.setattr(module, "conv_bn_relu", lambda conv, *args: (called.append(conv), original(conv, *args))[1])
+    original, called = module.conv_bn_act, []
+    monkeypatch.setattr(module, "conv_bn_act", lambda conv, *args: (called.append(conv), original(conv, *args))[1])
     return called
 
 

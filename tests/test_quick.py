@@ -21,6 +21,8 @@ from pycuda_conv.execute import device
 torch = pytest.importorskip("torch")
 pnn = pytest.importorskip("pycuda_conv.nn")
 from pycuda_conv.arrays.tensors import TORCH, TorchKind  # noqa: E402
+from pycuda_conv.nn import mixed  # noqa: E402
+from pycuda_conv.runtime import get_device  # noqa: E402
 
 fused_modules, autograd_module = (sys.modules[f"pycuda_conv.nn.{name}"] for name in ("fused", "autograd"))
 pytestmark = IN_C
@@ -457,7 +459,28 @@ FUSED = {
     "residual": lambda: Summed(16, 24, 3, padding=1),
     "residual, no ReLU": lambda: Summed(16, 24, 3, padding=1, relu=False),
     "residual, half": lambda: half_convolution(Summed(16, 64, 3, padding=1).to(memory_format=channels_last)),
+    "SiLU": lambda: Acting(16, 24, 3, padding=1), "input passed on": lambda: Passing(16, 16, 3, padding=1),
+    "input passed on, half": lambda: half_convolution(Passing(16, 16, 3, padding=1).to(memory_format=channels_last)),
 }
+
+
+class Acting(pnn.FusedConvBnReLU2d):
+    """A layer with another activation, as `convert` makes it."""
+
+    def forward(self, input):
+        return fused_modules.conv_bn_act(self.conv, self.bn, input, "silu", self.precision, 2)
+
+
+class Passing(pnn.FusedConvBnReLU2d):
+    """A layer whose input another one reads too, as the first one of a block is."""
+
+    def __init__(self, inside, outside, *args, **options):
+        super().__init__(inside, outside, *args, **options)
+        self.last = pnn.FusedConvBnReLU2d(outside, inside, 1)
+
+    def forward(self, input):
+        made, passed = fused_modules.conv_bn_act(self.conv, self.bn, input, "relu", self.precision, 2, None, True)
+        return self.last(made, passed)
 
 
 class Summed(pnn.FusedConvBnReLU2d):
@@ -473,13 +496,15 @@ class Summed(pnn.FusedConvBnReLU2d):
 
 def half_convolution(layer):
     layer.conv.half()
+    if isinstance(layer, Passing):
+        layer.last.conv.half()
     if isinstance(layer, Summed):
         layer.residual.data = layer.residual.data.half()
     return layer
 
 
 def input_of(name, layer):
-    form = channels_last if name in ("channels last", "half", "residual, half") else torch.contiguous_format
+    form = channels_last if name == "channels last" or "half" in name else torch.contiguous_format
     return x.to(layer.conv.weight.dtype).contiguous(memory_format=form).clone()
 
 
@@ -529,7 +554,9 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
         gradients = [None if p.grad is None else (p.grad.shape, p.grad.stride(), p.grad.dtype) for p in (images, *layer.parameters())]
         assert struct.pack("<Q", made.data_ptr()).hex() in forward[-1].replace(" ", "")
         # what is written last may have been workspace before
-        steps.append((named_by_turns(forward, len(forward) - 1), named_by_turns(warm.asked(), lines[-1]), made.shape, made.stride(), made.dtype, gradients, versions))
+        told_apart = (0, 0) if isinstance(layer, Passing) else (len(forward) - 1, lines[-1])  # of one layer
+        both = [named_by_turns(asked, count) for asked, count in zip((forward, warm.asked()), told_apart, strict=True)]
+        steps.append((*both, made.shape, made.stride(), made.dtype, gradients, versions))
         kept.append(made)
     assert steps[0][0] and steps[0][1]
     assert steps[0] == steps[1] == steps[2]
@@ -579,7 +606,7 @@ def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
 
 @pytest.mark.parametrize("last", [False, True])
 def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
-    """Its casts apart, a call inside of it is launched as one outside of it is, by tensors of its dtype."""
+    """But for casts, a call inside of it is launched as one outside of it is, by tensors of its dtype."""
     whole, launch = [], device.launch
     monkeypatch.setattr(device, "launch", lambda *given: (whole.append(1), launch(*given))[1])
     form = channels_last if last else torch.contiguous_format
@@ -618,7 +645,13 @@ def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
                 if again and (inside or call is plain):
                     assert warm.whole == before and not whole
                     asked.append(where_arrays_lie(warm.asked()))
-        assert asked[0] and asked[0] == asked[-1]
+        if call is not plain:
+            assert asked[0] and asked[0] == asked[-1]
+            continue
+        kernels = [[line.split()[1] for line in lines if line.startswith("launch")] for lines in asked]
+        rest = iter(kernels[-1])
+        assert len(kernels[0]) > 1 and all(kernel in rest for kernel in kernels[0]), "its own casts are launched beside, in the same row"
+        assert len(kernels[-1]) >= len(kernels[0]) + len(given)
     assert images.grad.dtype is filters.grad.dtype is layer.conv.weight.grad.dtype is torch.float32
 
 
@@ -985,3 +1018,78 @@ def test_many_calls_leave_memory_where_it_was(on_gpu):
     alive = sorted(tuple(one.shape) for one in gc.get_objects() if type(one) is torch.Tensor and one.is_cuda)
     smallest = images[0].nbytes
     assert after - before < smallest, f"{after - before:,} bytes more than the {before:,} before; these tensors are alive: {alive}"
+
+
+@pytest.mark.parametrize("wide", [True, False], ids=["float32 input", "16-bit input"])
+@pytest.mark.parametrize("last", [True, False])
+def test_a_convolution_inside_autocast_casts_in_its_own_row(warm, last, wide):
+    """Forwards and backwards one call into C each: nothing is cast by torch, and gradients lie as parameters do."""
+    mixed._table.clear()
+    form = channels_last if last else torch.contiguous_format
+    given = torch.randn(2, 64, 9, 9).contiguous(memory_format=form)
+    given = (given if wide else given.bfloat16()).requires_grad_()
+    layer = pnn.Conv2d(64, 128, 3, padding=1).to(memory_format=form)
+    for step in range(6):
+        before = warm.whole
+        with torch.autocast("cpu", torch.bfloat16):
+            made = layer(given)
+        grads = torch.autograd.grad(made, [given, *layer.parameters()], torch.ones_like(made))
+        assert step < 4 or warm.whole == before
+    assert {type(before).__name__ for before, _ in made.grad_fn.next_functions} == {"AccumulateGrad"}  # and no cast
+    assert len(mixed._table) == 2 and all(row is not None for row in mixed._table.values())
+    for grad, leaf in zip(grads, [given, *layer.parameters()], strict=True):
+        assert grad.dtype is leaf.dtype and grad.shape == leaf.shape and grad.stride() == leaf.stride()
+    layer.weight.requires_grad_(False)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            made = layer(given)
+        assert [grad.dtype for grad in torch.autograd.grad(made, [given, layer.bias], torch.ones_like(made))] == [given.dtype, torch.float32]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert layer(given).grad_fn is None
+
+
+MIXED = {  # channels in and out, filter, options; channels last
+    "depthwise": (32, 32, 7, {"padding": 3, "groups": 32}, True), "dense": (64, 72, 3, {"padding": 1, "bias": False}, True),
+    "1x1": (64, 96, 1, {}, True), "stride": (16, 32, 2, {"stride": 2}, True), "C order": (24, 40, 3, {"padding": 1}, False),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("wide", [True, False], ids=["float32 input", "16-bit input"])
+@pytest.mark.parametrize("name", MIXED)
+def test_autocast_gives_what_casts_give_on_a_gpu(on_gpu, name, wide, dtype):
+    """The same bits as the layer of cast tensors, whose gradients are cast back; that of the bias is not rounded in between."""
+    inside, outside, taps, options, last = MIXED[name]
+    form = channels_last if last else torch.contiguous_format
+    torch.manual_seed(0)
+    layer = pnn.Conv2d(inside, outside, taps, **options).cuda().to(memory_format=form)
+    mixed._table.clear()
+    for step in range(24):
+        while step in (12, 16) and not get_device("cuda").all_compiled():
+            time.sleep(0.01)
+        x = torch.randn(3, inside, 10, 12, device="cuda").contiguous(memory_format=form)
+        given = (x if wide else x.to(dtype)).requires_grad_()
+        with torch.autocast("cuda", dtype):
+            got = layer(given)
+        dy = torch.randn_like(got)
+        leaves = [given, *layer.parameters()]
+        found = torch.autograd.grad(got, leaves, dy)
+        cast = [a.detach().to(dtype).requires_grad_() for a in leaves]
+        expected = pc.conv2d(*cast, stride=layer.stride, padding=layer.padding, groups=layer.groups)
+        reference = torch.autograd.grad(expected, cast, dy)
+        assert torch.equal(got, expected) and got.stride() == expected.stride() and got.dtype is dtype
+        for one, ref, leaf in zip(found[:2], reference, leaves, strict=False):
+            assert one.dtype is leaf.dtype and torch.equal(one, ref.to(leaf.dtype))
+        if layer.bias is not None:
+            exact = dy.double().sum((0, 2, 3))
+            assert found[2].dtype is torch.float32 and (found[2] - exact).abs().max() <= (1e-4 if step > 20 else 1e-2) * exact.abs().max()
+    assert len(mixed._table) == 2 and all(row is not None for row in mixed._table.values())
+    with torch.autocast("cuda", dtype):
+        got = layer(given)
+    first = torch.autograd.grad(got, leaves[:2], dy, create_graph=True)
+    again = torch.autograd.grad(sum(one.float().square().sum() for one in first), leaves[:2])
+    expected = pc.conv2d(*cast, stride=layer.stride, padding=layer.padding, groups=layer.groups)
+    first = torch.autograd.grad(expected, cast[:2], dy, create_graph=True)
+    for one, ref in zip(again, torch.autograd.grad(sum(one.float().square().sum() for one in first), cast[:2]), strict=True):
+        assert (one.float() - ref.float()).norm() <= 0.02 * ref.float().norm()

@@ -19,7 +19,7 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm, packing
+from pycuda_conv.engines import batch_norm, casting, packing
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -300,14 +300,14 @@ def test_batch_norm_with_a_residual(pixels):
     out = np.maximum(xhat * wide(gamma) + wide(beta) + residual.astype("d"), 0)
     for added in (None, residual):
         expected = out if added is not None else np.maximum(xhat * wide(gamma) + wide(beta), 0)
-        got = launched(batch_norm.forward(pixels, 3, True, added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
+        got = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *of_channel, added, y.nbytes)[6].view(y.dtype).reshape(y.shape)
         assert_close(got, expected, EPS[pixels.dtype] * np.abs(expected) + 1e-5)
     rounded = out.astype(pixels.dtype)
     for summed, mask in ((True, rounded > 0), (False, xhat * wide(gamma) + wide(beta) > 0)):
         dout[np.abs(xhat * wide(gamma) + wide(beta)) < 1e-4] = 0
         g = dout.astype("d") * mask
         given = (rounded, y.nbytes, 8 * pixels.K, y.nbytes) if summed else (None, y.nbytes, 8 * pixels.K, None)
-        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, True, True, summed), y, dout, *of_channel, *given)
+        *_, dy, sums, masked, _ = launched(batch_norm.backward(pixels, 3, "relu", True, summed), y, dout, *of_channel, *given)
         dbeta, dgamma = g.sum(axes), (g * xhat).sum(axes)
         assert_close(sums.view("f").reshape(2, -1), np.stack((dbeta, dgamma)), np.full((2, pixels.K), 1e-3))
         m = pixels.N * pixels.plane
@@ -315,6 +315,23 @@ def test_batch_norm_with_a_residual(pixels):
         assert_close(dy.view(y.dtype).reshape(y.shape), expected, EPS[pixels.dtype] * np.abs(expected) + 1e-4)
         if summed:
             assert np.array_equal(masked.view(y.dtype).reshape(y.shape).astype("d"), g)
+
+
+# ---- cast.cu
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(5, 7, 3, 3), (40, 1, 3), (9, 4, 1, 1), (1, 1, 1)], ids=str)
+def test_casts(shape, dtype):
+    wide = np.random.default_rng(0).standard_normal(shape).astype("f")
+    size = wide.size
+    rounded = wide.astype(dtype)
+    made = launched(([casting.narrow(dtype, size, 0, 1)], 0), wide, 2 * size)[1].view(dtype)
+    assert np.array_equal(made, rounded.ravel())
+    back = launched(([casting.widen(dtype, size, 0, 1)], 0), rounded, 4 * size)[1].view("f")
+    assert np.array_equal(back, rounded.astype("f").ravel())
+    last = launched(([casting.widen_filter(dtype, shape, 0, 1)], 0), rounded, 4 * size)[1].view("f")
+    assert np.array_equal(last, np.moveaxis(rounded.astype("f"), 1, -1).ravel())
 
 
 # ---- dmma.cu, direct_reduce.cu

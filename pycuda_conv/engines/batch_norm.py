@@ -1,4 +1,4 @@
-"""Batch normalisation with a residual and ReLU behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
+"""Batch normalisation with a residual and an activation behind a convolution, and sums over channels: launches of ``cu/batch_norm.cu``.
 
 These are no convolutions and have no plans. Each function here makes the launches of one thing to do, for buffers in the order
 that it names; :func:`compiled` keeps them compiled.
@@ -14,8 +14,11 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.geometry import bits, ceil, divider
 from pycuda_conv.engines.schedule import Moments
 from pycuda_conv.engines.texts import FLAG, TextFamily
-from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.problem import DTYPE_CODES, activation_and_slope
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
+
+#: None, or as :func:`pycuda_conv.problem.checked_activation` gives it.
+Activation = str | tuple[str, float] | None
 
 THREADS = 128
 #: Threads of a block that adds slices, or takes what there is one of a channel. Each adds few, one after the other.
@@ -109,7 +112,7 @@ class _Cut:
     def _defines(self, threads: int) -> dict[str, int]:
         return {"DTYPE": DTYPE_CODES[self.pixels.dtype], "INDEX_64": int(_index_64(self.pixels)), "THREADS": threads}
 
-    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int, residual: bool = False) -> KernelLaunch:
+    def step(self, kernel: str, buffers: tuple[int, ...], *scalars: int, residual: bool = False, beyond_relu: bool = False) -> KernelLaunch:
         """A launch that reads the array."""
         pixels, columns = self.pixels, self.pixels.K // (self.vector if self.pixels.channels_last else 1)
         across = -(-columns // self.tiles)
@@ -118,8 +121,18 @@ class _Cut:
             pixels.K, pixels.plane, self.total, self.per, columns, self.tiles, divider(self.tiles), across, divider(across),
             plane_items, divider(plane_items) if self.total < 2**31 - 2**20 else 0,
         )  # fmt: skip
-        defines = self._defines(THREADS) | {"NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual)}
+        defines = self._defines(THREADS) | {
+            "NHWC": int(pixels.channels_last), "VEC": self.vector, "HAS_RESIDUAL": int(residual), "BEYOND_RELU": int(beyond_relu),
+        }  # fmt: skip
         return KernelLaunch(kernel, defines, self.tiles * self.slices, THREADS, buffers, scalars, "batch_norm", arguments=walk)
+
+    def activating_step(
+        self, kernel: str, buffers: tuple[int, ...], activation: Activation, *scalars: int, residual: bool = False
+    ) -> KernelLaunch:
+        """A launch that reads the array, and applies the activation or its derivative."""
+        number, slope = activation_and_slope(activation)
+        told, beyond_relu = (number, bits(slope, self.pixels.sum_bytes)), activation not in (None, "relu")
+        return self.step(kernel, buffers, *told, *scalars, residual=residual, beyond_relu=beyond_relu)
 
     def adding_step(
         self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
@@ -145,9 +158,11 @@ def _index_64(pixels: Pixels) -> bool:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    arrays = {"THREADS": (THREADS,), "NHWC": FLAG, "HAS_RESIDUAL": FLAG}
-    yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
-    yield TextFamily("batch_norm", common | arrays | {"VEC": (8,), "DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"])})
+    halves = {"VEC": (8,), "DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"])}
+    for flags in ({"HAS_RESIDUAL": FLAG, "BEYOND_RELU": (0,)}, {"HAS_RESIDUAL": (0,), "BEYOND_RELU": (1,)}):
+        arrays = {"THREADS": (THREADS,), "NHWC": FLAG, **flags}
+        yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
+        yield TextFamily("batch_norm", common | arrays | halves)
     yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": FLAG, "NOTED": (0,)})
     yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": (0,), "NOTED": (1,)})
 
@@ -180,13 +195,20 @@ def statistics(
     return (cut.step("channel_moments", (0, 7)), add), 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def forward(pixels: Pixels, multiprocessors: int, relu: bool, residual: bool = False) -> tuple[Sequence[KernelLaunch], int]:
-    """The normalised y, with a `residual` added and ReLU if asked for.
+def takes(activation: Activation, residual: bool) -> bool:
+    """Whether :func:`forward` and :func:`backward` take this. Of a sum with a residual they know the result, which tells a ReLU's mask."""
+    return not residual or activation in (None, "relu")
+
+
+def forward(
+    pixels: Pixels, multiprocessors: int, activation: Activation, residual: bool = False
+) -> tuple[Sequence[KernelLaunch], int]:
+    """The normalised y, with a `residual` added if asked for, and the activation.
 
     Buffers: y, mean, invstd, gamma or None, beta or None, residual or None | out.
     """
     cut = _Cut.of(pixels, multiprocessors)
-    return (cut.step("batch_norm_forward", (0, 1, 2, 3, 4, 5, 6), int(relu), residual=residual),), 0
+    return (cut.activating_step("batch_norm_forward", (0, 1, 2, 3, 4, 5, 6), activation, residual=residual),), 0
 
 
 def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[KernelLaunch], int]:
@@ -200,7 +222,7 @@ def fold(pixels: Pixels, multiprocessors: int, eps: float) -> tuple[Sequence[Ker
 
 
 def backward(
-    pixels: Pixels, multiprocessors: int, relu: bool, of_batch: bool, residual: bool = False
+    pixels: Pixels, multiprocessors: int, activation: Activation, of_batch: bool, residual: bool = False
 ) -> tuple[Sequence[KernelLaunch], int]:
     """The gradients of :func:`forward`; `of_batch` if mean and invstd are those of y itself and were not given.
 
@@ -208,20 +230,20 @@ def backward(
     gradient and gamma's. After a sum with a residual the ReLU's mask is read off `out`, and `masked` is the residual's gradient: dout
     where out is above 0. Without ReLU that is dout itself, and there are no such arrays.
     """
-    cut, summed = _Cut.of(pixels, multiprocessors), relu and residual
-    given, plain = (9, 0) if summed else (1, int(relu))  # what the second reads instead of dout has the mask already
+    cut, summed = _Cut.of(pixels, multiprocessors), residual and activation is not None
+    given, plain = (9, None) if summed else (1, activation)  # what the second reads instead of dout has the mask already
     steps = (
-        cut.step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), int(relu), residual=summed),
+        cut.activating_step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), activation, residual=summed),
         cut.adding_step("add_slices", 2 * pixels.K, cut.slices, (10, 8), 2 * pixels.K, cut.slices),
-        cut.step("batch_norm_backward", (0, given, 2, 3, 4, 5, 8, 7), plain, int(of_batch)),
+        cut.activating_step("batch_norm_backward", (0, given, 2, 3, 4, 5, 8, 7), plain, int(of_batch)),
     )
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelLaunch], int]:
-    """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
+def channel_sums(pixels: Pixels, multiprocessors: int, rounded: bool = True) -> tuple[Sequence[KernelLaunch], int]:
+    """The sum of each channel, in the array's dtype, or in that of sums. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
-    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=True)
+    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=rounded)
     return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
 
 

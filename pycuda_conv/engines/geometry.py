@@ -45,6 +45,11 @@ def bits(value: float, nbytes: int) -> int:
     return int(unpack("q", pack("d", value))[0] if nbytes == 8 else unpack("i", pack("f", value))[0])
 
 
+def from_bits(number: int, nbytes: int) -> float:
+    """The way back."""
+    return float(unpack("d", pack("q", number))[0] if nbytes == 8 else unpack("f", pack("i", number))[0])
+
+
 def by_axis(prefix: str, values: Sequence[int], axes: str = "dhw") -> dict[str, int]:
     """`values`, one of each of three axes, as arguments of a kernel."""
     return {prefix + axis: value for axis, value in zip(axes, values, strict=True)}

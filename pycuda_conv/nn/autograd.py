@@ -254,10 +254,24 @@ def _cast(*tensors: Any) -> Any:
 
 def convolve_cast(asked: tuple[Any, ...], operands: tuple[Any, ...], place: tuple[Any, ...], recorded: bool) -> Any:
     """As :func:`pycuda_conv.dispatch.convolve`, inside ``torch.autocast``: of tensors of its dtype, a call like those outside of it."""
+    first, second, bias, scale, residual = operands
+    plain = asked[0] == "conv" and not recorded and asked[-1] is scale is residual is None
+    if plain:
+        from pycuda_conv.nn import mixed  # it imports this module
+
+        wanted = torch.get_autocast_dtype("cuda" if first.is_cuda else "cpu")
+        with without_autocast(first):
+            made = mixed.convolve(asked, first, second, bias, wanted)
+        if made is not None:
+            return made
     given = operands if recorded else _cast(*operands)  # gradients are of the dtype in which the result was made
-    with without_autocast(operands[0]):
+    with without_autocast(first):
         made = quick.call(quick.table, asked, recorded, *given, None)
-        return dispatch.convolve(asked, given, None, place, recorded) if made is None else made
+        if made is None:
+            made = dispatch.convolve(asked, given, None, place, recorded)
+        elif plain and given[1] is not second and _differentiated(first, second, bias, None, None):
+            mixed.remember(asked, operands[:3], given[:3])
+        return made
 
 
 class without_autocast:

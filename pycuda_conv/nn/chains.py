@@ -27,7 +27,7 @@ from torch.fx import _symbolic_trace
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.autograd import activated
-from pycuda_conv.nn.fused import conv_bn_relu
+from pycuda_conv.nn.fused import conv_bn_act
 from pycuda_conv.problem import SLOPE, checked_activation
 
 _NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
@@ -306,7 +306,7 @@ class _Recipe(NamedTuple):
 
     function: Callable[..., Any]
     chains: list[tuple[str, ...]]
-    #: The module itself, whose name is empty, and the containers in it.
+    #: The module itself, whose name is empty, the containers in it, and those that were asked for their first module.
     looked_into: tuple[str, ...]
     #: Modules that are computed as a part of a chain, and the mode in which they are; None if they are the same in both.
     taken_in: dict[str, bool | None]
@@ -438,6 +438,8 @@ def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: T
         looked_into = dict.fromkeys(["", *(".".join(name[:depth]) for name in called for depth in range(len(name)))])
         finder = _Finder(module, graph, training, traces)
         chains = [chain for node in list(graph.nodes) if finder.calls(node, finder.is_convolution) and (chain := finder.fuse(node))]
+        finder.pass_inputs_on()
+        looked_into |= dict.fromkeys(finder.looked_into)
         code = graph.python_code("self")
         exec(code.src, code.globals)
     except Exception as error:  # whatever a forward does when it is called with stand-ins
@@ -457,6 +459,7 @@ class _Finder:
         self.module, self.graph, self.training, self.traces = module, graph, training, traces
         #: See :class:`_Recipe`.
         self.taken_in: dict[str, bool | None] = {}
+        self.looked_into: list[str] = []
 
     def child(self, node: torch.fx.Node) -> nn.Module:
         return self.module.get_submodule(str(node.target))
@@ -548,6 +551,40 @@ class _Finder:
             self.graph.erase_node(node)
         return tuple(names)
 
+    def pass_inputs_on(self) -> None:
+        """Let the layers that are trained hand their input to what reads it after them, where nothing of that may write to it.
+
+        Then the gradients by all uses are added where they are computed, and not in passes of torch's.
+        """
+        nodes = list(self.graph.nodes)
+        for node in nodes:
+            if node.target is not trained:
+                continue
+            input = node.args[2]
+            later = [user for user in nodes[nodes.index(node) + 1 :] if input in user.all_input_nodes]
+            if not later or node.args[3] is input or not all(map(self.reads_only, later)):
+                continue
+            node.args = (*node.args, True)
+            with self.graph.inserting_after(node):
+                passed = self.graph.call_function(operator.getitem, (node, 1))
+            with self.graph.inserting_after(node):
+                result = self.graph.call_function(operator.getitem, (node, 0))
+            node.replace_all_uses_with(result, lambda user, made=(result, passed): user not in made)
+            for user in later:
+                user.replace_input_with(input, passed)
+
+    def reads_only(self, node: torch.fx.Node) -> bool:
+        """True if the node is a layer that is trained, or calls modules of which a convolution is the first."""
+        if node.target is trained:
+            return True
+        if not self.calls(node, lambda child: True):
+            return False
+        name, first = str(node.target), self.child(node)
+        while origin(type(first)) is nn.Sequential and len(first) and "forward" not in first.__dict__:
+            self.looked_into.append(name)
+            name, first = f"{name}.{next(iter(first._modules))}", first[0]
+        return self.is_convolution(first)
+
     def unfold(self, node: torch.fx.Node) -> bool:
         """Put what a batch normalisation of its own kind does after normalising behind its node; False if that is not known."""
         if not self.calls(node, lambda child: {"weight", "bias"} <= set(child._parameters)):
@@ -585,14 +622,13 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: An
     return _finished(_normalised(norm, convolution(input)), residual, activation)
 
 
-def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
-    """As :func:`fused`, in training."""
-    relu = activation == "relu"
+def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any, passes_on: bool = False) -> Any:
+    """As :func:`fused`, in training. With `passes_on`, a second result is the input for what else reads it: see :func:`conv_bn_act`."""
     known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and _norm_base(type(norm)) is not None
     if not known or hooked(convolution) or hooked(norm):
-        return _finished(_normalised(norm, convolution(input)), residual, activation)
-    result = conv_bn_relu(convolution, norm, input, relu, convolution.precision, len(convolution.kernel_size), residual)
-    return result if relu else activated(result, activation)
+        made = _finished(_normalised(norm, convolution(input)), residual, activation)
+        return (made, input) if passes_on else made
+    return conv_bn_act(convolution, norm, input, activation, convolution.precision, len(convolution.kernel_size), residual, passes_on)
 
 
 def _normalised(norm: Any, y: Any) -> Any:

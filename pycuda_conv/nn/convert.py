@@ -117,9 +117,9 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
         one. What changes parameters and statistics later is noticed, but for ``tensor.data`` and for replays of a CUDA graph: convert
         again after those. A module whose children or attributes change later runs its own forward until it is converted again.
     fuse_training : bool
-        Compute convolution, batch normalisation, the sum with a residual and ReLU in one step in training too, as
-        :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. Modules with hooks are called
-        as before.
+        Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
+        :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. After a residual the
+        activation is a ReLU; others are torch's there. Modules with hooks are called as before.
 
     Returns
     -------

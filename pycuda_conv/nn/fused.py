@@ -1,10 +1,11 @@
-"""Convolution, batch normalisation, the sum with a residual and ReLU as one torch module, trained and evaluated.
+"""Convolution, batch normalisation, the sum with a residual and an activation in one, trained and evaluated.
 
 In training each forward pass is the convolution, which on Hopper's tensor cores notes the statistics of its tiles while it has them
-(elsewhere they take a pass of their own), and one pass over its result; kept for the backward pass are the
-input, the filter and the convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again. The mask of a
-sum with a residual is read off the layer's result, which what follows keeps anyway. The backward pass reads its arrays twice: one
-pass sums, and makes the residual's gradient; the other makes that of y, from which the gradients of input and filter are convolved.
+(elsewhere they take a pass of their own), and one pass over its result; kept for the backward pass are the input, the filter and the
+convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again, as are the derivatives of other
+activations. The mask of a sum with a residual is read off the layer's result, which what follows keeps anyway. The backward pass reads its
+arrays twice: one pass sums, and makes the residual's gradient; the other makes that of y, from which the gradients of input and filter are
+convolved. Where something else reads the layer's input too, its gradient is added by the launch that convolves.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
 A pass of a training step that was made before is one call into the launcher in C, which makes all its launches: see
@@ -35,6 +36,7 @@ from pycuda_conv.arrays import Signature
 from pycuda_conv.arrays.tensors import TORCH
 from pycuda_conv.call import Call
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.geometry import bits, from_bits
 from pycuda_conv.memo import launches_are_in, remember_launches
 from pycuda_conv.nn.autograd import (
     CONV,
@@ -46,12 +48,13 @@ from pycuda_conv.nn.autograd import (
     _empty_like,
     _layout,
     _traced,
+    activated,
     count_flops,
     flops,
     without_autocast,
 )
 from pycuda_conv.plan import Plan
-from pycuda_conv.problem import PRECISIONS, channels_last
+from pycuda_conv.problem import ACTIVATIONS, PRECISIONS, activation_and_slope, channels_last, checked_activation
 from pycuda_conv.runtime import Device
 from pycuda_conv.runtime.base import Launcher
 from pycuda_conv.typing import Precision
@@ -62,7 +65,8 @@ __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 class _How(NamedTuple):
     """What a layer is besides its arrays."""
 
-    relu: bool
+    #: in the form of :func:`pycuda_conv.problem.checked_activation`
+    activation: batch_norm.Activation
     #: whether the statistics are the batch's
     of_batch: bool
     #: of the convolution, in numbers
@@ -71,10 +75,12 @@ class _How(NamedTuple):
     def in_integers(self) -> list[int]:
         """As operators take it, whose arguments cost the host time, the more the more.
 
-        They are relu, of_batch, number of the precision, groups, then axis by axis stride, padding before and after, dilation.
+        They are number and slope of the activation, of_batch, number of the precision, groups, then axis by axis stride, padding before and
+        after, dilation. The slope is the bits of a float64.
         """
         _, strides, paddings, dilations, groups, precision, *_ = self.settings
-        how = [int(self.relu), int(self.of_batch), PRECISIONS.index(precision), groups]
+        number, slope = activation_and_slope(self.activation)
+        how = [number, bits(slope, 8), int(self.of_batch), PRECISIONS.index(precision), groups]
         for stride, padding, dilation in zip(strides, paddings, dilations, strict=True):
             how += stride, *padding, dilation
         return how
@@ -82,10 +88,12 @@ class _How(NamedTuple):
     @classmethod
     def of(cls, how: Sequence[int]) -> _How:
         """The way back."""
-        relu, of_batch, precision, groups, *axes = how
+        number, slope, of_batch, precision, groups, *axes = how
+        word = ACTIVATIONS[number]
+        activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
         stride, padding, dilation = tuple(axes[::4]), tuple(zip(axes[1::4], axes[2::4], strict=True)), tuple(axes[3::4])
         settings = Settings(len(stride), stride, padding, dilation, groups, PRECISIONS[precision], None, False)
-        return cls(bool(relu), bool(of_batch), settings)
+        return cls(activation, bool(of_batch), settings)
 
 
 # ---- what is computed
@@ -224,14 +232,14 @@ def _statistics(
 
 
 def _normalised(
-    y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, relu: bool
+    y: Tensor, statistics: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, activation: batch_norm.Activation
 ) -> Tensor:
     """The layer's result, given what :func:`_statistics` found."""
     order = _order(y)
     out: Tensor = TORCH.empty(y.shape, y, None, order)
     added = None if residual is None else TORCH.ready(residual.detach(), order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y), added)
-    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), relu, residual is not None)
+    _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), activation, residual is not None)
     return out
 
 
@@ -256,16 +264,16 @@ class _Backward(NamedTuple):
 @remember_launches
 def _backward_launches(
     y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool,
-    summed: bool, how: _How,
+    summed: bool, added: bool, how: _How,
 ) -> _Backward:
     *_, device, tune = how.settings
     own = TORCH.device(y, None)
     pixels = _pixels(y[0], TORCH.dtype_name(y[1]), layout)
-    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.relu, how.of_batch, summed)
+    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.activation, how.of_batch, summed)
     by_x = by_weight = None
     if of_x:
         call = Call(*CONV_INPUT.asked(how.settings, x[0]))
-        plan = dispatch.plan_for_call(call, TORCH, (y, weight, None, None, None), device, layout, tune)
+        plan = dispatch.plan_for_call(call, TORCH, (y, weight, None, None, x if added else None), device, layout, tune)
         plan = plan.better or plan
         by_x = plan if plan.problem.layout == layout and not plan.empty else None
     if of_weight and layout == layout_x:
@@ -276,10 +284,10 @@ def _backward_launches(
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
-        y, dout, mean, invstd, gamma, beta, out, x, w, dy, sums, masked, dx, dw, scratch = buffers
+        y, dout, mean, invstd, gamma, beta, out, x, w, more, dy, sums, masked, dx, dw, scratch = buffers
         normalised((y, dout, mean, invstd, gamma, beta, out, dy, sums, masked, scratch), stream)
         if by_x is not None:
-            by_x.launch((dy, w, 0, 0, 0, dx, scratch), stream, filter_last=filter_last)
+            by_x.launch((dy, w, 0, 0, more, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
             by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream)
 
@@ -287,22 +295,23 @@ def _backward_launches(
     return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last)
 
 
-def _backward_of(x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, how: _How) -> _Backward:
+def _backward_of(x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, how: _How) -> _Backward:
     sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, how.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, how)
+    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, how)
 
 
 def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
-    of_x: bool, of_weight: bool, how: _How,
+    of_x: bool, of_weight: bool, how: _How, added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
 
     The last is made where `out` is given, the layer's result after the sum and ReLU; it is dout in a sum without ReLU.
+    `added` is added to the gradient of the input.
     """
-    relu, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
-    asked = int(relu), int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
-    operands = dout, x, weight, gamma, beta, y, out, statistics
+    activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
+    asked = activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
+    operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
     again: _BackwardAgain | None = quick.find(_again, asked, *operands) if quick.possible() else None
     made = None if again is None else quick.perform(again.ready, *operands)
     order = _order(y)
@@ -318,21 +327,23 @@ def _backward(
         dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
         masked = None if out is None else TORCH.empty(y.shape, y, None, order)
         if y.numel():
-            found = _backward_of(x, weight, y, of_x, of_weight, out is not None, how)
+            found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, how)
             by_x, by_weight = found.by_x is not None, found.by_weight is not None
             dx = TORCH.empty(x.shape, x, None, order) if by_x else None
             dweight = weight.new_empty(weight.shape) if by_weight else None
             given = (
                 y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
                 None if out is None else TORCH.ready(out, order), TORCH.ready(x, order) if by_weight else None,
-                TORCH.ready(weight, found.filter_order) if by_x else None,
+                TORCH.ready(weight, found.filter_order) if by_x else None, None if added is None or not by_x else TORCH.ready(added, order),
             )
             execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
             del given  # a copy of dout must be gone when what follows takes its memory
             if quick.possible():
                 _remember_backward(asked, operands, of_x, of_weight, how, found)
     if of_x:
-        dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape) if dx is None else dx
+        if dx is None:
+            dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
+            dx = dx if added is None else dx.add_(added)
         if (wanted := _order(x)) != order:
             dx = TORCH.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight and dweight is None:
@@ -350,7 +361,7 @@ def _inference(
     given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
     _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
     *_, device, tune = how.settings
-    call = Call(*CONV.asked(how.settings, ()))._replace(activation="relu" if how.relu else None)
+    call = Call(*CONV.asked(how.settings, ()))._replace(activation=how.activation)
     return dispatch.convolve(call, (x, weight, shift, scale, residual), None, (device, None, None, tune), True)
 
 
@@ -395,7 +406,7 @@ def _remember_forward(
         if nbytes <= made.nbytes:  # out, which is written last, has room for it
             scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
-        normalised, _ = batch_norm.forward(pixels, processors, how.relu, residual is not None)
+        normalised, _ = batch_norm.forward(pixels, processors, how.activation, residual is not None)
         steps = [
             *quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
             *quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch)),
@@ -424,15 +435,17 @@ def _remember_backward(
     name = quick.key(asked, *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
-    dout, x, weight, gamma, beta, y, out, statistics = operands
+    dout, x, weight, gamma, beta, y, out, statistics, added = operands
     order, pixels, ready = _order(y), found.pixels, None
     makes_dx, makes_dweight = found.by_x is not None, found.by_weight is not None
     makes_dy = of_x > makes_dx or of_weight > makes_dweight
     fit = all(_readable(one, order) for one in (y, dout, out)) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
-    if fit and (not makes_dx or _readable(weight, found.filter_order)) and (not makes_dweight or _readable(x, order)):
+    fit = fit and (not makes_dx or (_readable(weight, found.filter_order) and _readable(added, order)))
+    if fit and (not makes_dweight or _readable(x, order)):
         count = len(operands)
-        # dout, x, w, gamma, beta, y, out, mean and invstd | sums, and masked dout, dy, dx, dw where they are made | workspace | none
-        ad, ax, aw, ag, at, ay, ao, mean, sums, *more = ((i, 0) for i in range(count + 7))
+        # dout, x, w, gamma, beta, y, out, mean and invstd, what is added to dx | sums, and masked dout, dy, dx, dw where they are made |
+        # workspace | none
+        ad, ax, aw, ag, at, ay, ao, mean, ap, sums, *more = ((i, 0) for i in range(count + 7))
         masked = None if out is None else more.pop(0)
         dy = more.pop(0) if makes_dy else None
         dx, dw = (more.pop(0) if made else None for made in (makes_dx, makes_dweight))
@@ -442,7 +455,7 @@ def _remember_backward(
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
-        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, how.relu, how.of_batch, out is not None)
+        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, how.activation, how.of_batch, out is not None)
         steps = quick.moved([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
         results = [TORCH.maker((2, pixels.K), _sums_dtype(y), y.device, None)]
         if masked is not None:
@@ -450,7 +463,7 @@ def _remember_backward(
         if makes_dy:
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
         if found.by_x is not None and dx is not None:
-            steps += quick.steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none))
+            steps += quick.steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none), none if added is None else ap)
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
         if found.by_weight is not None and dw is not None:
             steps += quick.steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
@@ -470,8 +483,8 @@ def _save(
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
-def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-    """By x, weight, bias, gamma and beta, and what the gradient by a residual would be."""
+def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
     how, asked = ctx.how, (statistics, of_x, of_weight)
@@ -480,12 +493,13 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
     masked: Tensor | None = None
     if torch.is_grad_enabled() or _traced(x, weight, gamma, beta, dout):  # the operator refuses the gradients of gradients
         if out is not None:
-            dout, how = dout.masked_fill(out <= 0, 0), how._replace(relu=False)
+            dout, how = dout.masked_fill(out <= 0, 0), how._replace(activation=None)
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
             dout, x, weight, gamma, beta, y, *asked, how.in_integers()
         )
+        dx = dx if added is None or not of_x else dx + added
     else:
-        dx, dweight, sums, masked = _backward(dout, x, weight, gamma, beta, y, out, *asked, how)
+        dx, dweight, sums, masked = _backward(dout, x, weight, gamma, beta, y, out, *asked, how, added)
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
@@ -506,13 +520,14 @@ class _Function(torch.autograd.Function):
     """The layer with gradients where torch need not see operators.
 
     `running` are the running mean and variance and the number of batches, which a pass counts where `counts`. Else it is counted already,
-    and where it is not None the running ones are the mean over batches.
+    and where it is not None the running ones are the mean over batches. Where it `passes_on` the input, that is a second result, for what
+    else reads it: then the gradients by both uses meet here, and the launch that convolves one adds the other.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], counts: bool,
-        momentum: float, eps: float, how: _How, ready: Any,
+        momentum: float, eps: float, how: _How, ready: Any, passes_on: bool,
     ) -> Any:
         made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, residual, *running)
         if made is None:
@@ -521,14 +536,19 @@ class _Function(torch.autograd.Function):
         y, statistics, out = made
         if how.of_batch:  # torch doesn't see what kernels write
             increment_version([a for a in running[: 3 if counts else 2] if a is not None])
-        out = _normalised(y, statistics, gamma, beta, residual, how.relu) if out is None else out
-        _save(ctx, x, weight, bias, gamma, beta, y, out if how.relu and residual is not None else None, statistics, how)
-        return out
+        out = _normalised(y, statistics, gamma, beta, residual, how.activation) if out is None else out
+        _save(ctx, x, weight, bias, gamma, beta, y, out if how.activation and residual is not None else None, statistics, how)
+        if not passes_on:
+            return out
+        ctx.set_materialize_grads(False)  # where nothing else read it, there is nothing to add
+        return out, x
 
     @staticmethod
-    def backward(ctx: Any, dout: Any) -> Any:
-        *others, by_residual = _gradients(ctx, dout)
-        return *others, by_residual if ctx.needs_input_grad[5] else None, *(None,) * 6
+    def backward(ctx: Any, dout: Any, added: Any = None) -> Any:
+        if dout is None:
+            return added, *(None,) * 12
+        *others, by_residual = _gradients(ctx, dout, added)
+        return *others, by_residual if ctx.needs_input_grad[5] else None, *(None,) * 7
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
@@ -568,7 +588,7 @@ def _fused_conv_bn_relu(
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
     y = TORCH.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
-    return _normalised(y, statistics, gamma, beta, None, _How.of(how).relu)
+    return _normalised(y, statistics, gamma, beta, None, _How.of(how).activation)
 
 
 @_fused_conv_bn_relu.register_fake
@@ -731,54 +751,62 @@ class _FusedConvBnReLU(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size); a `residual` is added before the ReLU."""
-        return conv_bn_relu(self.conv, self.bn, input, self.relu, self.precision, self._ndim, residual)
+        return conv_bn_act(self.conv, self.bn, input, "relu" if self.relu else None, self.precision, self._ndim, residual)
 
 
-def conv_bn_relu(
-    conv: Any, bn: Any, input: Tensor, relu: bool, precision: str, ndim: int, residual: Tensor | None = None
-) -> Tensor:
-    """What `conv`, `bn`, the sum with a `residual` and, with `relu`, a ReLU make of `input`, which has `ndim` spatial axes.
+def conv_bn_act(
+    conv: Any, bn: Any, input: Tensor, activation: batch_norm.Activation, precision: str, ndim: int, residual: Tensor | None = None,
+    passes_on: bool = False,
+) -> Any:
+    """What `conv`, `bn`, the sum with a `residual` and the activation make of `input`, which has `ndim` spatial axes.
 
-    Neither module is called.
+    Neither module is called. If it `passes_on` the input, there are two results: the layer's, and the input for what else reads it, so
+    that its gradient is added in the launch that convolves the layer's own.
     """
+    if not batch_norm.takes(activation, residual is not None):
+        made = conv_bn_act(conv, bn, input, None, precision, ndim, residual, passes_on)
+        return (activated(made[0], activation), made[1]) if passes_on else activated(made, activation)
     _refuse_sync(bn)
     if input.dim() != ndim + 2:
         raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
     weight, bias, *rest = _tensors(conv, bn)
     if not torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
-        return _conv_bn_relu(conv, bn, relu, precision, ndim, residual, input, weight, bias, *rest)
-    x, weight, bias = _cast(input, weight, bias)  # torch's sum does not cast the residual either
-    with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
-        return _conv_bn_relu(conv, bn, relu, precision, ndim, residual, x, weight, bias, *rest)
+        made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on, input, weight, bias, *rest)
+    else:
+        x, weight, bias = _cast(input, weight, bias)  # torch's sum does not cast the residual either
+        with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
+            made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on and x is input, x, weight, bias, *rest)
+    return (made, input) if passes_on and isinstance(made, Tensor) else made
 
 
-def _conv_bn_relu(
-    conv: Any, bn: Any, relu: bool, precision: str, ndim: int, residual: Tensor | None, input: Tensor, weight: Tensor, bias: Tensor | None,
-    gamma: Tensor | None, beta: Tensor | None, running_mean: Any, running_var: Any, batches: Any,
-) -> Tensor:
-    """The same, given the parameters and buffers of both, cast."""
+def _conv_bn_act(
+    conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, residual: Tensor | None, passes_on: bool,
+    input: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Any, running_var: Any,
+    batches: Any,
+) -> Any:
+    """The same, given the parameters and buffers of both, cast. One result where the input can't be passed on."""
     momentum, eps, asked = bn.momentum, bn.eps, None
     if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
         given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches
         padding = conv._reversed_padding_repeated_twice
-        asked = int(relu), momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
+        asked = activation, momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
         found = quick.find(_again, asked, *given)
         if found is not None:
             if momentum is None:
                 batches.add_(1)
             ready, how = found
-            return _apply(*given[:6], given[6:], momentum is not None, momentum or 0.0, eps, how, ready)
+            return _apply(*given[:6], given[6:], momentum is not None, momentum or 0.0, eps, how, ready, passes_on)
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
-    how, named = _How(relu, of_batch, settings), (x, weight, bias, gamma, beta)
+    how, named = _How(activation, of_batch, settings), (x, weight, bias, gamma, beta)
     traced, differentiated = _traced(*named), _differentiated(*named)
     if residual is not None:
         size = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
         if traced or not _is_added_as_it_is(residual, x, size):
             tensors = input, weight, bias, gamma, beta, running_mean, running_var, batches
-            summed = _conv_bn_relu(conv, bn, False, precision, ndim, None, *tensors) + residual
-            return torch.relu_(summed) if relu else summed
+            summed = _conv_bn_act(conv, bn, None, precision, ndim, None, False, *tensors) + residual
+            return summed if activation is None else torch.relu_(summed)
         differentiated = differentiated or (torch.is_grad_enabled() and residual.requires_grad)
     if not of_batch and not differentiated:
         if not traced:
@@ -800,9 +828,10 @@ def _conv_bn_relu(
     momentum = momentum or 0.0
     if not traced:
         running = running_mean, running_var, tracked
-        made = _Function.apply(*named, residual, running, counts, momentum, eps, how, None)
+        passes_on = passes_on and x is input
+        made = _Function.apply(*named, residual, running, counts, momentum, eps, how, None, passes_on)
         if asked is not None and tracked is batches:
-            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, counts, made)
+            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, counts, made[0] if passes_on else made)
         return made
     running = running_mean, running_var, tracked
     flat = how.in_integers()

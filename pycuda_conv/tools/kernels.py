@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv.behind import launches
-from pycuda_conv.engines import batch_norm, registry
+from pycuda_conv.engines import batch_norm, casting, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
@@ -34,7 +34,7 @@ def families(architecture: str) -> list[TextFamily]:
     """All texts of an architecture."""
     device = device_of(architecture)
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    planned = [*registry.texts(device), *batch_norm.texts(device), copy]
+    planned = [*registry.texts(device), *batch_norm.texts(device), *casting.texts(), copy]
     return planned + measured(device, planned)
 
 

@@ -74,8 +74,8 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
     pixels = batch_norm.Pixels(problem.dtype, problem.layout, n, k, math.prod(size))
     at = pixels, target.multiprocessors
     for launches, _ in (
-        batch_norm.statistics(*at, 1e-5, 0.1, schedule.moments), *(batch_norm.forward(*at, True, residual) for residual in (False, True)),
-        *(batch_norm.backward(*at, True, True, residual) for residual in (False, True)),
+        batch_norm.statistics(*at, 1e-5, 0.1, schedule.moments), *(batch_norm.forward(*at, "relu", residual) for residual in (False, True)),
+        *(batch_norm.backward(*at, "relu", True, residual) for residual in (False, True)),
     ):  # fmt: skip
         yield from launches
 

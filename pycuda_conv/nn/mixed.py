@@ -1,0 +1,231 @@
+"""Convolutions inside ``torch.autocast`` that were made before: their launches round what is float32, and give gradients in float32.
+
+Torch's autocast casts input, filter and bias one by one, and each cast has a backward pass of its own: six launches of torch's for a
+convolution, which take the host longer than the convolution does. Here they are launches of the same row: see
+:func:`pycuda_conv.quick.row`. The numbers are the same, but for the gradient of a bias, which is not rounded in between.
+
+What was rounded is a result beside the convolution's, so that torch can differentiate gradients in their turn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pycuda_conv import dispatch, quick
+from pycuda_conv.arrays.tensors import TORCH
+from pycuda_conv.call import Call
+from pycuda_conv.engines import batch_norm, casting
+from pycuda_conv.engines.geometry import ceil
+from pycuda_conv.memo import launches_are_in
+from pycuda_conv.nn import autograd
+from pycuda_conv.plan import Plan
+from pycuda_conv.problem import channels_last
+from pycuda_conv.runtime.base import KernelLaunch
+
+_WORDS = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+ALIGNED = 512  # bytes, of what shares a workspace
+
+#: Forward passes and backward passes by their keys; None where there is no row of launches.
+_table: quick.Table = {}
+launches_are_in(_table.clear)
+
+
+class _Ready(NamedTuple):
+    """A forward pass: its row of launches, and what its gradients are asked with."""
+
+    row: Any
+    call: Call
+    settings: Any
+    dtype: str
+    #: whether the input is float32, which is rounded
+    narrows: bool
+
+
+class _Room:
+    """Places in a workspace."""
+
+    def __init__(self, buffer: int) -> None:
+        self._buffer, self.used = buffer, 0
+
+    def take(self, nbytes: int) -> tuple[int, int]:
+        place = self._buffer, self.used
+        self.used += ceil(nbytes, ALIGNED) * ALIGNED
+        return place
+
+
+def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
+    """A convolution that torch is told of, or None where it is to go another way. ``torch.autocast`` is switched off."""
+    ready = quick.find(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
+    if ready is None or not autograd._differentiated(input, weight, bias, None, None):
+        return None
+    return _apply(input, weight, bias, ready)[0]
+
+
+def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) -> None:
+    """Put a convolution that was just made in the table: of `given`, which torch cast from what is `wide`."""
+    x, weight, bias = given
+    word = _WORDS.get(x.dtype)
+    name = None if word is None else quick.key((word, *asked), *wide)
+    if name is None or name in _table:
+        return
+    assert word is not None
+    known = all(a is None or a.dtype is torch.float32 for a in wide[1:]) and wide[0].dtype in (torch.float32, x.dtype)
+    call = Call(*asked).hashable()
+    plan = _plan(call, x, weight, bias)
+    if not plan.settles or plan.device.capturing():
+        return
+    ready = None
+    filter_last = plan.reads_filter_last and TORCH.lies(weight, plan.filter_order)
+    order = plan.filter_order if filter_last else None
+    fit = known and _fits(plan, x) and TORCH.ready(wide[0], plan.order) is wide[0] and TORCH.ready(wide[1], order) is wide[1]
+    if fit and (bias is None or TORCH.ready(wide[2], None) is wide[2]):
+        narrows = wide[0].dtype is torch.float32
+        # x, w, bias | y, w in 16 bits, x in 16 bits | workspace | none
+        results = [TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)]
+        results.append(TORCH.maker(tuple(weight.shape), x.dtype, x.device, order))
+        if narrows:
+            results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, plan.order))
+        (ax, aw, ab, ay, w16, *more, scratch, none) = ((i, 0) for i in range(3 + len(results) + 2))
+        x16, room = more[0] if narrows else ax, _Room(scratch[0])
+        room.take(plan.workspace_bytes)
+        steps = [[casting.narrow(word, weight.numel(), aw, w16)]]
+        if narrows:
+            steps.insert(0, [casting.narrow(word, x.numel(), ax, x16)])
+        b16 = none
+        if bias is not None:
+            b16 = room.take(bias.numel() * 2)
+            steps.append([casting.narrow(word, bias.numel(), ab, b16)])
+        steps += quick.steps_of(plan, filter_last, (x16, w16, b16, ay, scratch, none))
+        row = quick.row(TORCH, plan.device, steps, x, 3, results, room.used)
+        if row is not None:
+            settings = autograd.Settings(
+                call.ndim, call.stride, call.padding, call.dilation, call.groups, call.precision, None, False
+            )  # fmt: skip
+            ready = _Ready(row, call, settings, word, narrows)
+    quick.put(_table, name, ready)
+
+
+def _plan(call: Call, first: Any, second: Any, bias: Any = None) -> Plan:
+    """The plan of a convolution or a gradient of these tensors."""
+    signatures = TORCH.signature(first), TORCH.signature(second), None if bias is None else TORCH.signature(bias), None, None
+    plan = dispatch.plan_for_call(call, TORCH, signatures, None, TORCH.layout(first, call.ndim), False)
+    return plan.better or plan
+
+
+def _fits(plan: Plan, first: Any) -> bool:
+    """Whether a plan takes the layout of its first operand."""
+    return plan.problem.layout == TORCH.layout(first, plan.problem.ndim)
+
+
+class _Function(torch.autograd.Function):
+    """The results are the convolution's, and the filter and, where it was float32, the input in 16 bits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, ready: _Ready) -> Any:
+        made = quick.perform(ready.row, x, weight, bias)
+        if not made:
+            dtype = getattr(torch, ready.dtype)
+            x16, w16, b16 = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+            made = autograd.CONV.compute(ready.settings, x16, w16, b16, ()), w16, *([x16] if ready.narrows else [])
+        x16 = made[2] if ready.narrows else x
+        by_x, by_weight, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x16 if by_weight else None, made[1] if by_x else None)
+        ctx.ready, ctx.last = ready, not weight.is_contiguous()
+        ctx.shapes = x.shape, weight.shape
+        ctx.set_materialize_grads(False)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, of_w16: Any, of_x16: Any = None) -> Any:
+        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
+        x16, w16 = ctx.saved_tensors
+        ready, again = ctx.ready, of_w16 is None and of_x16 is None and not torch.is_grad_enabled()
+        found: list[Any] = [None, None, None]
+        if grad is not None:
+            made = _gradients(ctx, grad, x16, w16) if again and quick.possible() else None
+            if made is not None:
+                found = made
+            else:
+                found = [
+                    autograd.CONV.by_first(ready.settings, ctx.shapes[0], w16, grad) if by_x else None,
+                    autograd.CONV.by_second(ready.settings, x16, ctx.shapes[1], grad) if by_weight else None,
+                    autograd._summed(ready.settings.ndim, grad) if by_bias else None,
+                ]
+        if of_x16 is not None:
+            found[0] = of_x16 if found[0] is None else found[0] + of_x16
+        if of_w16 is not None:
+            found[1] = of_w16 if found[1] is None else found[1] + of_w16
+        wide = ready.narrows, True, True
+        return *(a.float() if a is not None and to_float else a for a, to_float in zip(found, wide, strict=True)), None
+
+
+#: ``_Function.apply`` without the questions that the launcher in C has asked already.
+_apply = super(torch.autograd.Function, _Function).apply
+
+
+def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
+    """By input, filter and bias, as they were made before; None where they are to be made another way."""
+    ready, asked = ctx.ready, [int(needed) for needed in ctx.needs_input_grad[:3]]
+    options = "backward", ready.dtype, int(ready.narrows), int(ctx.last), *asked, *ready.call[:-2], *ctx.shapes
+    row = quick.find(_table, options, grad, x16, w16)
+    if row is None:
+        _remember_gradients(options, ctx, grad, x16, w16)
+        return None
+    made = list(quick.perform(row, grad, x16, w16))
+    return [made.pop(0) if needed else None for needed in asked] if made else None
+
+
+def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any, w16: Any) -> None:
+    """Put a backward pass in the table."""
+    name = quick.key(options, grad, x16, w16)
+    if name is None or name in _table:
+        return
+    ready, (by_x, by_weight, by_bias, _) = ctx.ready, ctx.needs_input_grad
+    (x_shape, w_shape), word, ndim = ctx.shapes, ready.dtype, ready.settings.ndim
+    by_first = _plan(Call(*autograd.CONV_INPUT.asked(ready.settings, x_shape)), grad, w16) if by_x else None
+    by_second = _plan(Call(*autograd.CONV_WEIGHT.asked(ready.settings, w_shape)), x16, grad) if by_weight else None
+    plans = [plan for plan in (by_first, by_second) if plan is not None]
+    if not plans or not all(plan.settles for plan in plans) or plans[0].device.capturing():
+        return
+    device, order = plans[0].device, plans[0].order
+    fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.ready(grad, order) is grad
+    last = by_first is not None and by_first.reads_filter_last and TORCH.lies(w16, by_first.filter_order)
+    if by_first is not None:
+        fit = fit and TORCH.ready(w16, by_first.filter_order if last else None) is w16
+    if by_second is not None:
+        fit = fit and _fits(by_second, x16) and TORCH.ready(x16, order) is x16
+    row = None
+    if fit:
+        # dy, x, w | dx, dw, db where they are asked for | workspace | none
+        asked, places = (by_x, by_weight, by_bias), iter(range(3, 8))
+        dx, dw, db = ((next(places), 0) if needed else None for needed in asked)
+        (ag, ax, aw), scratch, none = ((0, 0), (1, 0), (2, 0)), (3 + sum(asked), 0), (4 + sum(asked), 0)
+        steps: list[list[KernelLaunch]] = []
+        results: list[Any] = []
+        room = _Room(scratch[0])
+        pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
+        summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors, False) if by_bias else ((), 0)
+        room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # which serves one after the other
+        if by_first is not None and dx is not None:
+            size = math.prod(x_shape)
+            to = room.take(2 * size) if ready.narrows else dx
+            steps += quick.steps_of(by_first, last, (ag, aw, none, to, scratch, none))
+            if ready.narrows:
+                steps.append([casting.widen(word, size, to, dx)])
+            results.append(TORCH.maker(tuple(x_shape), torch.float32 if ready.narrows else grad.dtype, grad.device, order))
+        if by_second is not None and dw is not None:
+            to = room.take(2 * math.prod(w_shape))
+            steps += quick.steps_of(by_second, False, (ax, ag, none, to, scratch, none))
+            made = casting.widen_filter(word, w_shape, to, dw) if ctx.last else casting.widen(word, math.prod(w_shape), to, dw)
+            steps.append([made])
+            lying = channels_last(len(w_shape), ndim) if ctx.last else None
+            results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
+        if db is not None:
+            steps += quick.moved([[one] for one in summed], (ag, db, scratch))
+            results.append(TORCH.maker((grad.shape[1],), torch.float32, grad.device, None))
+        row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
+    quick.put(_table, name, row)
