@@ -145,3 +145,13 @@ def python_env():
     root = os.path.dirname(os.path.dirname(os.path.abspath(pycuda_conv.__file__)))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
+
+
+@pytest.fixture(scope="session")
+def fast_env(python_env, request):
+    """The same for processes that compute little: their PoCL compiles without its optimiser, too, and keeps that in a cache of its own."""
+    from reference import kept_folder
+
+    if request.config.getoption("--optimised") or not why_no_cuda():
+        return python_env
+    return {**python_env, "POCL_EXTRA_BUILD_FLAGS": "-cl-opt-disable", "PYCUDA_CONV_CACHE_DIR": str(kept_folder() / "cache")}

@@ -286,14 +286,14 @@ def test_a_chunk_goes_to_the_gpu_with_the_least_to_do(monkeypatch):
     assert not any(chunked._busy.values())
 
 
-def test_the_example_learns_a_filter(device, python_env, tmp_path):
+def test_the_example_learns_a_filter(device, fast_env, tmp_path):
     """examples/volume.py, with a volume of eight chunks."""
     zarr = pytest.importorskip("zarr")
     program = Path(pc.__file__).resolve().parent.parent / "examples" / "volume.py"
     if not program.exists():
         pytest.skip("no examples/ beside the package")
     command = [sys.executable, program, "--size", "32", "--chunk", "16", "--steps", "8", tmp_path / "y.zarr"]
-    env = {**python_env, "PYCUDA_CONV_BACKEND": device.partition(":")[0]}
+    env = {**fast_env, "PYCUDA_CONV_BACKEND": device.partition(":")[0]}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     before, after = map(float, re.findall(r"cube (\S+),.* one (\S+)", done.stdout)[0])
@@ -346,12 +346,12 @@ def test_refused_when_the_graph_is_built(call, error, words):
 
 
 @pytest.fixture(scope="module")
-def cluster(python_env, tmp_path_factory):
+def cluster(fast_env, tmp_path_factory):
     """Two workers, processes with one PoCL thread each."""
     distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
     if why_no_opencl():
         pytest.skip(why_no_opencl())
-    env = {"PYTHONPATH": python_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1"}
     folder = tmp_path_factory.mktemp("workers")
     with (
         dask.config.set({"distributed.scheduler.allowed-failures": 10}),
