@@ -419,18 +419,24 @@ def load_im2col(described, memory: Memory, channel: int, start: tuple[int, ...],
     """[pixel][channel] of what :func:`walked` finds from `start` on, shifted by a tap."""
     most = {1: 2**16 - 1, 2: 255, 3: 31}[len(offsets)]
     assert all(0 <= offset <= most for offset in offsets), f"offsets {offsets} are refused"
-    pixels = memory.loaded.get((described, start))
+    walk = memory.loaded.get((described, start))
+    if walk is None:
+        walk = memory.loaded[described, start] = walked(described, start)
+    pixels = memory.loaded.get((described, start, offsets))
     if pixels is None:
-        pixels = memory.loaded[described, start] = walked(described, start)
+        at = walk + np.array([*offsets, 0])
+        ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)
+        place = (at * (np.array(described.strides) // type_of(described).itemsize)).sum(1)
+        pixels = memory.loaded[described, start, offsets] = np.where(ok, place, 0)[:, None], ok[:, None], bool(ok.all())
 
     def load() -> np.ndarray:
-        at = pixels + np.array([*offsets, 0])
-        ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)[:, None]
-        c = channel + np.arange(described.box.channels)[None]
-        ok = ok & (c >= 0) & (c < described.sizes[0])
+        (place, ok, whole), c = pixels, channel + np.arange(described.box.channels)
+        if channel < 0 or channel + len(c) > described.sizes[0]:
+            there = (c >= 0) & (c < described.sizes[0])
+            ok, c, whole = ok & there, np.where(there, c, 0), False
         elements = memory.view((described.buffer, described.offset), type_of(described))
-        place = (at * (np.array(described.strides) // elements.itemsize)).sum(1)[:, None] + c
-        return arrived(described, np.where(ok, inside(elements, np.where(ok, place, 0)), elements.dtype.type(0)))
+        values = inside(elements, place + c)
+        return arrived(described, values if whole else np.where(ok, values, elements.dtype.type(0)))
 
     return memory.load((described, channel, start, offsets), load)
 
