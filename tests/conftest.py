@@ -43,15 +43,13 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
 
 
-@pytest.hookimpl(wrapper=True)
+@pytest.hookimpl(hookwrapper=True)
 def pytest_collection(session):
     """The thousands of tests stay as long as the process does: looking through them for garbage, again and again, finds none."""
     gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.enable()
-        gc.freeze()
+    yield
+    gc.enable()
+    gc.freeze()
 
 
 _reason = {}
