@@ -4,9 +4,16 @@ The same test bodies run on every device of the machine: PoCL on a laptop, a GPU
 here is skipped and says why.
 """
 
+import gc
 import importlib.util
 import os
 import sys
+
+# Workers that compute side by side share the processors: a library's threads that wait for each other would spin. Set before the libraries start.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    _threads = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(_name, _threads)
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -34,6 +41,15 @@ def why_no_opencl() -> str | None:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection(session):
+    """The thousands of tests stay as long as the process does: looking through them for garbage, again and again, finds none."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
 
 
 _reason = {}
@@ -65,6 +81,32 @@ def nothing_behind_calls():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYCUDA_CONV_BACKGROUND", "0")
         yield
+
+
+def pytest_addoption(parser):
+    parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_fast(request):
+    """PoCL compiles most kernels without its optimiser, which takes five to ten times as long as these kernels run; `optimised` brings it back."""
+    from pycuda_conv.runtime import opencl
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.config.getoption("--optimised"):
+            patch.setattr(opencl, "OPTIONS", [*opencl.OPTIONS, "-cl-opt-disable"])
+        yield
+
+
+@pytest.fixture
+def optimised(monkeypatch):
+    """Plans that are made in the test run what users run: PoCL optimises their kernels."""
+    from pycuda_conv.runtime import opencl
+
+    if why_no_opencl() is None:
+        monkeypatch.setattr(opencl, "OPTIONS", [option for option in opencl.OPTIONS if option != "-cl-opt-disable"])
+        for made in ("_programs", "_kernels"):
+            monkeypatch.setattr(opencl.opencl_device(), made, {})
 
 
 @pytest.fixture(scope="session", params=["opencl", pytest.param("cuda:0", marks=pytest.mark.gpu)])
@@ -101,3 +143,13 @@ def python_env():
     root = os.path.dirname(os.path.dirname(os.path.abspath(pycuda_conv.__file__)))
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return {**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "default"}
+
+
+@pytest.fixture(scope="session")
+def fast_env(python_env, request):
+    """The same for processes that compute little: their PoCL compiles without its optimiser, too, and keeps that in a cache of its own."""
+    from reference import kept_folder
+
+    if request.config.getoption("--optimised") or not why_no_cuda():
+        return python_env
+    return {**python_env, "POCL_EXTRA_BUILD_FLAGS": "-cl-opt-disable", "PYCUDA_CONV_CACHE_DIR": str(kept_folder() / "cache")}

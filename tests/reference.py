@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from pycuda_conv import ConvProblem
 from pycuda_conv.runtime.base import KERNEL_DIR
@@ -317,18 +318,33 @@ def _with_headers(text: str) -> dict[str, str]:
 
 
 def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
-    """What nvcc and ptxas say about a kernel file. What compiles is kept for later runs; what fails is compiled again each time."""
-    command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), *options, "-o", os.devnull]
-    key = repr((Nvcc(str(NVCC)).identity, command, _with_headers(file.read_text())))
+    """What nvcc and ptxas say about a kernel file. A macro that its text does not name is not defined: what differs by nothing else is compiled once."""
+    texts = _with_headers(file.read_text())
+    named = [one for one in options if not one.startswith("-D") or any(re.search(rf"\b{one[2:].partition('=')[0]}\b", text) for text in texts.values())]
+    return kept_nvcc(["-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), *named], file, texts)[0]
+
+
+def kept_nvcc(options: list[str], file: Path, texts: dict[str, str], cwd: Path | None = None) -> tuple[subprocess.CompletedProcess, Path]:
+    """What nvcc says of `file`, and the cubin. What compiles is kept, for other tests, other workers and later runs; what fails is compiled again each time."""
+    key = repr((Nvcc(str(NVCC)).identity, options, texts))
     kept = kept_folder() / f"nvcc_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-    if kept.exists():
-        return subprocess.CompletedProcess(command, 0, "", kept.read_text())
-    done = subprocess.run([*command, str(file)], capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode == 0:
-        with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False) as whole:
-            whole.write(done.stderr)
-        os.replace(whole.name, kept)  # at once: two workers may want the same
-    return done
+    cubin, command = kept.with_suffix(".cubin"), [str(NVCC), *options]
+    with FileLock(kept.with_suffix(".lock")):
+        if kept.exists() and cubin.exists():
+            return subprocess.CompletedProcess(command, 0, "", kept.read_text()), cubin
+        done = subprocess.run([*command, "-o", str(cubin), str(file)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode == 0:
+            kept.write_text(done.stdout + done.stderr)
+        return done, cubin
+
+
+def nvcc_by_hand(file: Path, root: Path) -> tuple[str, subprocess.CompletedProcess, Path]:
+    """The GPU's architecture in the command that a kernel file opens with, if it has one; what the command says, with ptxas' numbers; and the cubin."""
+    (command,) = re.findall(r"^// By hand: nvcc (-cubin .*)$", file.read_text(), re.M)
+    *options, path = command.split()
+    assert path == f"cu/{file.name}"
+    arch = "".join(one.removeprefix("-arch=") for one in options if one.startswith("-arch="))
+    return arch, *kept_nvcc([*options, "-Xptxas=-v"], Path(path), _with_headers(file.read_text()), root)
 
 
 def spills(said: str) -> list[int]:

@@ -209,7 +209,7 @@ LAYERED = [
 
 
 @pytest.mark.parametrize(("case", "config"), LAYERED, ids=[str(case) for case, _ in LAYERED])
-def test_the_constants_of_a_layer_change_no_bit(device, case, config, monkeypatch):
+def test_the_constants_of_a_layer_change_no_bit(device, case, config, optimised, monkeypatch):
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     plan = Plan(case.problem(), device, config=config)
     launch = plan.schedule.whole[0][0]
@@ -263,7 +263,7 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize(("x", "w", "options", "config"), GRADIENTS)
-def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x, w, options, config, monkeypatch):
+def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x, w, options, config, optimised, monkeypatch):
     monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
     ndim, rng = len(x) - 2, np.random.default_rng(0)
     y = ConvProblem.forward(ndim, x, w, **options).result_shape

@@ -189,7 +189,7 @@ def test_the_limit_is_a_number(cache_folder, monkeypatch):
 # ---- several at once
 
 
-def test_processes_that_build_the_same_entries_at_once(python_env, cache_folder):
+def test_processes_that_build_the_same_entries_at_once(fast_env, cache_folder):
     """Eight processes on an empty cache: each sees all of an entry or none, and each entry is built by one of them."""
     code = """
 import os, sys
@@ -202,7 +202,7 @@ sys.stdin.read()
 for i in range(20):
     assert Entry((str(i % 4),), ".x").get(build) == data
 """
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     processes = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipe) for _ in range(8)]
     for process in processes:
@@ -233,7 +233,7 @@ def test_threads_that_build_the_same_entry(cache_folder):
 
 
 @pytest.mark.parametrize("when", ["building", "writing"])
-def test_a_process_that_is_killed_leaves_nothing_that_stays(python_env, cache_folder, monkeypatch, when):
+def test_a_process_that_is_killed_leaves_nothing_that_stays(fast_env, cache_folder, monkeypatch, when):
     code = f"""
 import os, sys, time
 from pycuda_conv.runtime import cache
@@ -251,7 +251,7 @@ if {when!r} == "writing":
     cache.os.fdopen = File
 cache.Entry(("a",), ".x").get(stop if {when!r} == "building" else lambda: b"good" * 1000)
 """
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
     assert process.stdout.read(3) == b"now"
     process.send_signal(signal.SIGKILL)
@@ -290,7 +290,7 @@ def test_a_full_disk_costs_the_cache_only(cache_folder, monkeypatch, caplog):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
-def test_a_small_file_system_that_is_full(tmp_path, python_env):
+def test_a_small_file_system_that_is_full(tmp_path, fast_env):
     if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k,mode=700", "tmpfs", str(tmp_path)], check=False, capture_output=True).returncode:
         pytest.skip("tmpfs can't be mounted here")
     try:
@@ -300,7 +300,7 @@ for name in "aab":
     assert Entry((name,), ".x").get(lambda: b"good" * 30000) == b"good" * 30000
 assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").get(lambda: b"bad") == b"good"
 """
-        env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
+        env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
     finally:
@@ -324,9 +324,9 @@ def opencl():
         pytest.skip(why_not())
 
 
-def test_pocl_s_damaged_files_are_compiled_again(opencl, python_env, cache_folder):
+def test_pocl_s_damaged_files_are_compiled_again(opencl, fast_env, cache_folder):
     """Given one of them, PoCL itself would end the process."""
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder), "PYCUDA_CONV_BACKEND": "opencl"}
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder), "PYCUDA_CONV_BACKEND": "opencl"}
     good = python(CALL, env)
     entries = sorted(cache_folder.rglob("*.pocl"))
     assert len(entries) == 2  # the kernel, and the program that the device is tried with
@@ -342,14 +342,14 @@ def test_pocl_s_damaged_files_are_compiled_again(opencl, python_env, cache_folde
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
 
 
-def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, python_env, cache_folder):
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder / "ours"), "POCL_CACHE_DIR": str(cache_folder)}
+def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, fast_env, cache_folder):
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder / "ours"), "POCL_CACHE_DIR": str(cache_folder)}
     assert python(CALL + "print(os.environ['POCL_CACHE_DIR'])", env).split()[1] == str(cache_folder)
     assert [p.name for p in cache_folder.iterdir()] == ["ours"]
 
 
-def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, python_env, cache_folder):
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, fast_env, cache_folder):
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=300)
     assert killed.returncode == -9
     assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
@@ -357,8 +357,8 @@ def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, python_env, cac
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
 
 
-def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, python_env, cache_folder):
-    env = {**python_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
+def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
+    env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(8)]
     done = [process.communicate(timeout=300) for process in processes]
     assert len(set(done)) == 1 and done[0][1] == b"", done

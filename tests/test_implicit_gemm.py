@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import direct_gemm
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines import packing as packed_module
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
@@ -611,6 +613,30 @@ def test_the_model_knows_that_more_work_takes_longer():
     assert us(replace(problem, precision="tf32")) < us(problem) and us(replace(problem, dtype="float16", layout="NHWC")) < us(replace(problem, dtype="float16"))
     small = fprop((1, 512, 7, 7), (512, 512, 3, 3), padding=1).problem()
     assert us(small, ImplicitGemm(128, 128, 3, 4)) < us(small)
+
+
+def test_planning_asks_for_what_it_knows_once(monkeypatch):
+    """Tiles are not made again for another size, and what the problem alone decides is not asked once a configuration."""
+    problem = fprop((32, 256, 56, 56), (256, 256, 3, 3), padding=1).problem()
+    assert engines.choose(problem, H200)
+
+    def made_again(*_, **fields):
+        raise AssertionError(f"made again: {fields}")
+
+    for module in (ig, direct_gemm):
+        monkeypatch.setattr(module, "replace", made_again)
+    before = packed_module.why_not.cache_info().misses
+    assert engines.choose(replace(problem, N=33), H200)
+    assert packed_module.why_not.cache_info().misses - before <= 4
+
+
+def test_columns_that_a_stride_meets_repeat_after_it():
+    """A gradient of a filter has as many taps as the image has pixels."""
+    for stride, dilation, taps in itertools.product((1, 2, 3, 4, 6), (1, 2, 3, 4), (1, 2, 3, 5, 40)):
+        problem = fprop((1, 8, 9, 400), (8, 8, 3, taps), stride=(1, stride), dilation=(1, dilation), padding=(0, 1)).problem()
+        met = {tap * dilation % stride for tap in range(taps)}
+        found = packed_module._columns(problem, True)
+        assert (found["step_w"], found["met_w"]) == ((1, 1) if len(met) == stride else (stride, sum(1 << column for column in met)))
 
 
 def check_steps(program, kernel: str) -> None:

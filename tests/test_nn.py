@@ -886,9 +886,9 @@ def run_example(name, *arguments, env):
     return done.stdout
 
 
-def test_data_parallel_training_is_training(python_env):
+def test_data_parallel_training_is_training(fast_env):
     """examples/ddp.py compares each step's gradients with those of one process on the whole batch."""
-    assert "the gradients agree" in run_example("ddp.py", "--steps", 2, "--check", env=python_env)
+    assert "the gradients agree" in run_example("ddp.py", "--steps", 2, "--check", env=fast_env)
 
 
 def test_the_digits_are_learned(python_env, tmp_path):

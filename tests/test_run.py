@@ -164,7 +164,7 @@ def test_devices_are_passed_on(command, opencl, monkeypatch):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is limited through Linux's /proc")
-def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
+def test_arrays_may_be_larger_than_memory(opencl, fast_env, tmp_path):
     """With less memory to allocate than the arrays take; what is mapped from a file does not count."""
     x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype="f4", shape=(96, 1, 1024, 1024))
     x[-1, 0, 5] = 1
@@ -177,7 +177,7 @@ def test_arrays_may_be_larger_than_memory(opencl, python_env, tmp_path):
         "resource.setrlimit(resource.RLIMIT_DATA, (used + (128 << 20),) * 2); sys.exit(cli.main(sys.argv[1:]))"
     )
     arguments = ["run", "--filter", "w.npy", "x.npy", "y.npy", "--batch", "8", "--device", "opencl"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=python_env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, env=fast_env, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (OK, "")
     y = np.load(tmp_path / "y.npy", mmap_mode="r")
     assert y[-1, 0, 5].all() and not y[-1, 0, 6].any() and not y[0].any()
@@ -349,14 +349,14 @@ def test_too_little_memory_is_told_in_one_line(command, opencl, monkeypatch):
 @pytest.mark.parametrize("start", [("-m", "pycuda_conv"), ("pycuda-conv",)], ids=" ".join)
 @pytest.mark.parametrize("seconds", [0, 0.05, 0.2, 0.5, 1])
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux's /proc tells when numpy is being imported")
-def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, python_env, tmp_path, monkeypatch, start, seconds):
+def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_env, tmp_path, monkeypatch, start, seconds):
     """While numpy and the rest are imported, while files are read, while kernels run."""
     monkeypatch.chdir(tmp_path)
     save(x=np.zeros((4000, 1, 64, 64), "f"), w=np.zeros((8, 1, 9, 9), "f"))
     if start[0] != "-m":
         Path(start[0]).write_text("import sys\nfrom pycuda_conv.cli import main\nsys.exit(main())\n")  # as pip writes it
     command = [sys.executable, *start, "run", *ARRAYS, "--batch", "1", "--device", "opencl"]
-    with subprocess.Popen(command, env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
             time.sleep(0.001)
         time.sleep(seconds)
@@ -367,9 +367,9 @@ def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, pytho
     assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])
 
 
-def test_a_program_that_imports_the_package_keeps_its_ctrl_c(python_env):
+def test_a_program_that_imports_the_package_keeps_its_ctrl_c(fast_env):
     code = "import signal, pycuda_conv; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    done = subprocess.run([sys.executable, "-c", code], env=python_env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=fast_env, capture_output=True, text=True, timeout=300, check=False)
     assert (done.stdout, done.stderr) == ("True\n", "")
 
 
@@ -640,12 +640,12 @@ def test_host_on_a_gpu(command, monkeypatch):
 # ---- the README's pictures
 
 
-def test_the_readme_s_pictures_are_what_its_command_makes(opencl, python_env, tmp_path):
+def test_the_readme_s_pictures_are_what_its_command_makes(opencl, fast_env, tmp_path):
     root = Path(pc.__file__).resolve().parent.parent
     script, pictures = root / "scripts" / "picture.py", root / "docs" / "pictures"
     if not (script.exists() and pictures.exists()):
         pytest.skip("no scripts/ or docs/ beside the package")
-    subprocess.run([sys.executable, script, tmp_path], env=python_env, check=True, capture_output=True, timeout=300)
+    subprocess.run([sys.executable, script, tmp_path], env=fast_env, check=True, capture_output=True, timeout=300)
     for name in ("house.png", "sharpen.png"):
         with Image.open(pictures / name) as stored, Image.open(tmp_path / name) as made:
             assert stored.size == made.size

@@ -4,6 +4,8 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 from reference import channels_last, python
@@ -265,19 +267,40 @@ print(counter.get_total_flops())
     assert python(code, python_env) == f"{2 * 3 * 2 * 9 * 9}\n"
 
 
-@pytest.mark.parametrize("name", ["conv2d", "conv_transpose2d", "conv2d_input", "conv2d_weight", "conv2d_bias"])
+CALLS = {
+    "conv2d": "x, w", "conv_transpose2d": "dy, w", "conv2d_input": "x.shape, w, dy", "conv2d_weight": "x, w.shape, dy", "conv2d_bias": "dy",
+}  # fmt: skip
+#: Processes that have called nothing, one for each function, made from one that has imported what takes long.
+FIRST_CALLS = """
+import os, sys, traceback
+import pycuda_conv as pc, torch, torch._dynamo
+def compiled(call):
+    x, dy = torch.randn(1, 2, 5, 5, device=where), torch.randn(1, 3, 3, 3, device=where)
+    w = torch.nn.Parameter(torch.randn(3, 2, 3, 3, device=where))
+    y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, w, dy)
+    torch.testing.assert_close(y, call(x, w, dy))
+for name, call in calls.items():
+    child = os.fork()
+    if not child:
+        try:
+            compiled(call)
+            os.write(1, f"{name} ".encode())
+        except BaseException:
+            traceback.print_exc()
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+first_calls: dict[str, str] = {}
+
+
+@pytest.mark.parametrize("name", CALLS)
 def test_the_first_compiled_call_needs_no_import(where, python_env, name):
     """Nothing has made known to the package what a tensor or a parameter is."""
-    arguments = {"conv2d_input": "x.shape, w, dy", "conv2d_weight": "x, w.shape, dy", "conv2d_bias": "dy", "conv_transpose2d": "dy, w"}
-    call = f"pc.{name}({arguments.get(name, 'x, w')}).relu()"
-    code = f"""
-import pycuda_conv as pc, torch
-x, dy = torch.randn(1, 2, 5, 5, device="{where}"), torch.randn(1, 3, 3, 3, device="{where}")
-w = torch.nn.Parameter(torch.randn(3, 2, 3, 3, device="{where}"))
-y = torch.compile(lambda x, w, dy: {call}, backend="aot_eager", fullgraph=True)(x, w, dy)
-torch.testing.assert_close(y, {call})
-"""
-    python(code, python_env, PYTHONWARNINGS="ignore")
+    if where not in first_calls:
+        calls = ", ".join(f'"{name}": lambda x, w, dy: pc.{name}({arguments}).relu()' for name, arguments in CALLS.items())
+        done = subprocess.run([sys.executable, "-c", f"where, calls = {where!r}, {{{calls}}}\n{FIRST_CALLS}"], env={**python_env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=300, check=False)
+        first_calls[where] = done.stdout + done.stderr
+    assert name in first_calls[where].split(), first_calls[where]
 
 
 class Block(torch.nn.Module):

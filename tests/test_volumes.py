@@ -317,13 +317,13 @@ def chunks_in(folder):
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
-def test_a_process_that_is_ended_in_the_middle(command, python_env, number, resume):
+def test_a_process_that_is_ended_in_the_middle(command, fast_env, number, resume):
     if number == signal.SIGKILL and not resume:
         pytest.skip("nobody can remove anything then")
     x = draw(1200, 64)
     save_zarr("x.zarr", x, (32, 64), "yx")
     arguments = ["--filter", "blur", "x.zarr", "y.zarr", *["--resume"] * resume]
-    with start(python_env, *arguments) as process:
+    with start(fast_env, *arguments) as process:
         until(lambda: len(chunks_in(".y.zarr.done" if resume else ".")) > 40 * (not resume) + 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=300)
@@ -345,7 +345,7 @@ def test_a_process_that_is_ended_in_the_middle(command, python_env, number, resu
     assert {name: Path(f"y.zarr/c/{name.replace('.', '/')}").stat().st_mtime_ns for name in complete} == old
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(python_env, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_and_leaves_nothing(fast_env, tmp_path, monkeypatch):
     """A limit on the size of files stands for it."""
     if why_no_opencl():
         pytest.skip(why_no_opencl())
@@ -353,7 +353,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(python_env, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
     limit = (16 << 20, 16 << 20)  # what PoCL and LLVM write is smaller
-    done = start(python_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    done = start(fast_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     out, err = done.communicate(timeout=60)
     assert (done.returncode, out) == (UNUSABLE, ""), err
     assert "y.zarr can't be written: File too large" in err and names() == ["x.zarr"]
@@ -391,18 +391,18 @@ class Cluster:
         self.process.communicate()
 
 
-def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, python_env, tmp_path):
+def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_path):
     """A run whose worker is killed is complete; one whose scheduler is killed goes on with the next."""
     x = draw(3200, 64)
     save_zarr("x.zarr", x, (32, 64), "yx")
     np.save("w.npy", np.ones((1, 1, 31, 31), "f"))
     expected = filtered(x, np.ones((31, 31)))
-    cluster = Cluster(python_env, tmp_path)
+    cluster = Cluster(fast_env, tmp_path)
     arguments = ["--filter", "w.npy", "--padding", "15", "--scheduler"]
 
     def run_until(number, act, *flags):
         command_line = [sys.executable, "-c", SLOW.format(seconds=0).replace(', "--device", "opencl"', ""), *arguments, cluster.address, "x.zarr", "y.zarr", *flags]
-        with subprocess.Popen(command_line, env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command_line, env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             until(lambda: process.poll() is not None or sum(len(chunks_in(part)) for part in Path().glob(".*.part")) > number)
             assert process.poll() is None, process.communicate()
             act()
@@ -419,7 +419,7 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, python_env, tm
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "the scheduler at tcp" in err, err
         complete = len(chunks_in(".y.zarr.done"))
         assert complete >= 1
-        cluster = Cluster(python_env, tmp_path)
+        cluster = Cluster(fast_env, tmp_path)
         assert command(*arguments, cluster.address, "x.zarr", "y.zarr", "--resume")[::2] == (OK, "")
         assert np.array_equal(zarr.open_array("y.zarr", mode="r")[...], y) and not list(Path().glob(".y.zarr*"))
     finally:

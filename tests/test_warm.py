@@ -36,6 +36,22 @@ def shipped(tmp_path, monkeypatch):
     binaries._archive.cache_clear()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def planned_once():
+    """The layers of common networks are the same in every test."""
+    launches_of, known = warm.launches_of, {}
+
+    def once(problem, target, constants=False, noted=False):
+        key = problem, target.name, constants, noted
+        if key not in known:
+            known[key] = launches_of(problem, target, constants, noted)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "launches_of", once)
+        yield
+
+
 # ---- shipped kernels
 
 

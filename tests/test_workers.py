@@ -24,12 +24,12 @@ x, w = np.ones((1, 1, 8, 8), "f"), np.ones((1, 1, 3, 3), "f")
 
 
 @pytest.fixture
-def script(tmp_path, python_env, device):
+def script(tmp_path, fast_env, device):
     """What a program prints that runs on that device; its file can be imported, as workers that are spawned do."""
 
     def run(code):
         (tmp_path / "program.py").write_text(START + textwrap.dedent(code))
-        env = {**python_env, "PYCUDA_CONV_BACKEND": get_device(device).backend}
+        env = {**fast_env, "PYCUDA_CONV_BACKEND": get_device(device).backend}
         command = [sys.executable, str(tmp_path / "program.py")]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"

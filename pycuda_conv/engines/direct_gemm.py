@@ -9,6 +9,7 @@ import math
 from collections import namedtuple
 from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 from pycuda_conv.engines.base import LAST_RESORT, Config
 from pycuda_conv.engines.geometry import (
@@ -230,6 +231,13 @@ GEMM_RATES = {
 }
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(32, 64, 8, 4, 4, 2): 10.6}
+
+
+@lru_cache(maxsize=1024)  # few tiles, for every problem again
+def _split(tile: Gemm, split: int) -> Gemm:
+    return replace(tile, SPLIT_K=split)
+
+
 def _rates(problem: ConvProblem) -> dict[Gemm, float]:
     return GEMM_RATES_64 if problem.dtype == "float64" else GEMM_RATES
 
@@ -239,7 +247,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Gemm]:
     reduction = problem.operand_channels // problem.groups * math.prod(problem.filter_size)
     for tile in _rates(problem):
         for split in splits(problem, reduction // 128):
-            yield replace(tile, SPLIT_K=split)
+            yield _split(tile, split)
 
 
 def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
@@ -252,7 +260,7 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     first, and what is left over at the end is most of one long block. A split sum is written and read once more, twice
     the bytes where a phase writes every other pixel.
     """
-    multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(replace(config, SPLIT_K=1))
+    multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(_split(config, 1))
     if all_at_once is None:
         return None
     rate = all_at_once / multiprocessors * 1e6  # FLOP/us of one multiprocessor

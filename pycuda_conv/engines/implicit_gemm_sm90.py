@@ -855,16 +855,21 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
             depths = (*depths, 2) if tile.BLOCK_M == 64 else depths
             for split in splits(problem, _steps(problem) // 4):
-                yield from _deepest(problem, replace(tile, SPLIT=split), depths)
+                yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
         else:
             yield from _deepest(problem, tile, depths)
 
 
+@lru_cache(maxsize=4096)  # few tiles, for every problem again
+def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
+    return replace(tile, SPLIT=split, STAGES=stages)
+
+
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
     """`config` with as many stages as are legal, if any: of `depths`, which descend."""
-    least = replace(config, STAGES=depths[-1])
+    least = _changed(config, config.SPLIT, depths[-1])
     if refusal(problem, least) is None:  # what has room for more stages has room for fewer
-        tried = (replace(config, STAGES=stages) for stages in depths[:-1])
+        tried = (_changed(config, config.SPLIT, stages) for stages in depths[:-1])
         yield next((one for one in tried if refusal(problem, one) is None), least)
 
 

@@ -281,6 +281,7 @@ def flagged(problem: ConvProblem, packed: PackedLayout) -> bool:
     return problem.dtype == "float32" or (packed.window is not None and packed.window.covers_unused_rows)
 
 
+@lru_cache(maxsize=1024)  # the planner asks for it once a configuration
 def why_not(problem: ConvProblem) -> str | None:
     """Why no kernel on packed operands can run `problem`, or None if one can."""
     if problem.dtype not in ELEMENTS:
@@ -494,7 +495,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
 def _columns(problem: ConvProblem, strided: bool) -> dict[str, int]:
     """The columns of an image that are packed: not those that a stride, if the loads make it, steps over with all taps."""
     step = problem.stride[2] if strided and problem.direction == "fprop" else 1
-    met = {tap * problem.dilation[2] % step for tap in range(problem.filter_size[2])}
+    met = {tap * problem.dilation[2] % step for tap in range(min(problem.filter_size[2], step))}  # later taps meet the same again
     if len(met) == step:
         step, met = 1, {0}
     return {"step_w": step, "first_w": problem.padding_before[2] % step, "met_w": sum(1 << column for column in met)}
@@ -755,6 +756,12 @@ FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 FEW, FEW_TIME = 32, 0.008  # pixels of a block that packs few, and the microseconds that it adds to such a launch
 
 
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
+    """Blocks of the launch that packs the filter as images are packed."""
+    return _packed(problem, packed, True, True).blocks
+
+
 def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
     moved = 0.0
@@ -768,6 +775,6 @@ def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_image
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
     few = 0.0
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
-        few = FEW_TIME * _packed(problem, packed, True, True).blocks
+        few = FEW_TIME * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
     return (2 if split > 1 else 0) + max(moved / 3.5e6, few) + 1.5 * launches

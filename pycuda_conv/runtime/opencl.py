@@ -17,6 +17,8 @@ from pycuda_conv.runtime import pocl
 from pycuda_conv.runtime.base import KERNEL_DIR, Device, KernelLaunch, Launcher, forked, headers
 from pycuda_conv.runtime.cache import Entry
 
+#: What every kernel is built with.
+OPTIONS = ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)]
 _HOW = "install PoCL with: pip install 'pycuda_conv[cpu]'"
 _SYSTEM_VENDORS = Path("/etc/OpenCL/vendors")
 
@@ -154,7 +156,7 @@ class OpenCLDevice(Device):
         source = step.source()
         with self._lock:
             if source not in self._programs:
-                self._programs[source] = self._build(source, ["-cl-std=CL1.2", "-w", "-I", str(KERNEL_DIR)])
+                self._programs[source] = self._build(source, OPTIONS)
             program, kept = self._programs[source]
             kernel = self._kernels.get((step.kernel, source))
             if kernel is None:
