@@ -240,10 +240,10 @@ def backward(
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
 
 
-def channel_sums(pixels: Pixels, multiprocessors: int, rounded: bool = True) -> tuple[Sequence[KernelLaunch], int]:
-    """The sum of each channel, in the array's dtype, or in that of sums. Buffers: the array | sums | workspace."""
+def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelLaunch], int]:
+    """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
-    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=rounded)
+    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=True)
     return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
 
 

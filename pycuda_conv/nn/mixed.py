@@ -2,7 +2,7 @@
 
 Torch's autocast casts input, filter and bias one by one, and each cast has a backward pass of its own: six launches of torch's for a
 convolution, which take the host longer than the convolution does. Here they are launches of the same row: see
-:func:`pycuda_conv.quick.row`. The numbers are the same, but for the gradient of a bias, which is not rounded in between.
+:func:`pycuda_conv.quick.row`. The numbers are the same: gradients too are rounded to 16 bits first, so what overflows there is infinite.
 
 What was rounded is a result beside the convolution's, so that torch can differentiate gradients in their turn.
 """
@@ -208,7 +208,7 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         results: list[Any] = []
         room = _Room(scratch[0])
         pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
-        summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors, False) if by_bias else ((), 0)
+        summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors) if by_bias else ((), 0)
         room.take(max(nbytes, *(plan.workspace_bytes for plan in plans)))  # which serves one after the other
         if by_first is not None and dx is not None:
             size = math.prod(x_shape)
@@ -225,7 +225,8 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
             lying = channels_last(len(w_shape), ndim) if ctx.last else None
             results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
         if db is not None:
-            steps += quick.moved([[one] for one in summed], (ag, db, scratch))
+            to = room.take(2 * pixels.K)
+            steps += [*quick.moved([[one] for one in summed], (ag, to, scratch)), [casting.widen(word, pixels.K, to, db)]]
             results.append(TORCH.maker((grad.shape[1],), torch.float32, grad.device, None))
         row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
     quick.put(_table, name, row)
