@@ -777,7 +777,8 @@ def transpose_filter(step, memory: Memory) -> None:
     assert step.block == 256 and step.grid == ceil(s.rows, 64) * s.taps * s.tiles_c and s.tiles_c == ceil(s.channels, 64)
     row, tap, channel = np.ogrid[: s.rows, : s.taps, : s.channels]
     values = inside(memory.view(step.buffers[0], kind), row * s.row_step + tap * s.tap_step + channel * s.channel_step)
-    store(memory.view(step.buffers[1], kind), np.arange(values.size), values.ravel())
+    assert s.pitch >= s.taps * s.channels
+    store(memory.view(step.buffers[1], kind), (row * s.pitch + tap * s.channels + channel).ravel(), values.ravel())
 
 
 def dense_product(step, memory: Memory, finite: bool) -> None:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides, phases
 from pycuda_conv.engines.hopper import (
@@ -73,7 +74,6 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     (64, 128): (1,),
 }  # fmt: skip
 PHASES = 4  # in a launch, or one
-FILTER_TILE = 64  # rows, and channels, of a block that transposes a filter
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
@@ -231,20 +231,6 @@ class DensePhase(NamedTuple):
     slope: int
 
 
-class TransposedFilter(NamedTuple):
-    """What ``transpose_filter`` is told of the filter, which its text explains."""
-
-    rows: int
-    taps: int
-    by_taps: int
-    channels: int
-    tiles_c: int
-    by_tiles_c: int
-    row_step: int
-    tap_step: int
-    channel_step: int
-
-
 def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
     multiprocessors, taps = device.multiprocessors, math.prod(problem.filter_size)
@@ -267,10 +253,10 @@ def schedule(problem: ConvProblem, config: DenseNhwc, device: Device, noted: boo
     place = kept.take(problem.itemsize * math.prod(problem.weight_shape))
     # elements of the filter from one channel of the result, tap, and channel of the input, to the next
     _, row, channel = filter_strides(problem)
-    prepare, steps = [[_transpose(problem, place, (row, 1, channel))]], products(place, False)
+    prepare, steps = [[transpose_filter.launch(problem, place, (row, 1, channel))]], products(place, False)
     if not lying and problem.direction == "dgrad":
         width = problem.weight_shape[1]
-        lying = [[_transpose(problem, place, (1, width, taps * width))], *steps]
+        lying = [[transpose_filter.launch(problem, place, (1, width, taps * width))], *steps]
     return Schedule(prepare, steps, prepare + steps, scratch.used, kept.used, moments=layout.moments, filter_last=lying)
 
 
@@ -313,17 +299,6 @@ def _product(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
         maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told, layer=finish_constants(told[0]),
     )  # fmt: skip
-
-
-def _transpose(problem: ConvProblem, place: Place, steps: tuple[int, int, int]) -> KernelLaunch:
-    """The launch that lays the filter, of which `steps` say how it lies."""
-    rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
-    told = arguments(
-        TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, FILTER_TILE),
-        **dict(zip(("row_step", "tap_step", "channel_step"), steps, strict=True)),
-    )  # fmt: skip
-    grid = ceil(rows, FILTER_TILE) * taps * told.tiles_c
-    return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=told)
 
 
 def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major: bool) -> TensorMap:
@@ -381,7 +356,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "MOMENTS": FLAG,
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
-    yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
+    yield from transpose_filter.texts()
 
 
 def _made(d: Mapping[str, int]) -> bool:
@@ -394,7 +369,6 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-TRANSPOSE = 2.2  # microseconds of a launch that transposes the filter
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
@@ -433,7 +407,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
         us += BEGIN + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     lies = problem.direction == "fprop" or mn_major
-    transposed = 0 if lies else TRANSPOSE + 2 * size * math.prod(problem.weight_shape) / MEMORY
+    transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return max(us, BEGIN + moved / MEMORY) + transposed
 
 
