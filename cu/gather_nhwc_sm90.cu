@@ -25,9 +25,6 @@
 #define COPY 16     // bytes
 #define CLUSTER 1   // blocks that share a tile
 #endif
-#define W_MN_MAJOR 0
-#define PHASES 1
-#define MOMENTS 0
 
 // What the kernel is told. by_n is the divisor n, prepared (division.cuh).
 struct GatherPhase {
@@ -54,7 +51,7 @@ constexpr int COPYING = 128, THREADS = CONSUMER_THREADS + COPYING;
 constexpr int LANES = 128 / COPY, AT_ONCE = 32 / LANES;     // copies of a row; rows that a warp copies at once
 constexpr int ROWS = BLOCK_M / 4, PASSES = ROWS / AT_ONCE;  // of a warp, in a stage
 constexpr int EACH = COPY / (int)sizeof(data_t);            // elements of a copy
-constexpr int UNDER_WAY = min(STAGES / 2, STAGES - 2);      // stages of a warp that have not arrived: consumers keep one until the next is there
+constexpr int UNDER_WAY = STAGES < 4 ? STAGES - 2 : STAGES / 2;  // stages of a warp that have not arrived: consumers keep one until the next is there
 static_assert(COPY == 16 || COPY == 4, "copies of 16 bytes, or single words");
 static_assert(STAGES >= 2 && ROWS <= 32, "a lane finds a row's pixel");
 

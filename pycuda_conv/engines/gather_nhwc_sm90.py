@@ -122,8 +122,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "its copies are of 4 bytes"
     if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
         return "it counts elements and pixels in 32 bits"
-    beside = [(taps - 1) * step + abs(pad) for taps, step, pad in zip(problem.filter_size, problem.dilation, problem.padding_before, strict=True)]
-    if max(map(sum, zip(problem.operand_size, beside, strict=True))) >= 2**15:
+    axes = zip(problem.operand_size, problem.filter_size, problem.dilation, problem.padding_before, strict=True)
+    if max(size + (taps - 1) * step + abs(pad) for size, taps, step, pad in axes) >= 2**15:
         return "it counts rows and columns in 16 bits"
     return None
 
