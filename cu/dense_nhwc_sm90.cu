@@ -39,7 +39,7 @@ struct DensePhase {
   long long tiles, tiles_n, by_tiles_n;                       // all; along channels
   long long blocks, part;                                     // stages of a sum, and of one of CLUSTER parts
   long long channel_blocks, by_channel_blocks;                // stages of a tap
-  long long rows;                                             // output channels
+  long long rows, by_rows;                                    // output channels
   long long tap_r, by_tap_r, tap_s, by_tap_s;                 // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;     // number in w of the first tap, and steps from one to the next
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
@@ -50,7 +50,7 @@ struct DensePhase {
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first one, and from one to the next
-  long long wide;                                             // whether four neighbouring channels of y are written at once
+  long long wide;                                             // how channels of y are written: Wide
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;

@@ -30,7 +30,7 @@
 struct GatherPhase {
   long long tiles, tiles_n, by_tiles_n;                     // all; along channels
   long long blocks, part;                                   // stages of a sum, and of one of CLUSTER parts
-  long long rows;                                           // output channels
+  long long rows, by_rows;                                  // output channels
   long long copies, tap_copies, by_tap_copies;              // of a pixel's gemm k; of a tap's channels
   long long tap_r, by_tap_r, tap_s, by_tap_s;               // taps along r and s
   long long dilation_d, dilation_h, dilation_w;             // offset in x from one tap to the next
@@ -41,7 +41,7 @@ struct GatherPhase {
   long long load_plane, by_load_plane, load_pq, by_load_pq, load_q, by_load_q;  // pixels of an image, a slice and a row
   long long plane, by_plane, pq, by_pq, q, by_q;            // the same, as y is written
   long long out_size, out_base, out_d, out_h, out_w;        // pixels of an image of y, the first one, and from one to the next
-  long long wide;                                           // whether four neighbouring channels of y are written at once
+  long long wide;                                           // how channels of y are written: Wide
   long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
 };
 typedef GatherPhase Phase;

@@ -91,6 +91,10 @@ DEVICE int place_of(const Phase& shape, int pixel) {
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
+// How channels of y are written: one at a time; four neighbours at once; or, where all of a pixel's are in one chunk and pixels follow one
+// another, as neighbours of a warp's whole run of pixels.
+enum Wide { SINGLE, FOURS, RUN };
+
 // Four neighbouring channels of y, and what finishes their sums.
 struct Four {
   int first, count;  // how many there are
@@ -105,25 +109,53 @@ struct Four {
       data_t v[4];
     };
     if (place < 0 || count <= 0) return;
+    const bool wide = (int)shape.wide == FOURS;
     const long long at = place * shape.rows + first;
     const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
     Vector added = {}, out;
     float v[4];
-    if (added_to && shape.wide) added = *(const Vector*)(residual + at);
+    if (added_to && wide) added = *(const Vector*)(residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (added_to && !shape.wide && e < count) added.v[e] = residual[at + e];
+      if (added_to && !wide && e < count) added.v[e] = residual[at + e];
       v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
     }
     activate(shape, v);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       out.v[e] = from_float<data_t>(v[e]);
-      if (!shape.wide && e < count) y[at + e] = out.v[e];
+      if (!wide && e < count) y[at + e] = out.v[e];
     }
-    if (shape.wide) store_word(y + at, *(const word<Vector>*)&out);
+    if (wide) store_word(y + at, *(const word<Vector>*)&out);
   }
 };
+
+// A warp's staging tile to a run of y, of pixels from `pixel` on: a lane takes two neighbours at a time, whatever pixels they are of.
+DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
+  struct alignas(2 * sizeof(data_t)) Pair {
+    data_t v[2];
+  };
+  const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
+  const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
+  const bool added_to = !MOMENTS && has_residual(shape);
+  for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
+    float v[2];
+    Pair out;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Divided of_pixel(min(i + e, count - 1), shape.rows, shape.by_rows);
+      Finish<false> finish;
+      finish.of = ScaleAndBias(shape, scales, biases, of_pixel.rest);
+      const float added = added_to && i + e < count ? to_float(residual[first + i + e]) : -0.f;
+      v[e] = finish.whole(shape, staging[of_pixel.quotient * PITCH + of_pixel.rest], 1, added);
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) out.v[e] = from_float<data_t>(v[e]);
+    if (i + 1 < count) store_word(y + first + i, *(const word<Pair>*)&out);
+    else y[first + i] = out.v[0];
+  }
+}
 
 #if MOMENTS
 // The moments of a chunk: a lane has the channel `channel` of its warp's 16 pixels, and one of the consumer's warps adds up those of all four.
@@ -177,11 +209,15 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         *(float2*)(staging + (lane / 4 + 8 * half) * PITCH + 8 * i + 2 * (lane % 4)) = make_float2(sum[at], sum[at + 1]);
       }
     __syncwarp();
+    if (BLOCK_N == CHUNK && (int)shape.wide == RUN) {
+      store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
+    } else {
 #pragma unroll
-    for (int down = 0; down < 16; down += 4) {
-      const int row = down + lane / 8;
-      const float4 v = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
-      four.store(shape, __shfl_sync(~0u, own, row), {v.x, v.y, v.z, v.w}, residual, y);
+      for (int down = 0; down < 16; down += 4) {
+        const int row = down + lane / 8;
+        const float4 v = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
+        four.store(shape, __shfl_sync(~0u, own, row), {v.x, v.y, v.z, v.w}, residual, y);
+      }
     }
 #if MOMENTS
     note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);

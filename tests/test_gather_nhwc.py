@@ -46,7 +46,7 @@ CASES = [
 
 def tiles(case: Case, mode: str) -> list[GatherNhwc]:
     """One of each kind: the small and the large, of a cluster and alone."""
-    found = (GatherNhwc(64, 64, 3), GatherNhwc(128, 96, 2), GatherNhwc(64, 32, 4, 8), GatherNhwc(128, 128, 5), GatherNhwc(64, 64, 6, 4))
+    found = (GatherNhwc(64, 64, 3), GatherNhwc(128, 96, 2), GatherNhwc(64, 32, 4, 8), GatherNhwc(64, 32, 4), GatherNhwc(128, 128, 5), GatherNhwc(64, 64, 6, 4))
     return [config for config in found if gn.refusal(asked(case, mode), config) is None]
 
 
@@ -167,7 +167,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for config in gn.configs(problem, H200):
             for launch in (launch for step in gn.schedule(problem, config, H200).whole for launch in step):
                 steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path, 32)  # an activation's call takes registers
+    check_compiled(steps, tmp_path, 40)  # an activation's call takes registers
 
 
 # ---- on the GPU

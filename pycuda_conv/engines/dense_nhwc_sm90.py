@@ -36,6 +36,7 @@ from pycuda_conv.engines.hopper import (
     pixel_cycles,
     stage_channels,
     unsupported,
+    wide_stores,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
 from pycuda_conv.engines.range_guard import MomentsLayout
@@ -187,6 +188,7 @@ class DensePhase(NamedTuple):
     channel_blocks: int
     by_channel_blocks: int
     rows: int
+    by_rows: int
     tap_r: int
     by_tap_r: int
     tap_s: int
@@ -332,7 +334,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, wide=int(problem.result_channels % 4 == 0), **finish(problem),
+        **places, wide=wide_stores(problem.result_channels, config.BLOCK_N, walk.phase), **finish(problem),
     )  # fmt: skip
 
 

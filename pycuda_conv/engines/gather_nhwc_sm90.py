@@ -30,6 +30,7 @@ from pycuda_conv.engines.hopper import (
     map_type,
     stage_channels,
     unsupported,
+    wide_stores,
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, written_places
 from pycuda_conv.engines.schedule import (
@@ -171,6 +172,7 @@ class GatherPhase(NamedTuple):
     blocks: int
     part: int
     rows: int
+    by_rows: int
     copies: int
     tap_copies: int
     by_tap_copies: int
@@ -295,7 +297,7 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
         **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        wide=int(problem.result_channels % 4 == 0), **finish(problem),
+        wide=wide_stores(problem.result_channels, config.BLOCK_N, phase), **finish(problem),
     )  # fmt: skip
 
 
