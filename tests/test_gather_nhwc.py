@@ -28,6 +28,7 @@ from test_kernels import check_refused
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import gather_nhwc_sm90 as gn
+from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.gather_nhwc_sm90 import GatherNhwc
 from pycuda_conv.tools import families
 
@@ -121,7 +122,7 @@ def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
 
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and each candidate's launches."""
-    listed, r, met = list(gn.texts(H200)), random.Random(3), 0
+    listed, r, met = [*gn.texts(H200), *transpose_filter.texts()], random.Random(3), 0
     for family in ("dense 3x3", "dense 1x1", "first", "volume", "odd"):
         for _ in range(12):
             for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC"))):

@@ -312,7 +312,7 @@ def sum_order(problem: ConvProblem, config: GatherNhwc) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for a tile, the type, and the bytes of a copy."""
+    """A text for a tile, the type, and the bytes of a copy. Those that transpose filters are another engine's too, which lists them."""
     for (rows, columns), clusters in TILES.items():
         for cluster in clusters:
             choices = {
@@ -320,7 +320,6 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 "TYPE": tuple(ELEMENTS.values()), "COPY": COPIES, "CLUSTER": (cluster,),
             }  # fmt: skip
             yield TextFamily("gather_nhwc_sm90", choices, arch="sm_90a")
-    yield from transpose_filter.texts()
 
 
 # ---- the choice
