@@ -153,7 +153,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
   __syncthreads();
   AFTER_LAST_LAUNCH
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume(shapes, ring, sums, staging, scale, bias, residual, y, moments);
+    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, moments);
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, &map_w, shapes, ring);
 #if CLUSTER > 1

@@ -6,12 +6,13 @@
 // A tensor load brings a row of one tap's channels and fills what a row of 128 bytes has more. Here threads copy: a stage's row is 128 bytes of
 // (tap, c) that follow one another, whatever the taps they belong to. 24 channels of 3x3 taps in 16 bits are 4 stages instead of 9.
 //
-// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. A consumer warpgroup for each 64 pixels, and behind them four warps that copy x.
-//          The first of their threads asks for w. Persistent, unless a cluster shares a tile.
+// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. A consumer warpgroup for each 64 pixels, and behind them a warp for each 16 of them
+//          that copies x.
+//          The first of these threads asks for w. Persistent, unless a cluster shares a tile.
 // Shared   as in dense_nhwc_sm90.cu. full[stage]: the copying warps' parts have arrived, and w.
 // x        copies of COPY bytes, which belong to one tap: 16, or 4 where a tap's bytes are no multiple of 16. Neighbouring lanes copy neighbours of
-//          a row. Where a tap meets no pixel, zeros. A warp has BLOCK_M / 4 rows of a stage, and some stages under way. What has arrived it fences
-//          for wgmma, and says so. TF32: the copying thread rounds what has arrived in its place, since wgmma cuts off.
+//          a row. Where a tap meets no pixel, zeros. A warp has 16 rows of a stage, and some stages under way. It says what has arrived.
+//          Consumers fence it for wgmma. TF32: first they round it in its place, since wgmma cuts off.
 // w        rows of gemm k by TMA, as it lies or as transpose_filter.cu made it.
 // Rows     where no tap lies outside of a row of x, and taps follow one another, a row of the filter is one tap of all their channels.
 // Cluster  as in dense_nhwc_sm90.cu.
@@ -32,7 +33,7 @@ struct GatherPhase {
   long long blocks, part;                                   // stages of a sum, and of one of CLUSTER parts
   long long rows, by_rows;                                  // output channels
   long long copies, tap_copies, by_tap_copies;              // of a pixel's gemm k; of a tap's channels
-  long long tap_r, by_tap_r, tap_s, by_tap_s;               // taps along r and s
+  long long tap_t, tap_r, by_tap_r, tap_s, by_tap_s;        // taps along each axis, 31 at most in all
   long long dilation_d, dilation_h, dilation_w;             // offset in x from one tap to the next
   long long depth, height, width, channels;                 // of x
   long long pixels;                                         // of y
@@ -47,20 +48,110 @@ struct GatherPhase {
 typedef GatherPhase Phase;
 #include "pixel_tiles.cuh"
 
-constexpr int COPYING = 128, THREADS = CONSUMER_THREADS + COPYING;
-constexpr int LANES = 128 / COPY, AT_ONCE = 32 / LANES;     // copies of a row; rows that a warp copies at once
-constexpr int ROWS = BLOCK_M / 4, PASSES = ROWS / AT_ONCE;  // of a warp, in a stage
-constexpr int EACH = COPY / (int)sizeof(data_t);            // elements of a copy
+constexpr int COPYING = 2 * BLOCK_M, THREADS = CONSUMER_THREADS + COPYING;
+constexpr int LANES = 128 / COPY, AT_ONCE = 32 / LANES;         // copies of a row; rows that a warp copies at once
+constexpr int ROWS = 16, PASSES = ROWS / AT_ONCE;               // of a warp, in a stage
+constexpr int EACH = COPY / (int)sizeof(data_t);                // elements of a copy
 constexpr int UNDER_WAY = STAGES < 4 ? STAGES - 2 : STAGES / 2;  // stages of a warp that have not arrived: consumers keep one until the next is there
 static_assert(COPY == 16 || COPY == 4, "copies of 16 bytes, or single words");
-static_assert(STAGES >= 2 && ROWS <= 32, "a lane finds a row's pixel");
+static_assert(STAGES >= 2, "a ring");
 
 // ---- the copying warps
 
-// COPY bytes from `from`, or zeros; all that this thread copies to a stage is a group.
-DEVICE void copy(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(COPY), "r"(there ? COPY : 0) : "memory");
+// COPY bytes from `from`, or zeros, to `further` bytes behind `to`; all that this thread copies to a stage is a group.
+template <int further> DEVICE void copy(uint32_t to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0 + %1], [%2], %3, %4;" ::"r"(to), "n"(further), "l"(from), "n"(COPY), "r"(there ? COPY : 0) : "memory");
 }
+
+// The rows of a stage that a lane copies some of.
+struct Lane {
+  int warp, chunk, first;  // which COPY bytes of a row; the first row
+  DEVICE Lane() : warp((threadIdx.x - CONSUMER_THREADS) / 32), chunk(threadIdx.x % LANES), first(warp * ROWS + threadIdx.x % 32 / LANES) {}
+  // bytes from the stage to the copy to a row that is `further` ones behind the first: 16 bytes have changed places within eight rows, as wgmma
+  // wants them
+  DEVICE uint32_t place(int further) const {
+    const int row = first + further;
+    return row * 128 + (chunk * COPY ^ row % 8 * 16);
+  }
+};
+
+// Taps that an axis has, and which of them lie inside of x for a pixel whose first one is at `at`: a bit each.
+DEVICE uint32_t taps_inside(int at, int size, int taps, int step) {
+  uint32_t met = 0;
+  for (int tap = 0; tap < taps; ++tap) met |= (uint32_t)((unsigned)(at + tap * step) < (unsigned)size) << tap;
+  return met;
+}
+
+// Where the pixels of a lane's rows lie in x, of tap 0, and the taps that lie inside: bits of s, then of r, then of t.
+struct Rows {
+  int element[PASSES];
+  uint32_t inside[PASSES];
+  DEVICE Rows(const Phase& shape, const Lane& lane, int pixel) {
+    const int own = pixel + lane.warp * ROWS + threadIdx.x % ROWS;  // a lane finds one row's, and tells the others
+    const LoadBase base(shape, own);
+    const int at = (((base.image * (int)shape.depth + base.d) * (int)shape.height + base.h) * (int)shape.width + base.w) * (int)shape.channels;
+    const int s = (int)shape.tap_s, r = (int)shape.tap_r;
+    uint32_t met = taps_inside(base.w, (int)shape.width, s, (int)shape.dilation_w);
+    met |= taps_inside(base.h, (int)shape.height, r, (int)shape.dilation_h) << s;
+    met |= taps_inside(base.d, (int)shape.depth, (int)shape.tap_t, (int)shape.dilation_d) << (s + r);
+    if (own >= (int)shape.pixels) met = 0;
+#pragma unroll
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int from = threadIdx.x % 32 / LANES + pass * AT_ONCE;
+      element[pass] = __shfl_sync(~0u, at, from);
+      inside[pass] = __shfl_sync(~0u, met, from);
+    }
+  }
+};
+
+DEVICE void hand_over(const Ring& ring, Position& at) {
+  __syncwarp();  // all lanes' copies have arrived
+  if (threadIdx.x % 32 == 0) barrier_arrive(ring.full + 8 * at.stage);
+  at.next();
+}
+
+DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring) {
+  const Lane lane;
+  const Phase& shape = shapes.of[0];
+  Position at, arriving;
+  int under_way = 0;
+  const Range range(shape);
+  const int height = (int)shape.height, width = (int)shape.width, tap_s = (int)shape.tap_s, tap_r = (int)shape.tap_r;
+  for (int tile = first_tile(); tile < (int)shape.tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const Rows rows(shape, lane, of.pixel);
+    for (int step = range.first; step < range.last; ++step) {
+      const int number = step * LANES + lane.chunk;
+      const Divided of_tap(number, shape.tap_copies, shape.by_tap_copies), of_row(of_tap.quotient, tap_s, shape.by_tap_s);
+      const Divided of_slice(of_row.quotient, tap_r, shape.by_tap_r);
+      const int w = of_row.rest * (int)shape.dilation_w, h = of_slice.rest * (int)shape.dilation_h, d = of_slice.quotient * (int)shape.dilation_d;
+      const int further = ((d * height + h) * width + w) * (int)shape.channels + of_tap.rest * EACH;
+      // the last bit is no tap's: there is nothing to copy behind the last tap
+      const uint32_t tap = number < (int)shape.copies ? 1u << of_row.rest | 1u << (tap_s + of_slice.rest) | 1u << (tap_s + tap_r + of_slice.quotient) : 1u << 31;
+      const uint32_t a = ring.stages + at.stage * STAGE_BYTES, arrived = ring.full + 8 * at.stage;
+      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+      if (threadIdx.x == CONSUMER_THREADS) {
+        barrier_expect(arrived, min(BLOCK_N, (int)shape.rows) * 128);
+        load_box(a + A_BYTES, map_w, arrived, step * BLOCK_K, 0, of.channel);
+      }
+      for_all<PASSES>([&](auto number_of_pass) {
+        constexpr int pass = decltype(number_of_pass)::value, row = pass * AT_ONCE;
+        copy<row / 8 * 8 * 128>(a + lane.place(row % 8), x + (rows.element[pass] + further), (rows.inside[pass] & tap) == tap);
+      });
+      commit_loads();
+      at.next();
+      if (++under_way > UNDER_WAY) {
+        wait_for_loads<UNDER_WAY>();
+        hand_over(ring, arriving);
+        --under_way;
+      }
+    }
+  }
+  wait_for_loads<0>();
+  while (under_way-- > 0) hand_over(ring, arriving);
+}
+
+// ---- what consumers do with what was copied, which no fence of the copying warps waited for: that would wait for all copies under way
 
 #if TYPE == 32
 DEVICE uint32_t rounded(float v) {
@@ -68,100 +159,24 @@ DEVICE uint32_t rounded(float v) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
   return bits;
 }
-// What this thread copied to `at`.
-DEVICE void round_copy(uint8_t* at) {
-  alignas(COPY) uint32_t v[EACH];
-  *(word<decltype(v)>*)v = *(const word<decltype(v)>*)at;
-#pragma unroll
-  for (int e = 0; e < EACH; ++e) v[e] = rounded(__uint_as_float(v[e]));
-  *(word<decltype(v)>*)at = *(const word<decltype(v)>*)v;
-}
 #endif
 
-// The rows of a stage that a lane copies some of.
-struct Lane {
-  int warp, chunk, first;  // which COPY bytes of a row; the first row
-  DEVICE Lane() : warp((threadIdx.x - CONSUMER_THREADS) / 32), chunk(threadIdx.x % LANES), first(warp * ROWS + threadIdx.x % 32 / LANES) {}
-  // bytes from the stage to a pass's copy: 16 bytes have changed places within eight rows, as wgmma wants them
-  DEVICE uint32_t place(int pass) const {
-    const int row = first + pass * AT_ONCE, at = chunk * COPY;
-    return row * 128 + (at ^ row % 8 * 16);
-  }
-};
-
-// Where the pixels of a lane's rows lie in x, of tap 0: the element, d, and h and w together, which are less than 2^15.
-struct Rows {
-  int element[PASSES], d[PASSES], hw[PASSES];
-  DEVICE Rows(const Phase& shape, const Lane& lane, int pixel) {
-    const int own = pixel + lane.warp * ROWS + threadIdx.x % 32;  // a lane finds one row's, and tells the others
-    const LoadBase base(shape, own);
-    const int all_channels = (int)shape.channels, outside = own < (int)shape.pixels ? 0 : -(1 << 29);  // which no tap brings inside
-    const int at = (((base.image * (int)shape.depth + base.d) * (int)shape.height + base.h) * (int)shape.width + base.w) * all_channels;
-    const int both = (int)((uint32_t)base.h << 16 | ((uint32_t)base.w & 0xffff));
-#pragma unroll
-    for (int pass = 0; pass < PASSES; ++pass) {
-      const int from = threadIdx.x % 32 / LANES + pass * AT_ONCE;
-      element[pass] = __shfl_sync(~0u, at, from);
-      d[pass] = __shfl_sync(~0u, base.d + outside, from);
-      hw[pass] = __shfl_sync(~0u, both, from);
-    }
-  }
-};
-
-// A stage that has arrived: it is wgmma's. `stages` is the ring.
-DEVICE void hand_over(const Ring& ring, [[maybe_unused]] uint8_t* stages, Position& at, [[maybe_unused]] const Lane& lane) {
+// A consumer's rows of a stage become wgmma's.
+DEVICE void take_over(uint8_t* rows) {
 #if TYPE == 32
-  __syncwarp();  // neighbours' copies have arrived too
-  uint8_t* const a = stages + at.stage * STAGE_BYTES;
 #pragma unroll
-  for (int pass = 0; pass < PASSES; ++pass) round_copy(a + lane.place(pass));
+  for (int i = 0; i < 64 * 128 / 16 / 128; ++i) {
+    uint4* const at = (uint4*)rows + i * 128 + threadIdx.x % 128;
+    const uint4 v = *at;
+    *at = make_uint4(rounded(__uint_as_float(v.x)), rounded(__uint_as_float(v.y)), rounded(__uint_as_float(v.z)), rounded(__uint_as_float(v.w)));
+  }
+#else
+  (void)rows;
 #endif
   fence_for_bulk();
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) barrier_arrive(ring.full + 8 * at.stage);
-  at.next();
-}
-
-DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring, uint8_t* stages) {
-  const Lane lane;
-  const Phase& shape = shapes.of[0];
-  Position at, arriving;
-  int under_way = 0;
-  const Range range(shape);
-  const int depth = (int)shape.depth, height = (int)shape.height, width = (int)shape.width;
-  for (int tile = first_tile(); tile < (int)shape.tiles; tile = next_tile(tile)) {
-    const Tile of(shapes, tile);
-    const Rows rows(shape, lane, of.pixel);
-    for (int step = range.first; step < range.last; ++step) {
-      const uint32_t a = ring.stages + at.stage * STAGE_BYTES, arrived = ring.full + 8 * at.stage;
-      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
-      if (threadIdx.x == CONSUMER_THREADS) {
-        barrier_expect(arrived, min(BLOCK_N, (int)shape.rows) * 128);
-        load_box(a + A_BYTES, map_w, arrived, step * BLOCK_K, 0, of.channel);
-      }
-      const int copy_number = step * LANES + lane.chunk;
-      const Divided of_tap(copy_number, shape.tap_copies, shape.by_tap_copies), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
-      const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
-      const int w = of_row.rest * (int)shape.dilation_w, h = of_slice.rest * (int)shape.dilation_h;
-      const int d = copy_number < (int)shape.copies ? of_slice.quotient * (int)shape.dilation_d : -(1 << 29);
-      const int element = ((of_slice.quotient * (int)shape.dilation_d * height + h) * width + w) * (int)shape.channels + of_tap.rest * EACH;
-#pragma unroll
-      for (int pass = 0; pass < PASSES; ++pass) {
-        const bool there = (unsigned)(rows.d[pass] + d) < (unsigned)depth && (unsigned)((rows.hw[pass] >> 16) + h) < (unsigned)height &&
-                           (unsigned)((short)rows.hw[pass] + w) < (unsigned)width;
-        copy(a + lane.place(pass), x + (there ? rows.element[pass] + element : 0), there);
-      }
-      commit_loads();
-      at.next();
-      if (++under_way > UNDER_WAY) {
-        wait_for_loads<UNDER_WAY>();
-        hand_over(ring, stages, arriving, lane);
-        --under_way;
-      }
-    }
-  }
-  wait_for_loads<0>();
-  while (under_way-- > 0) hand_over(ring, stages, arriving, lane);
+#if TYPE == 32
+  named_barrier(2 + threadIdx.x / 128, 128);
+#endif
 }
 
 extern "C" __global__ void
@@ -190,9 +205,9 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
   __syncthreads();
   AFTER_LAST_LAUNCH
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume(shapes, ring, sums, staging, scale, bias, residual, y, nullptr);
+    consume([&](int at) { take_over((uint8_t*)sums + at); }, shapes, ring, sums, staging, scale, bias, residual, y, nullptr);
   } else {
-    produce(x, &map_w, shapes, ring, (uint8_t*)sums);
+    produce(x, &map_w, shapes, ring);
 #if CLUSTER > 1
     __syncwarp();
     cluster_barrier();

@@ -248,7 +248,9 @@ DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fre
   for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (W_MN_MAJOR ? 16 * 128 / 16 : 2) * k, !(fresh && k == 0));
 }
 
-DEVICE void consume(const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const data_t* scale,
+// `ready` is told where this consumer's rows of x of a stage that has arrived are.
+template <class Ready>
+DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const data_t* scale,
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int consumer = threadIdx.x / 128;
   Position at;
@@ -263,6 +265,7 @@ DEVICE void consume(const Shapes& shapes, const Ring& ring, [[maybe_unused]] flo
     for (int step = range.first; step < range.last; ++step) {
       const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
       barrier_wait(ring.full + 8 * at.stage, at.parity);
+      ready(at.stage * STAGE_BYTES + consumer * 64 * 128);
       wgmma_fence();
       multiply(sum, stage + consumer * 64 * 128, stage + A_BYTES, step == range.first);
       wgmma_commit();

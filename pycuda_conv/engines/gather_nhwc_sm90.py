@@ -63,7 +63,7 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile
 TILES: dict[tuple[int, int], tuple[int, ...]] = {(128, 64): (1,), (128, 128): (1,), (64, 32): (1, 8), (64, 64): (1, 4)}
 STAGES = 8  # of a ring, at the most
 STAGING = 2560  # bytes of a warp's staging tile
-COPYING = 128  # threads that copy
+MOST_TAPS = 31  # of all axes: bits of a mask
 COPIES = (16, 4)  # bytes of a copy
 
 
@@ -123,9 +123,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "its copies are of 4 bytes"
     if problem.largest_array >= 2**31 or problem.N * math.prod(problem.result_size) >= MOST_PIXELS:
         return "it counts elements and pixels in 32 bits"
-    axes = zip(problem.operand_size, problem.filter_size, problem.dilation, problem.padding_before, strict=True)
-    if max(size + (taps - 1) * step + abs(pad) for size, taps, step, pad in axes) >= 2**15:
-        return "it counts rows and columns in 16 bits"
+    if sum(_runs(problem).taps) > MOST_TAPS:
+        return f"its masks have {MOST_TAPS} taps: of rows, columns and slices"
     return None
 
 
@@ -176,6 +175,7 @@ class GatherPhase(NamedTuple):
     copies: int
     tap_copies: int
     by_tap_copies: int
+    tap_t: int
     tap_r: int
     by_tap_r: int
     tap_s: int
@@ -257,7 +257,7 @@ def _product(problem: ConvProblem, config: GatherNhwc, place: Place, pitch: int,
         "CLUSTER": config.CLUSTER,
     }  # fmt: skip
     return KernelLaunch(
-        "gather_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + COPYING, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
+        "gather_nhwc_sm90", defines, grid, 4 * config.BLOCK_M, (INPUT, BIAS, SCALE, RESIDUAL, RESULT), (),
         maps=(_filter_map(problem, config, place, pitch),), shared=_shared_bytes(config), arch="sm_90a", arguments=told,
         layer=finish_constants(told),
     )  # fmt: skip
@@ -293,7 +293,7 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
     depth, high, wide = problem.operand_size
     return arguments(
         GatherPhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER), rows=problem.result_channels,
-        copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_r=runs.taps[1], tap_s=runs.taps[2],
+        copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1], tap_s=runs.taps[2],
         **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
