@@ -108,25 +108,24 @@ struct Four {
     struct alignas(4 * sizeof(data_t)) Vector {
       data_t v[4];
     };
-    if (place < 0 || count <= 0) return;
-    const bool wide = (int)shape.wide == FOURS;
+    const bool there = place >= 0 && count > 0, wide = (int)shape.wide == FOURS;  // no branch: several stores are made at once
     const long long at = place * shape.rows + first;
     const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
     Vector added = {}, out;
     float v[4];
-    if (added_to && wide) added = *(const Vector*)(residual + at);
+    if (added_to && wide && there) added = *(const Vector*)(residual + at);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (added_to && !wide && e < count) added.v[e] = residual[at + e];
+      if (added_to && !wide && there && e < count) added.v[e] = residual[at + e];
       v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
     }
     activate(shape, v);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       out.v[e] = from_float<data_t>(v[e]);
-      if (!wide && e < count) y[at + e] = out.v[e];
+      if (!wide && there && e < count) y[at + e] = out.v[e];
     }
-    if (wide) store_word(y + at, *(const word<Vector>*)&out);
+    if (wide && there) store_word(y + at, *(const word<Vector>*)&out);
   }
 };
 
@@ -212,11 +211,19 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     if (BLOCK_N == CHUNK && (int)shape.wide == RUN) {
       store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
     } else {
+      constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, if there are registers
 #pragma unroll
-      for (int down = 0; down < 16; down += 4) {
-        const int row = down + lane / 8;
-        const float4 v = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
-        four.store(shape, __shfl_sync(~0u, own, row), {v.x, v.y, v.z, v.w}, residual, y);
+      for (int down = 0; down < 16; down += 4 * BATCH) {
+        float4 v[BATCH];
+        int place[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int row = down + 4 * i + lane / 8;
+          v[i] = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
+          place[i] = __shfl_sync(~0u, own, row);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
       }
     }
 #if MOMENTS

@@ -213,24 +213,29 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
     barrier_wait(ring.full + 8 * at.stage, at.parity);
+    uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
+    auto load = [&](int number) {
+      const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
 #pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-      uint4 dy[2];
+      for (int i = 0; i < 2; ++i) {
+        if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][i] = load_vector(at + dy_block * BLOCK_BYTES + place[i]);
+        x[number % 2][i] = load_vector(at + block + place[i]);
+      }
+    };
+    load(0);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) dy[i] = load_vector(stage + dy_block * BLOCK_BYTES + k * STEP_BYTES + place[i]);
-      const uint32_t a[2][4] = {{dy[0].x, dy[0].y, dy[1].x, dy[1].y}, {dy[0].z, dy[0].w, dy[1].z, dy[1].w}};
+    for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
+      if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
+      const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
+      const uint4(&right)[2] = x[number % 2];
+      const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
 #pragma unroll
-      for (int block = 0; block < WARP_BLOCKS; ++block) {
-        uint4 x[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) x[i] = load_vector(stage + (DY_BLOCKS + x_block + block) * BLOCK_BYTES + k * STEP_BYTES + place[i]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          multiply<float>(sums.of[block][i][0], a[i], x[0].x, x[1].x);
-          multiply<float>(sums.of[block][i][1], a[i], x[0].y, x[1].y);
-          multiply<float>(sums.of[block][i][2], a[i], x[0].z, x[1].z);
-          multiply<float>(sums.of[block][i][3], a[i], x[0].w, x[1].w);
-        }
+      for (int i = 0; i < 2; ++i) {
+        float(&sum)[4][4] = sums.of[number % WARP_BLOCKS][i];
+        multiply<float>(sum[0], a[i], right[0].x, right[1].x);
+        multiply<float>(sum[1], a[i], right[0].y, right[1].y);
+        multiply<float>(sum[2], a[i], right[0].z, right[1].z);
+        multiply<float>(sum[3], a[i], right[0].w, right[1].w);
       }
     }
     __syncwarp();

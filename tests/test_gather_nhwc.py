@@ -110,7 +110,7 @@ BASE = CASES[0]
         (BASE, "fp16", GatherNhwc(), "in the layouts NHWC"), (BASE, "fp32 last", GatherNhwc(), "precision='tf32'"), (fprop((0, 8, 4, 4), (4, 8, 1, 1)), "fp16 last", GatherNhwc(), "nothing to compute"),
         (replace(BASE, options={"groups": 2, "padding": 1}, weight_shape=(40, 12, 3, 3)), "fp16 last", GatherNhwc(), "one group"), (fprop((2, 11, 4, 4), (4, 11, 3, 3)), "fp16 last", GatherNhwc(), "of 4 bytes"),
         (dgrad((2, 24, 5, 6), (24, 72, 3, 3), stride=2), "fp16 last", GatherNhwc(), "without stride"), (fprop((2, 8, 2**14, 2**14), (4, 8, 1, 1)), "fp16 last", GatherNhwc(), "elements and pixels"),
-        (fprop((1, 8, 30, 30), (4, 8, 16, 15)), "fp16 last", GatherNhwc(), "31 taps"), (BASE, "fp16 last", GatherNhwc(96), "64 or 128 pixels"), (BASE, "fp16 last", GatherNhwc(64, 160), "32, 64, 96"),
+        (fprop((1, 8, 30, 30), (4, 8, 16, 15), padding=1), "fp16 last", GatherNhwc(), "31 taps"), (BASE, "fp16 last", GatherNhwc(96), "64 or 128 pixels"), (BASE, "fp16 last", GatherNhwc(64, 160), "32, 64, 96"),
         (BASE, "fp16 last", GatherNhwc(64, 64, 4, 3), "shared by 1, 2, 4, 8"), (BASE, "fp16 last", GatherNhwc(128, 128, 2, 2), "no room for the sums"), (BASE, "fp16 last", GatherNhwc(128, 128, 8), "bytes of shared memory"),
         (BASE, "fp16 last", GatherNhwc(64, 64, 1), "bytes of shared memory"),
     ],

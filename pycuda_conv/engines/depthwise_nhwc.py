@@ -472,7 +472,9 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
         return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
     if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
-        return 3 + problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
+        # a load takes as long, of one channel
+        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
+        return 3 + narrow * problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     at_once = work.blocks * multiprocessors

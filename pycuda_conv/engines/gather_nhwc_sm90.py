@@ -293,8 +293,8 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
     depth, high, wide = problem.operand_size
     return arguments(
         GatherPhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER), rows=problem.result_channels,
-        copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1], tap_s=runs.taps[2],
-        **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
+        copies=math.prod(runs.taps) * runs.length // each, tap_copies=runs.length // each, tap_t=runs.taps[0], tap_r=runs.taps[1],
+        tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
         wide=wide_stores(problem.result_channels, config.BLOCK_N, phase), **finish(problem),
@@ -325,7 +325,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 #: Cycles of a multiprocessor for a row of a stage that is copied, by the bytes of a copy; and to round it.
-COPY_CYCLES, ROUND_CYCLES = {16: 3.0, 4: 7.0}, 2.0
+COPY_CYCLES, ROUND_CYCLES = {16: 4.5, 4: 10.0}, 2.0
 MULTIPLIED = 1.5  # of the tensor core's cycles: what products take beside loads
 
 
