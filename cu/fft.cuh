@@ -51,7 +51,7 @@ typedef struct FftArguments {
   // results of a tile in each direction, so that tiles begin so far apart
   long_t tiles, by_tiles, tiles_w, by_tiles_w, all_tiles, at_once, pairs, by_pairs, used_h, used_w;
   // fft_range.cu: parts of a tile, their size, and parts that lie in any window of the filter
-  long_t parts_w, by_parts_w, part_h, part_w, box_h, box_w;
+  long_t parts_w, by_parts_w, part_h, part_w, by_part_w, box_h, box_w;
   // what is written: channels of images, of groups; results of a plane
   long_t k, per_group, by_per_group, p, q;
   // the filter: elements from one group, result channel and read channel to the next; taps; whether windows take the last one first

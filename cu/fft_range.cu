@@ -17,6 +17,7 @@
 #include "fft.cuh"
 
 #define RANGE 256
+#define MOST_PIXELS 16  // of a part: the largest tile has 1 << 14
 // what a part, or a box of them, has
 #define SOMETHING 1
 #define LOST 2
@@ -47,7 +48,7 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
   LOCAL_MEM int spoilt[2];
   const int group = divided((int)GID_0, arg.by_pairs), first = ((int)GID_0 - group * (int)arg.pairs) * (int)arg.at_once;
   const int parts_w = (int)arg.parts_w, parts_h = PARTS / parts_w, a = divided(LID_0, arg.by_parts_w), b = LID_0 - a * parts_w;
-  const int part_h = (int)arg.part_h, part_w = (int)arg.part_w;
+  const int part_h = (int)arg.part_h, part_w = (int)arg.part_w, pixels = part_h * part_w;
   for (int i = 0; i < 2; ++i) {
     acc_t sum = 0;
     int found = 0;
@@ -57,14 +58,13 @@ KERNEL LAUNCH_BOUNDS(PARTS, 1) void fft_range(const GLOBAL_MEM data_t* RESTRICT 
       const int row0 = (int)(arg.first_h + tile.row * arg.used_h) + a * part_h, column0 = (int)(arg.first_w + tile.column * arg.used_w) + b * part_w;
       for (int c = 0; c < (int)arg.channels; ++c) {
         const GLOBAL_MEM data_t* channel = plane + c * (index_t)arg.channel_stride;
-        for (int row = row0; row < row0 + part_h; ++row) {
-#pragma unroll 8
-          for (int column = column0; column < column0 + part_w; ++column) {
-            const acc_t v = element(channel, &arg, 1, row, column);
-            const acc_t fitting = FITTING(v);
-            sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that nothing but zeros adds up to 0
-            found |= (v == 0 ? 0 : SOMETHING) | (fitting == v ? 0 : LOST);
-          }
+#pragma unroll
+        for (int j = 0; j < MOST_PIXELS; ++j) {  // all loads are under way at once, as they would not be if the compiler did not know how many
+          const int down = divided(j, arg.by_part_w);
+          const acc_t v = element(channel, &arg, j < pixels, row0 + down, column0 + j - down * part_w);
+          const acc_t fitting = FITTING(v);
+          sum += fitting * fitting + (fitting != 0 ? (acc_t)SMALL : 0);  // so that nothing but zeros adds up to 0
+          found |= (v == 0 ? 0 : SOMETHING) | (fitting == v ? 0 : LOST);
         }
       }
     }

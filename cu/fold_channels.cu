@@ -1,17 +1,22 @@
-// fold_channels.cu: channels-last arrays of 16 bits with more channels, as tensor loads want them:
+// fold_channels.cu: channels-last arrays with more channels, as tensor loads want them:
 //
 //   folded[n][p][q][tap * channels + c] = x[n][p * stride_h - pad_h + r * dilation_h][q * stride_w - pad_w + s * dilation_w][c]
 //
-// for the taps (r, s) of the innermost axes that are folded, and zeros behind them, to a multiple of 8. Without folds it is x itself with
+// for the taps (r, s) of the innermost axes that are folded, and zeros behind them, to a multiple of 16 bytes. Without folds it is x itself with
 // zeros behind the channels of a pixel. An array with few channels is loaded a tap at a time, mostly nothing; this one a row of taps.
 //
-// Mapping  thread -> 8 channels of a pixel of `folded`, 16 bytes; a block 256 of these, side by side.
-// Memory   a warp's loads are of 2 bytes, all under way at once; they meet the same sectors one after the other, and each other's.
+// Mapping  thread -> 16 bytes of channels of a pixel of `folded`; a block 256 of these, side by side.
+// Memory   a warp's loads are of an element each, all under way at once; they meet the same sectors one after the other, and each other's.
 //
 // By hand: nvcc -cubin cu/fold_channels.cu
 #include "packed.cuh"
 
-constexpr int THREADS = 256;
+#ifndef BYTES
+#define BYTES 2  // of an element: 2 or 4
+#endif
+
+typedef WordOf<BYTES>::type element_t;
+constexpr int THREADS = 256, EACH = 16 / BYTES;  // channels of a thread
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FoldChannelsArguments {
@@ -25,24 +30,24 @@ struct FoldChannelsArguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    fold_channels(const uint16_t* __restrict__ x, uint4* __restrict__ folded, const __grid_constant__ FoldChannelsArguments arg) {
+    fold_channels(const element_t* __restrict__ x, uint4* __restrict__ folded, const __grid_constant__ FoldChannelsArguments arg) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
   if (i >= arg.words) return;
   const Divided pixel((int)i, arg.chunks, arg.by_chunks), row(pixel.quotient, arg.q, arg.by_q), image(row.quotient, arg.p, arg.by_p);
-  const Divided tap(8 * pixel.rest, arg.channels, arg.by_channels), line(tap.quotient, arg.fold_s, arg.by_fold_s);
+  const Divided tap(EACH * pixel.rest, arg.channels, arg.by_channels), line(tap.quotient, arg.fold_s, arg.by_fold_s);
   const int y0 = image.rest * (int)arg.stride_h - (int)arg.pad_h, x0 = row.rest * (int)arg.stride_w - (int)arg.pad_w;
-  const uint16_t* const from = x + image.quotient * arg.h * arg.w * arg.channels;
+  const element_t* const from = x + image.quotient * arg.h * arg.w * arg.channels;
   int r = line.quotient, s = line.rest, c = tap.rest;
   union {
-    uint16_t channel[8];
+    element_t channel[EACH];
     uint4 word;
   } own;
 #pragma unroll
-  for (int e = 0; e < 8; ++e) {
+  for (int e = 0; e < EACH; ++e) {
     const int at_h = y0 + r * (int)arg.dilation_h, at_w = x0 + s * (int)arg.dilation_w;
-    const bool there = 8 * pixel.rest + e < (int)arg.folded && (unsigned)at_h < (unsigned)arg.h && (unsigned)at_w < (unsigned)arg.w;
+    const bool there = EACH * pixel.rest + e < (int)arg.folded && (unsigned)at_h < (unsigned)arg.h && (unsigned)at_w < (unsigned)arg.w;
     own.channel[e] = there ? from[(at_h * arg.w + at_w) * arg.channels + c] : 0;
     if (++c == (int)arg.channels) {
       c = 0;

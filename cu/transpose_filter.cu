@@ -1,6 +1,6 @@
 // transpose_filter.cu: a filter with its axes in another order, so that the channels of a product are neighbours:
 //
-//   transposed[row][tap][channel] = w[row, tap, channel], which lies by steps of its own
+//   transposed[row][tap][channel] = w[row, tap, channel], which lies by steps of its own, as do transposed's rows
 //
 // Mapping  block: 64 rows x 64 channels of a tap, 16 a thread, all loads under way at once. Where w's rows lie closer together than its
 //          channels, lanes read along the rows.
@@ -20,6 +20,7 @@ struct TransposedFilter {
   long long rows, taps, by_taps, channels;     // of the transposed filter; by_: as a prepared divisor (division.cuh)
   long long tiles_c, by_tiles_c;               // tiles along the channels
   long long row_step, tap_step, channel_step;  // elements of w from one to the next
+  long long pitch;                             // elements of the transposed filter from one row to the next
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -46,6 +47,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int i = 0; i < EACH; ++i) {
     const int lane = threadIdx.x % TILE, line = threadIdx.x / TILE + i * (THREADS / TILE);
-    if (there(line, lane)) transposed[((row0 + line) * of.taps + tap) * of.channels + channel0 + lane] = tile[line][lane];
+    if (there(line, lane)) transposed[(row0 + line) * of.pitch + tap * of.channels + channel0 + lane] = tile[line][lane];
   }
 }

@@ -9,7 +9,7 @@
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_reduce.cu
 #ifndef TYPE
-#define TYPE 17  // of dw: 16 half, 17 bfloat16
+#define TYPE 17  // of dw: 32 float, 16 half, 17 bfloat16
 #endif
 #include "packed.cuh"
 

@@ -1,21 +1,24 @@
-// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays of 16 bits as they lie, on Hopper's tensor cores.
+// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32.
 //
 //   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
-//   gemm m: channel of dy | gemm n: (block of 64 channels of x, tap), tap fastest, then the channel in it | gemm k: position (n,o,p,q) of dy
+//   gemm m: channel of dy | gemm n: (block of CHANNELS channels of x, tap), tap fastest, then the channel in it | gemm k: position (n,o,p,q) of dy
 //
-// Nothing is packed: a row of TMA is 64 channels of a position, which is what wgmma wants of operands whose k is not the fastest axis.
+// Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes, which is what wgmma wants of 16-bit operands whose k is not the
+// fastest axis. It takes no TF32 operands so. There warps load fragments from the same rows for mma.sync; TMA rounds float32 on the way.
 //
 // Mapping  CLUSTER blocks -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions, each block over a part of the run.
 //          In a block DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them a warp one
 //          thread of which, the producer, asks for dy and x. If a consumer has twice 64 rows, it is a warpgroup, which hands most of its
 //          registers over.
-// Shared   a ring of STAGES stages of 64 positions: BLOCK_M / 64 blocks of 64 channels of dy, rows of 128 bytes, swizzled, then
-//          BLOCK_N / 64 such blocks of x. full[stage]: the bytes have arrived; empty[stage]: the consumer warps have read them. When the
+// Shared   a ring of STAGES stages of BLOCK_K positions: blocks of CHANNELS channels of dy, rows of 128 bytes, swizzled, then such blocks
+//          of x. full[stage]: the bytes have arrived; empty[stage]: the consumer warps have read them. When the
 //          ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there; they may be longer.
-// dy       boxes of 64 positions. x: TMA's im2col mode, 64 consecutive positions, shifted by a block's tap, across rows and images.
+// dy       boxes of BLOCK_K positions. x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding arrives as zeros; behind the last position so do both operands.
 // Ends     blocks of channels that there are not are not loaded; what their place holds, and channels of the next group, reach sums
 //          that are not written.
+// TF32     a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
+//          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
 // Result   one run of positions: dw. More: parts[run][k][tap][c], fp32, which wgrad_nhwc_reduce.cu adds.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_sm90.cu
@@ -24,7 +27,7 @@
 #define BLOCK_N 192
 #define WGMMA_N 192  // columns of a consumer
 #define STAGES 5
-#define TYPE 17    // of the arrays: 16 half, 17 bfloat16
+#define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
 #define CLUSTER 1  // blocks that share a tile
 #endif
 #if TYPE == 17
@@ -35,21 +38,23 @@
 #define WGMMA_TURNED_A "1"
 #define WGMMA_TURNED_B "1"
 #include "cluster.cuh"
+#include "fragments.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
 
 typedef element<TYPE> data_t;
 
-constexpr int BLOCK_K = 64, STEPS = BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
+constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // of a block
+constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
-constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = BLOCK_BYTES / STEPS;  // of 64 channels
-constexpr int DY_BLOCKS = BLOCK_M / 64, X_BLOCKS = BLOCK_N / 64, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
+constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = BLOCK_BYTES / STEPS;  // of CHANNELS channels
+constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
 constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may go on while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
 constexpr int WARPS = 4 * CONSUMERS, ROWS = BLOCK_M / CLUSTER;  // that write; rows of the tile that a block writes
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
-static_assert(PRODUCTS <= 2 && CONSUMERS <= 3, "as many registers as there are");
+static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
@@ -57,7 +62,7 @@ struct WgradNhwcArguments {
   long long groups, by_groups, splits;                        // runs of positions
   long long stages, part;                                     // of all positions, and of a block's part of a run
   long long rows, columns;                                    // channels of a group of dy, and of x
-  long long column_blocks;                                    // blocks of 64 channels of a group of x, for all taps
+  long long column_blocks;                                    // blocks of CHANNELS channels of a group of x, for all taps
   long long taps, by_taps, tap_r, by_tap_r, tap_s, by_tap_s;  // all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
   long long rank;                                             // spatial axes of the loads
@@ -78,7 +83,7 @@ struct Tile {
     group = of_group.rest;
     row = down.rest * BLOCK_M;
     block = across.rest * X_BLOCKS;
-    dy_blocks = min(((int)arg.rows - row + 63) / 64, DY_BLOCKS);
+    dy_blocks = min(((int)arg.rows - row + CHANNELS - 1) / CHANNELS, DY_BLOCKS);
     x_blocks = min((int)arg.column_blocks - block, X_BLOCKS);
   }
 };
@@ -99,7 +104,7 @@ struct Column {
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
     const Divided of(block, arg.taps, arg.by_taps);
     tap = of.rest;
-    channel = of.quotient * 64;
+    channel = of.quotient * CHANNELS;
   }
 };
 
@@ -131,7 +136,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
-      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + 64 * i, step * BLOCK_K, 0);
+      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
       if (i < of.x_blocks)
@@ -142,24 +147,27 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 
 // ---- sums to dw, or to a part of it: ROWS rows, the first at `sums`, channel `row` of the group; a warp every WARPS-th of them
 
-// [k][tap][c]: a lane has two channels of each block of columns.
+// [k][tap][c]: a lane has one or two channels of each block of columns.
 template <class T>
 DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, int row, T* to) {
-  struct alignas(2 * sizeof(T)) Pair {
-    T v[2];
+  constexpr int EACH = CHANNELS / 32;
+  struct alignas(EACH * sizeof(T)) Neighbours {
+    T v[EACH];
   };
   const int lane = threadIdx.x % 32, rows = min(ROWS, (int)arg.rows - row);
   const long long pitch = arg.taps * arg.columns;
   for (int i = 0; i < of.x_blocks; ++i) {
     const Column column(arg, of.block + i);
-    const int c = column.channel + 2 * lane;
+    const int c = column.channel + EACH * lane;
     if (c >= (int)arg.columns) continue;
     T* const at = to + (of.group * arg.rows + row) * pitch + column.tap * arg.columns + c;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS) {
-      const float2 sum = *(const float2*)(sums + down * PITCH + 64 * i + 2 * lane);
-      const Pair pair = {from_float<T>(sum.x), from_float<T>(sum.y)};
-      store_word(at + down * pitch, *(const word<Pair>*)&pair);
+      const float* const sum = sums + down * PITCH + CHANNELS * i + EACH * lane;
+      Neighbours neighbours;
+#pragma unroll
+      for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum[e]);
+      store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
     }
   }
 }
@@ -176,16 +184,96 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
     data_t* const at = dw + (of.group * arg.rows + row) * pitch + c * arg.taps + column.tap;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS)
-      at[down * pitch] = from_float<data_t>(sums[down * PITCH + 64 * block + inside]);
+      at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
   }
 }
 
 // ---- the multiplication
 
-DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums, void* to) {
+#if TYPE == 32
+// The sums of a warp's 32 rows and its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
+constexpr int WARP_BLOCKS = WGMMA_N / 64;
+struct Sums {
+  float of[WARP_BLOCKS][2][4][4];
+};
+
+// The products of all stages.
+DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
+  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  // the block of this warp's rows, and the first of its columns; where a lane's channels of its two positions lie in the first eight rows of one
+  const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
+  uint32_t place[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
+#pragma unroll
+  for (int block = 0; block < WARP_BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums.of[block][i / 16][i / 4 % 4][i % 4] = 0;
+  Position at;
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
+    barrier_wait(ring.full + 8 * at.stage, at.parity);
+    uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
+    auto load = [&](int number) {
+      const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][i] = load_vector(at + dy_block * BLOCK_BYTES + place[i]);
+        x[number % 2][i] = load_vector(at + block + place[i]);
+      }
+    };
+    load(0);
+#pragma unroll
+    for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
+      if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
+      const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
+      const uint4(&right)[2] = x[number % 2];
+      const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float(&sum)[4][4] = sums.of[number % WARP_BLOCKS][i];
+        multiply<float>(sum[0], a[i], right[0].x, right[1].x);
+        multiply<float>(sum[1], a[i], right[0].y, right[1].y);
+        multiply<float>(sum[2], a[i], right[0].z, right[1].z);
+        multiply<float>(sum[3], a[i], right[0].w, right[1].w);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.empty + 8 * at.stage);
+    at.next();
+  }
+  const float lost = lost_in(STEPS * (range.last - range.first));
+#pragma unroll
+  for (int block = 0; block < WARP_BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      float& one = sums.of[block][i / 16][i / 4 % 4][i % 4];
+      one += give_back_lost(one, lost);
+    }
+}
+
+DEVICE void leave(const Sums& sums, float* to) {
+  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float* const first = to + (64 * consumer + 32 * (warp % 2) + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
+#pragma unroll
+  for (int block = 0; block < WARP_BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
+      const float(&of)[4][4] = sums.of[block][i / 4];
+      const int e = i % 4;
+      *(float4*)(first + (2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
+    }
+}
+#else
+struct Sums {
+  float of[PRODUCTS][WGMMA_N / 2];
+};
+
+// The products of all stages.
+DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
   Position at;
-  float sum[PRODUCTS][WGMMA_N / 2];
+  auto& sum = sums.of;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
     barrier_wait(ring.full + 8 * at.stage, at.parity);
@@ -211,9 +299,20 @@ DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& 
 #pragma unroll
     for (int j = 0; j < WGMMA_N / 2; ++j) sum[i][j] = range.first < range.last ? sum[i][j] + give_back_lost(sum[i][j], lost) : 0;
   }
-  named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+}
+
+DEVICE void leave(const Sums& sums, float* to) {
+  const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
 #pragma unroll
-  for (int i = 0; i < PRODUCTS; ++i) leave_sums<PITCH>(sum[i], sums + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
+  for (int i = 0; i < PRODUCTS; ++i) leave_sums<PITCH>(sums.of[i], to + (down * PRODUCTS + i - consumer) * 64 * PITCH + across * WGMMA_N);
+}
+#endif
+
+DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& range, const Ring& ring, float* sums, void* to) {
+  Sums summed;
+  multiply_stages(summed, range, ring);
+  named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+  leave(summed, sums);
   float* const own = sums + cluster_rank() * ROWS * PITCH;
 #if CLUSTER > 1
   cluster_barrier();

@@ -376,8 +376,8 @@ def as_called(problem: ConvProblem, device: Device, tune: bool = False) -> ConvP
     return replace(problem, layout="NCHW") if turned else problem
 
 
-#: Taps from which on a Fourier transform of arrays in NCHW may be worth their conversion.
-MANY_TAPS = 100
+#: Taps from which on other kernels of arrays in NCHW, or their Fourier transforms, may be worth the conversion: fewer have unrolled loops.
+MANY_TAPS = 50
 
 
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:

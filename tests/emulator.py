@@ -834,7 +834,8 @@ def transpose_filter(step, memory: Memory) -> None:
     assert step.block == 256 and step.grid == ceil(s.rows, 64) * s.taps * s.tiles_c and s.tiles_c == ceil(s.channels, 64)
     row, tap, channel = np.ogrid[: s.rows, : s.taps, : s.channels]
     values = inside(memory.view(step.buffers[0], kind), row * s.row_step + tap * s.tap_step + channel * s.channel_step)
-    store(memory.view(step.buffers[1], kind), np.arange(values.size), values.ravel())
+    assert s.pitch >= s.taps * s.channels
+    store(memory.view(step.buffers[1], kind), (row * s.pitch + tap * s.channels + channel).ravel(), values.ravel())
 
 
 def dense_product(step, memory: Memory) -> None:
@@ -881,7 +882,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
-    assert s.wide == (s.rows % 4 == 0)
+    assert s.wide == (1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
     bias, scale, residual, y, *noted = step.buffers
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)
@@ -898,17 +899,17 @@ def wgrad_product(step, memory: Memory) -> None:
     """Block after block; what a cluster's blocks have summed is added."""
     s, define, (dy_map, x_map) = named(step), step.defines, step.maps
     rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
-    kind = ELEMENT[define["TYPE"]]
+    kind, wide = ELEMENT[define["TYPE"]], block_of(step)
     for described in step.maps:
         check_map(described, memory)
-        assert described.span == 128 and described.dtype == kind
-    assert dy_map.box == (64, 64, 1) and (x_map.box.channels, x_map.box.pixels) == (64, 64) and len(x_map.sizes) == s.rank + 2
+        assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" else kind)
+    assert dy_map.box == (wide, wide, 1) and (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
     assert step.block == threads.get(rows, {}).get(columns, 2 * rows + 32) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
     assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if rows == 64 and columns <= 192 else MOST_SHARED)
     assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits * cluster and s.part == ceil(s.stages, s.splits * cluster)
-    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // 64 >= s.column_blocks == ceil(s.columns, 64) * s.taps
+    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps
     place, parted = step.buffers[0], s.splits > 1
     assert (place[0] == WORKSPACE) if parted else (place == RESULT)
     out = memory.view(place, "float32" if parted else kind)
@@ -920,34 +921,40 @@ def wgrad_product(step, memory: Memory) -> None:
         for rank in range(cluster):
             first = min((split * cluster + rank) * s.part, s.stages)
             for stage in range(first, min(first + s.part, s.stages)):
-                wgrad_stage(s, memory, dy_map, x_map, stage, group, down * rows, across * columns // 64, total)
+                wgrad_stage(s, memory, dy_map, x_map, stage, group, down * rows, across * columns // wide, total)
         k = down * rows + np.arange(rows)
-        for i in range(columns // 64):
-            block = across * columns // 64 + i
-            c, tap = block // s.taps * 64 + np.arange(64), block % s.taps
+        for i in range(columns // wide):
+            block = across * columns // wide + i
+            c, tap = block // s.taps * wide + np.arange(wide), block % s.taps
             mine = np.ix_(k < s.rows, (c < s.columns) & (block < s.column_blocks))
             at_k, at_c = (group * s.rows + k)[k < s.rows][:, None], c[(c < s.columns) & (block < s.column_blocks)]
             at = (at_k * s.taps + tap) * s.columns + at_c + split * s.size if parted else (at_k * s.columns + at_c) * s.taps + tap
-            store(out, at, total[:, 64 * i : 64 * i + 64][mine].astype(out.dtype))
+            store(out, at, total[:, wide * i : wide * i + wide][mine].astype(out.dtype))
             memory.count(place, at)
 
 
+def block_of(step) -> int:
+    """Channels of a row of an operand."""
+    return 32 if step.defines["TYPE"] == 32 else 64
+
+
 def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: int, block: int, total: np.ndarray) -> None:
-    """The products of 64 positions; sums of channels and taps that there are not are NaN."""
-    image, inner = divmod(64 * stage, s.load_plane)
+    """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
+    wide = dy_map.box[0]
+    image, inner = divmod(wide * stage, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
     start = (*start[: s.rank], image)
-    a, b = np.full((64, len(total)), np.nan), np.full((64, total.shape[1]), np.nan)
-    for i in range(0, len(total), 64):
+    a, b = np.full((wide, len(total)), np.nan), np.full((wide, total.shape[1]), np.nan)
+    for i in range(0, len(total), wide):
         if row + i < s.rows:
-            a[:, i : i + 64] = boxed(dy_map, memory, (group * s.rows + row + i, 64 * stage, 0))[0]
-    for i in range(0, total.shape[1], 64):
-        number = block + i // 64
+            a[:, i : i + wide] = boxed(dy_map, memory, (group * s.rows + row + i, wide * stage, 0))[0]
+    for i in range(0, total.shape[1], wide):
+        number = block + i // wide
         if number < s.column_blocks:
             tap = number % s.taps
             offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
             assert not any(offsets[s.rank :]), "a tap is lost"
-            b[:, i : i + 64] = load_im2col(x_map, memory, group * s.columns + number // s.taps * 64, start, offsets[: s.rank])
+            b[:, i : i + wide] = load_im2col(x_map, memory, group * s.columns + number // s.taps * wide, start, offsets[: s.rank])
     with np.errstate(invalid="ignore", over="ignore"):
         total += a.T @ b
 
@@ -973,16 +980,17 @@ def wgrad_reduce(step, memory: Memory) -> None:
 
 def fold_channels(step, memory: Memory) -> None:
     s, (source, to) = named(step), step.buffers
-    assert step.block == 256 and step.grid == ceil(s.words, 256) and s.words < 2**31 and s.chunks == ceil(s.folded, 8)
+    assert step.block == 256 and step.grid == ceil(s.words, 256) and s.words < 2**31 and s.chunks == ceil(s.folded, 16 // step.defines["BYTES"])
     images = s.words // (s.chunks * s.p * s.q)
-    x = memory.view(source, "uint16")[: images * s.h * s.w * s.channels].reshape(images, s.h, s.w, s.channels)
-    folded = np.zeros((images, s.p, s.q, 8 * s.chunks), np.uint16)
+    kind = {2: "uint16", 4: "uint32"}[step.defines["BYTES"]]
+    x = memory.view(source, kind)[: images * s.h * s.w * s.channels].reshape(images, s.h, s.w, s.channels)
+    folded = np.zeros((images, s.p, s.q, 16 // step.defines["BYTES"] * s.chunks), kind)
     for tap in range(s.folded // s.channels):
         for p, q in np.ndindex(s.p, s.q):
             h, w = p * s.stride_h - s.pad_h + tap // s.fold_s * s.dilation_h, q * s.stride_w - s.pad_w + tap % s.fold_s * s.dilation_w
             if 0 <= h < s.h and 0 <= w < s.w:
                 folded[:, p, q, tap * s.channels : (tap + 1) * s.channels] = x[:, h, w]
-    store(memory.view(to, "uint16"), np.arange(folded.size), folded.ravel())
+    store(memory.view(to, kind), np.arange(folded.size), folded.ravel())
 
 
 # ---- pointwise_sm90.cu

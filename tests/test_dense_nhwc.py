@@ -52,7 +52,7 @@ CASES = [
 
 def tiles(case: Case, mode: str) -> list[DenseNhwc]:
     """One of each kind: the small and the large, of a cluster and alone, whole blocks of 64 channels and not."""
-    found = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2))
+    found = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3))
     return [config for config in found if dn.refusal(asked(case, mode), config) is None]
 
 

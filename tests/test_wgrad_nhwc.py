@@ -19,7 +19,7 @@ from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
 from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 from pycuda_conv.tools import families
 
-TYPES = [dtype for dtype in ("float16", "bfloat16") if dtype in DTYPES]
+TYPES = [dtype for dtype in ("float16", "bfloat16", "float32") if dtype in DTYPES]  # float32: in TF32
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,15 @@ class Filter:
         rows = zip(self.x[2:], self.w[2:], self.each(self.stride), self.pairs, self.each(self.dilation), strict=True)
         return (self.x[0], self.w[0], *((n + sum(p) - d * (f - 1) - 1) // s + 1 for n, f, s, p, d in rows))
 
-    def problem(self, dtype: str = "float16", layout: str = "NHWC") -> ConvProblem:
+    def problem(self, dtype: str = "float16", layout: str = "NHWC", precision: str | None = None) -> ConvProblem:
         options = {"stride": self.each(self.stride), "padding": self.pairs, "dilation": self.each(self.dilation), "groups": self.groups}
+        options["precision"] = precision or ("tf32" if dtype == "float32" else "fp32")
         return ConvProblem.gradient("weight", self.ndim, self.x, self.w, self.dy, dtype=dtype, layout=layout, **options)
 
-    def legal(self, config: WgradNhwc) -> WgradNhwc:
+    def legal(self, config: WgradNhwc, dtype: str = "float16") -> WgradNhwc:
         """`config`, with a sum in two parts if x is folded: the launch that adds them writes the result."""
-        problem = self.problem().launched
-        return replace(config, SPLIT=max(config.SPLIT, 1 if wn._level(problem) == 0 and self.x[1] % 8 == 0 else 2))
+        problem = self.problem(dtype).launched
+        return replace(config, SPLIT=max(config.SPLIT, 1 if wn._loaded(problem).C == self.x[1] else 2))
 
     def arrays(self, dtype: str, make) -> tuple[np.ndarray, np.ndarray]:
         return make(self.x).astype(dtype), make(self.dy).astype(dtype)
@@ -86,7 +87,8 @@ class Filter:
         """How far from `ref` the rounding of an honest sum may lead."""
         dtype = x.dtype.name
         length = self.dy[0] * math.prod(self.dy[2:])
-        return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(np.abs(x), np.abs(dy)) + EPS[dtype] * np.abs(ref) + TINY[dtype]
+        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" else 0  # to TF32, six times the deviation
+        return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(np.abs(x), np.abs(dy)) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded
 
     def __str__(self) -> str:
         def show(values):
@@ -121,6 +123,16 @@ CONFIGS = (
     WgradNhwc(64, 64, 4), WgradNhwc(128, 192, 3, 4), WgradNhwc(256, 192, 4, 1, 3), WgradNhwc(64, 192, 2, 8, 2), WgradNhwc(192, 128, 4, 4), WgradNhwc(192, 192, 3),
     WgradNhwc(64, 384, 3, 4, 2), WgradNhwc(64, 384, 3), WgradNhwc(128, 64, 2, 8),
 )  # fmt: skip
+CONFIGS_TF32 = (
+    WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 6, 1, 3), WgradNhwc(64, 128, 2, 8, 2), WgradNhwc(128, 64, 4, 4), WgradNhwc(64, 64, 6, 1, 2),
+    WgradNhwc(128, 128, 2),
+)  # fmt: skip
+
+
+def configs_of(dtype: str) -> tuple[WgradNhwc, ...]:
+    return CONFIGS_TF32 if dtype == "float32" else CONFIGS
+
+
 PLANNED = [(case, dtype) for i, case in enumerate([*CASES, *PADDED]) for dtype in TYPES[i % len(TYPES) :][:1]]
 IDS = [f"{dtype}-{case}" for case, dtype in PLANNED]
 
@@ -130,14 +142,14 @@ def test_the_plan_computes_the_gradient(case, dtype):
     """Every argument and tensor map, in numpy."""
     problem, arrays = case.problem(dtype), case.integers(dtype)
     ref = case.reference(*arrays)
-    for config in CONFIGS:
-        config = case.legal(config)
+    for config in configs_of(dtype):
+        config = case.legal(config, dtype)
         assert engines.refusal(problem, config, H200) is None
         assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
 
 
 def test_every_kind_of_case_is_among_them():
-    met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in map(case.legal, CONFIGS)]
+    met = [wn.schedule(case.problem(dtype).launched, config, H200) for case, dtype in PLANNED for config in configs_of(dtype) for config in [case.legal(config, dtype)]]
     launches = [launch for program in met for step in program.whole for launch in step]
     structs = [launch.arguments for launch in launches if launch.kernel == "wgrad_nhwc_sm90"]
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
@@ -165,7 +177,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (BASE.problem("float32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "in the layouts CHWN, not in CNHW"),
+        (BASE.problem("float32", precision="fp32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "in the layouts CHWN, not in CNHW"),
         (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "by the launch that adds"), (Filter((1, 9, 2**15, 2**15), (1, 9, 1, 1)).problem(), WgradNhwc(SPLIT=2), "counted in"),
         (Filter((2, 40, 9, 8), (40, 20, 3, 3), groups=2).problem(), WgradNhwc(), "multiple of 8 channels, 16 or more"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of a multiple of 8"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
         (Filter((2, 8, 2**15, 2**15), (8, 8, 1, 1)).problem(), WgradNhwc(), "32 bits"), (Filter((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)).problem(), WgradNhwc(), "stride, padding or dilation"),
@@ -192,7 +204,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
     for family in ("dense 3x3", "dense 1x1", "small batch", "grouped", "volume", "odd"):
         for _ in range(8):
             try:
-                problem = families.problem(families.layer(r, family), "wgrad", "bfloat16", "fp32", "NHWC").launched
+                problem = families.problem(families.layer(r, family), "wgrad", *r.choice((("bfloat16", "fp32"), ("float32", "tf32"))), "NHWC").launched
             except ValueError:
                 continue
             if wn.why_not(problem):
@@ -283,10 +295,11 @@ def test_steps_fit_their_kernels():
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
     steps = {}
-    for rows, widths in wn.TILES.items():
-        for columns in widths:
-            for dtype, cluster in zip(TYPES * 2, (1, 8, 4), strict=False):
-                if columns == widths[-1] or cluster == 8:
+    for size, types in ((2, [dtype for dtype in TYPES if dtype != "float32"]), (4, [dtype for dtype in TYPES if dtype == "float32"])):
+        tiles = [(rows, columns, columns == widths[-1]) for rows, widths in wn.TILES[size].items() for columns in widths]
+        for rows, columns, widest in tiles:
+            for dtype, cluster in zip(types * 3, (1, 8, 4), strict=False):
+                if widest or cluster == 8:
                     config = WgradNhwc(rows, columns, wn._most_stages(rows, columns), cluster, 2)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
@@ -300,12 +313,12 @@ def ids_of(runs) -> list[str]:
     return [f"{dtype}-{'_'.join(map(str, vars(config).values()))}-{case}" for case, dtype, config in runs]
 
 
-RUNS = [(case, dtype, case.legal(config)) for case in (*CASES, DEEP) for dtype in TYPES for config in CONFIGS]
+RUNS = [(case, dtype, case.legal(config, dtype)) for case in (*CASES, DEEP) for dtype in TYPES for config in configs_of(dtype)]
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
-RUNS += [(case, dtype, case.legal(config)) for case in PADDED for dtype in TYPES for config in CONFIGS[2:6]]
+RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype in TYPES for config in configs_of(dtype)[2:6]]
 RUNS += [
     (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1]), cluster, split))
-    for dtype in TYPES for rows, widths in wn.TILES.items() for cluster, split in ((1, 1), (1, 9), (8, 1), (4, 2))
+    for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for cluster, split in ((1, 1), (1, 9), (8, 1), (4, 2))
 ]  # fmt: skip
 
 

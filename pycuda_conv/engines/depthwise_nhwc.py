@@ -460,7 +460,8 @@ def _made(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-STRIPS = 0.85  # of what is counted for them: so long strips took on an H200, in 16 layers
+#: Of what is counted for strips, so long they took on an H200: 0.85 in 16 layers, which float64 keeps; less in 14 random ones of other types.
+STRIPS = {True: 0.85, False: 0.7}
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
@@ -472,14 +473,19 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
         return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
     if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
-        return 3 + problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
+        # a load takes as long, of one channel
+        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
+        return 3 + narrow * problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     at_once = work.blocks * multiprocessors
+    rounds = blocks / at_once
+    if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks take long, and all as long: so does the last round
+        blocks = ceil(blocks, at_once) * at_once
     us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
-    us = 3 + us / min(1.0, blocks / at_once) + work.steps / 4
+    us = 3 + us / min(1.0, rounds) + work.steps / 4
     if isinstance(config, DepthwiseStrips):
-        us *= STRIPS
+        us *= STRIPS[problem.dtype == "float64"]
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us

@@ -430,6 +430,7 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 
 STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
 TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
+ALONE = 0.4  # of a full multiprocessor's time: what a single thread's walk takes
 CHUNK = 1.0  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
@@ -458,7 +459,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
     if isinstance(config, Batched):
-        block, start, channel = config.BLOCK_K, 2.0, max(0.45, 0.075 * taps)
+        block, start, channel = config.BLOCK_K, 3.5, 0.04 * taps
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
         met = taps / math.prod(_every(problem.stride, problem.dilation))
         block, start = config.BLOCK_C, 0.4
@@ -468,8 +469,12 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
     channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
     walked = min(run, read)
-    rounds = max(1.0, threads / ((512 if block == 8 else 768) * device.multiprocessors))  # a thread of 8 sums has more registers
-    us = 1 + rounds * (start + walked * channel + CHUNK * (ceil(walked, at_once) - 1))
+    rounds = threads / ((512 if block == 8 else 768) * device.multiprocessors)  # a thread of 8 sums has more registers
+    walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
+    if isinstance(config, Batched):  # few threads share a multiprocessor's loads
+        us = 1 + start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
+    else:
+        us = 1 + max(1.0, rounds) * (start + walk)
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 

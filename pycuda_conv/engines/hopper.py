@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from pycuda_conv.engines.geometry import by_axis
+from pycuda_conv.engines.geometry import Phase, by_axis
 from pycuda_conv.engines.packing import PackedLayout, PhaseAddressing
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, TensorMap
@@ -13,6 +13,7 @@ MOST_SHARED = 227 * 1024  # bytes that a block of an sm_90 GPU may have
 SHARED_BYTES = MOST_SHARED - 256  # but for the barriers
 THREADS = 384  # a producer's warpgroup and two consumers'
 ROW = 128  # bytes of a row of an operand that lies in shared memory as TMA brings it
+CHUNK = 32  # channels that the kernels of cu/pixel_tiles.cuh write together
 
 # The engines that read channels-last arrays as they lie have these in their models of time.
 # Measured on an H200 for dense_nhwc_sm90.cu, fitted to 329 times of 47 problems: root mean square of the error 12%.
@@ -63,6 +64,13 @@ def pixel_cycles(nbytes: int) -> float:
     """Of a load of pixels of so many bytes, for each row of a stage: rows that it has to fill take longer, odd ones most."""
     whole, rest = divmod(nbytes, ROW)
     return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
+
+
+def wide_stores(channels: int, columns: int, phase: Phase) -> int:
+    """How tiles of so many columns write pixels of so many channels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+    if channels % 4 == 0:
+        return 1
+    return 2 if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
 
 
 def map_type(problem: ConvProblem) -> str:

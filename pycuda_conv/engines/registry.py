@@ -13,6 +13,7 @@ from pycuda_conv.engines import (
     few_channels,
     few_pixels_sm90,
     fft,
+    gather_nhwc_sm90,
     grouped_nhwc,
     grouped_nhwc_wgrad,
     implicit_gemm_sm80,
@@ -34,7 +35,7 @@ from pycuda_conv.runtime.base import Device
 #: Of equal predictions the first engine's counts.
 ENGINES: tuple[Engine, ...] = (
     depthwise_nhwc, fft, direct, patch_wgrad, direct_gemm, dmma, grouped_nhwc, grouped_nhwc_wgrad, few_channels, dense_nhwc_sm90,
-    wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80,
+    gather_nhwc_sm90, wgrad_nhwc_sm90, implicit_gemm_sm90, pointwise_sm90, lines_sm90, few_pixels_sm90, implicit_gemm_sm80,
 )  # fmt: skip
 
 NEAR, MOST_NEAR = 1.6, 24  # of the best prediction: what is measured, and how many at the most

@@ -1,0 +1,303 @@
+// pixel_tiles.cuh: what kernels share whose tiles are pixels x channels of channels-last arrays, on Hopper's tensor cores: dense_nhwc_sm90.cu
+// and gather_nhwc_sm90.cu, which differ in how x reaches shared memory.
+//
+// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE, CLUSTER, and W_MN_MAJOR, PHASES and MOMENTS where they are not as here; and Phase,
+// what the kernel is told of a phase, of which this wants tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
+#pragma once
+#ifndef PHASES
+#define W_MN_MAJOR 0
+#define PHASES 1
+#define MOMENTS 0
+#endif
+#define WGMMA_N BLOCK_N
+#if TYPE == 32
+#define WGMMA_TYPE "tf32"
+#define WGMMA_TF32
+#elif TYPE == 17
+#define WGMMA_TYPE "bf16"
+#else
+#define WGMMA_TYPE "f16"
+#endif
+#define WGMMA_TURNED_A "0"
+#if W_MN_MAJOR
+#define WGMMA_TURNED_B "1"
+#else
+#define WGMMA_TURNED_B "0"
+#endif
+#include "cluster.cuh"
+#include "finish.cuh"
+#include "truncation.cuh"
+#include "wgmma.cuh"
+
+typedef element<TYPE> data_t;
+
+constexpr int BLOCK_K = 128 / (int)sizeof(data_t), STEPS = 4;  // channels of a stage; steps of the tensor core in one
+constexpr int CONSUMERS = BLOCK_M / 64, CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr int MN_BLOCK = 64 * 128, MN_BLOCKS = (BLOCK_N + 63) / 64;  // bytes of 64 channels of 64 of k
+constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
+constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
+constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
+static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
+static_assert(!MOMENTS || (CLUSTER == 1), "whole sums that nothing is added to");
+static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the ring's place");
+
+struct Shapes {
+  Phase of[PHASES];
+};
+
+DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
+DEVICE int next_tile(int tile) { return tile + gridDim.x / CLUSTER; }
+DEVICE int all_tiles(const Shapes& shapes) {
+  int tiles = 0;
+#pragma unroll
+  for (int phase = 0; phase < PHASES; ++phase) tiles += (int)shapes.of[phase].tiles;
+  return tiles;
+}
+
+// A tile: its phase, its first pixel, and its first channel.
+struct Tile {
+  int phase = 0, pixel, channel;
+  DEVICE Tile(const Shapes& shapes, int tile) {
+    while (PHASES > 1 && tile >= (int)shapes.of[phase].tiles) tile -= (int)shapes.of[phase++].tiles;
+    const Phase& shape = shapes.of[phase];
+    const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
+    channel = across.rest * BLOCK_N;
+    pixel = across.quotient * BLOCK_M;
+  }
+};
+
+// the stages of gemm k that this block takes
+struct Range {
+  int first, last;
+  DEVICE Range(const Phase& shape) {
+    first = min(cluster_rank() * (int)shape.part, (int)shape.blocks);
+    last = min(first + (int)shape.part, (int)shape.blocks);
+  }
+};
+
+typedef RingPosition<STAGES> Position;
+
+struct Ring {
+  uint32_t stages, full, empty;
+};
+
+// ---- sums to y
+
+// Which pixel of y a pixel of the phase is, or -1.
+DEVICE int place_of(const Phase& shape, int pixel) {
+  if (pixel >= (int)shape.pixels) return -1;
+  const Divided of_image(pixel, shape.plane, shape.by_plane);
+  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
+}
+
+// How channels of y are written: one at a time; four neighbours at once; or, where all of a pixel's are in one chunk and pixels follow one
+// another, as neighbours of a warp's whole run of pixels.
+enum Wide { SINGLE, FOURS, RUN };
+
+// Four neighbouring channels of y, and what finishes their sums.
+struct Four {
+  int first, count;  // how many there are
+  Finish<false> finish[4];
+  DEVICE Four(const Phase& shape, int channel, const data_t* scales, const data_t* biases)
+      : first(channel), count(min((int)shape.rows - channel, 4)) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) finish[e].of = ScaleAndBias(shape, scales, biases, min(first + e, (int)shape.rows - 1));
+  }
+  DEVICE void store(const Phase& shape, int place, const float (&sum)[4], const data_t* residual, data_t* y) const {
+    struct alignas(4 * sizeof(data_t)) Vector {
+      data_t v[4];
+    };
+    const bool there = place >= 0 && count > 0, wide = (int)shape.wide == FOURS;  // no branch: several stores are made at once
+    const long long at = place * shape.rows + first;
+    const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
+    Vector added = {}, out;
+    float v[4];
+    if (added_to && wide && there) added = *(const Vector*)(residual + at);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (added_to && !wide && there && e < count) added.v[e] = residual[at + e];
+      v[e] = finish[e].whole(shape, sum[e], 1, added_to ? to_float(added.v[e]) : -0.f);
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      out.v[e] = from_float<data_t>(v[e]);
+      if (!wide && there && e < count) y[at + e] = out.v[e];
+    }
+    if (wide && there) store_word(y + at, *(const word<Vector>*)&out);
+  }
+};
+
+// A warp's staging tile to a run of y, of pixels from `pixel` on: a lane takes two neighbours at a time, whatever pixels they are of.
+DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const data_t* scales, const data_t* biases, const data_t* residual, data_t* y) {
+  struct alignas(2 * sizeof(data_t)) Pair {
+    data_t v[2];
+  };
+  const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
+  const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
+  const bool added_to = !MOMENTS && has_residual(shape);
+  for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
+    float v[2];
+    Pair out;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Divided of_pixel(min(i + e, count - 1), shape.rows, shape.by_rows);
+      Finish<false> finish;
+      finish.of = ScaleAndBias(shape, scales, biases, of_pixel.rest);
+      const float added = added_to && i + e < count ? to_float(residual[first + i + e]) : -0.f;
+      v[e] = finish.whole(shape, staging[of_pixel.quotient * PITCH + of_pixel.rest], 1, added);
+    }
+    activate(shape, v);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) out.v[e] = from_float<data_t>(v[e]);
+    if (i + 1 < count) store_word(y + first + i, *(const word<Pair>*)&out);
+    else y[first + i] = out.v[0];
+  }
+}
+
+#if MOMENTS
+// The moments of a chunk: a lane has the channel `channel` of its warp's 16 pixels, and one of the consumer's warps adds up those of all four.
+// `noted`: [warp][mean, squares][channel], another one for each second chunk, so that one barrier a chunk is enough.
+DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const data_t* scale,
+                         const data_t* bias, float* moments) {
+  const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, pixel = of.pixel + 64 * consumer;
+  const bool real = channel < (int)shape.rows;
+  Finish<false> finish;
+  finish.of = ScaleAndBias(shape, scale, bias, real ? channel : 0);
+  auto count_of = [&](int number) { return max(min((int)shape.pixels - pixel - 16 * number, 16), 0); };
+  auto value = [&](int row) { return to_float(from_float<data_t>(finish.shifted(shape, staging[row * PITCH + lane], 1))); };  // as it is stored
+  const float first = value(0);
+  Deviations own;
+  const int count = count_of(warp);
+#pragma unroll 4
+  for (int row = 0; row < count; ++row) own.add(value(row) - first);
+  noted[warp * 2 * CHUNK + lane] = own.mean(first, max(count, 1));
+  noted[(warp * 2 + 1) * CHUNK + lane] = own.off_mean(max(count, 1));
+  named_barrier(1 + consumer, 128);
+  if (warp != chunk % 4 || count_of(0) == 0 || !real) return;
+  float mean = noted[lane], squares = noted[CHUNK + lane];
+#pragma unroll
+  for (int other = 1; other < 4; ++other) {
+    const int before = count_of(0) == 16 ? 16 * other : count_of(0), more = count_of(other);
+    if (more == 0) continue;
+    const float off = noted[other * 2 * CHUNK + lane] - mean, share = (float)more / (before + more);
+    mean = fmaf(off, share, mean);
+    squares += fmaf(off * off, before * share, noted[(other * 2 + 1) * CHUNK + lane]);
+  }
+  float* const to = moments + (long long)(pixel / 64) * 2 * shape.rows + channel;
+  to[0] = mean;
+  to[shape.rows] = squares;
+}
+#endif
+
+// A consumer's sums of a tile, by way of its warps' staging tiles.
+DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
+                       const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
+  for_all<BLOCK_N / CHUNK>([&](auto chunk) {
+    constexpr int base = decltype(chunk)::value * CHUNK;
+    const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
+    __syncwarp();  // the last chunk has been read
+#pragma unroll
+    for (int i = 0; i < CHUNK / 8; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int at = 4 * (base / 8 + i) + 2 * half;
+        *(float2*)(staging + (lane / 4 + 8 * half) * PITCH + 8 * i + 2 * (lane % 4)) = make_float2(sum[at], sum[at + 1]);
+      }
+    __syncwarp();
+    if (BLOCK_N == CHUNK && (int)shape.wide == RUN) {
+      store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
+    } else {
+      constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, if there are registers
+#pragma unroll
+      for (int down = 0; down < 16; down += 4 * BATCH) {
+        float4 v[BATCH];
+        int place[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const int row = down + 4 * i + lane / 8;
+          v[i] = *(const float4*)(staging + row * PITCH + 4 * (lane % 8));
+          place[i] = __shfl_sync(~0u, own, row);
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
+      }
+    }
+#if MOMENTS
+    note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
+#endif
+  });
+}
+
+#if CLUSTER > 1
+// This block's rows of the tile, of which all blocks have left their sums.
+DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const data_t* scale, const data_t* bias, const data_t* residual,
+                      data_t* y) {
+  constexpr int ROWS = BLOCK_M / CLUSTER, ACROSS = BLOCK_N / 4;
+  for (int i = threadIdx.x; i < ROWS * ACROSS; i += CONSUMER_THREADS) {
+    const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
+    const Four four(shape, of.channel + column, scale, bias);
+    const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
+    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
+  }
+}
+#endif
+
+// ---- the multiplication
+
+// The products of a stage; `fresh` begins new sums.
+DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
+  const uint64_t x = wgmma_descriptor<128>(a), w = W_MN_MAJOR ? wgmma_turned_descriptor(b) : wgmma_descriptor<128>(b);
+#pragma unroll
+  for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (W_MN_MAJOR ? 16 * 128 / 16 : 2) * k, !(fresh && k == 0));
+}
+
+// `ready` is told where this consumer's rows of x of a stage that has arrived are.
+template <class Ready>
+DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const data_t* scale,
+                    const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+  const int consumer = threadIdx.x / 128;
+  Position at;
+  float sum[BLOCK_N / 2];
+  for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
+    const Tile of(shapes, tile);
+    const Phase& shape = shapes.of[of.phase];
+    const Range range(shape);
+    auto give_back = [&] {  // the stage before
+      if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
+    };
+    for (int step = range.first; step < range.last; ++step) {
+      const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
+      barrier_wait(ring.full + 8 * at.stage, at.parity);
+      ready(at.stage * STAGE_BYTES + consumer * 64 * 128);
+      wgmma_fence();
+      multiply(sum, stage + consumer * 64 * 128, stage + A_BYTES, step == range.first);
+      wgmma_commit();
+      wgmma_wait<1>();  // the stage before this one has been read
+      if (step > range.first) give_back();
+      at.next();
+    }
+    wgmma_wait<0>();
+    wgmma_arrived(sum);
+    const bool any = range.first < range.last;
+    if (any) give_back();
+    const float part = lost_in(STEPS * (range.last - range.first));
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / 2; ++i) {
+      sum[i] = any ? sum[i] : 0;
+      if (TYPE == 32) sum[i] += give_back_lost(sum[i], part);  // the rounding of 16 bits hides it
+    }
+#if CLUSTER > 1
+    named_barrier(1, CONSUMER_THREADS);  // the ring has been read
+    leave_sums<SUMS_PITCH>(sum, sums);
+    cluster_barrier();
+    add_parts(shape, of, shared_address(sums), scale, bias, residual, y);
+#else
+    float* const noted = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
+    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual, y, moments);
+#endif
+  }
+}

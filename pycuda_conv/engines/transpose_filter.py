@@ -1,0 +1,50 @@
+"""Filters with their axes in another order, so that the channels of a product are neighbours (``cu/transpose_filter.cu``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.schedule import WEIGHT
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import KernelLaunch, Place
+
+TILE = 64  # rows, and channels, of a block
+TIME = 2.2  # microseconds of such a launch
+
+
+class TransposedFilter(NamedTuple):
+    """What ``transpose_filter`` is told of the filter, which its text explains."""
+
+    rows: int
+    taps: int
+    by_taps: int
+    channels: int
+    tiles_c: int
+    by_tiles_c: int
+    row_step: int
+    tap_step: int
+    channel_step: int
+    pitch: int
+
+
+def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitch: int | None = None) -> KernelLaunch:
+    """The launch that lays the filter in rows of the result's channels, each [tap][channel], by default without gaps.
+
+    `steps` are the elements of the filter, as it lies, from one row, tap and channel to the next.
+    """
+    rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    told = arguments(
+        TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, TILE), pitch=pitch or taps * channels,
+        **dict(zip(("row_step", "tap_step", "channel_step"), steps, strict=True)),
+    )  # fmt: skip
+    grid = ceil(rows, TILE) * taps * told.tiles_c
+    return KernelLaunch("transpose_filter", {"BYTES": problem.itemsize}, grid, 256, (WEIGHT, place), (), arguments=told)
+
+
+def texts() -> Iterator[TextFamily]:
+    """A text for the bytes of an element."""
+    yield TextFamily("transpose_filter", {"BYTES": (2, 4)})
