@@ -835,6 +835,9 @@ PIXEL_CYCLES = {128: 3.2, 64: 2.5, 32: 3.0, 16: 3.0}
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
+#: The same as TILE_TIME and STORED for 16-bit results with their channels last, which TMA stores; where phases scatter them; and the
+#: elements of a residual that a microsecond adds to them.
+LYING_TILE, LYING_STORED, PHASED_STORED, JOINED = 0.4, 25e3, 10e3, 4.5e3
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
@@ -899,10 +902,14 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     step = max(cycles / clock, loads / clock, stage_bytes(problem, config) / LOADED)
     if config.reads_planes:  # limited by memory for each tile of pixels' first use
         step = max(cycles / CLOCK, 64 * config.BLOCK_N * problem.itemsize / READ)
-    stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / STORED
+    last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
+    tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, STORED)
+    stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         stores *= SCATTERED
-    between = TILE_TIME + stores
+    if last and problem.has_residual:
+        stores += config.BLOCK_M * config.BLOCK_N / JOINED
+    between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / CLOCK, 0
     if config.splits_images:  # rows of 16 floats or so, of 64 channels
