@@ -924,7 +924,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 
 
 #: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.
-CLEARLY = 1.1
+CLEARLY = 1.2
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:
