@@ -22,6 +22,7 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
+from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tune import lookup, measured_configs
 
 log = logging.getLogger("pycuda_conv")
@@ -100,7 +101,7 @@ _foreseen: set[Hashable] = set()
 
 def foresees(device: Device) -> bool:
     """Whether kernels are compiled on such a device before they are asked for."""
-    return device.backend == "cuda" and (os.cpu_count() or 1) >= SPARE_CORES
+    return device.backend == "cuda" and cores() >= SPARE_CORES
 
 
 def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) -> Iterator[KernelLaunch]:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ from pycuda_conv.engines import direct, direct_gemm, registry
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import get_device, workers
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.runtime.cuda import CudaDevice
 from pycuda_conv.runtime.target import Target
@@ -411,7 +412,7 @@ def test_constants_at_once(slow, constants, monkeypatch):
 def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
     go = threading.Event()
     for cores, expected in ((1, 1), (6, 3)):
-        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
         pool = Workers()
         futures = [pool.submit(go.wait) for _ in range(8)]
         deadline = time.monotonic() + 10
@@ -419,6 +420,12 @@ def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
             time.sleep(0.001)
         assert sum(one.running() for one in futures) == expected and pool._started == expected
     go.set()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="such a system has no affinities")
+def test_cores_that_a_process_may_not_use_do_not_count(python_env):
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); from pycuda_conv.runtime.workers import cores; print(cores())"
+    assert python(code, python_env) == "1\n"
 
 
 def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
@@ -464,7 +471,7 @@ def test_workers_do_the_work_and_pass_errors_on():
 
 
 def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(workers, "cores", lambda: 1)
     pool, go, order = Workers(), threading.Event(), itertools.count()
     first, second, third = pool.submit(go.wait), pool.submit(lambda: next(order)), pool.submit(lambda: next(order))
     while not first.running():
@@ -692,6 +699,6 @@ def test_what_is_much_slower_does_not_stand_in(monkeypatch, empty):
 
 
 def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
-    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False), (None, "cuda", False)):
-        monkeypatch.setattr(behind.os, "cpu_count", lambda cores=cores: cores)
+    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False)):
+        monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
         assert behind.foresees(SimpleNamespace(backend=backend)) == expected

@@ -30,7 +30,7 @@ from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
-from pycuda_conv.runtime.workers import workers
+from pycuda_conv.runtime.workers import cores, workers
 
 log = logging.getLogger("pycuda_conv")
 
@@ -599,7 +599,7 @@ class CudaDevice(Device):
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
-            with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            with ThreadPoolExecutor(min(len(missing), cores())) as pool:
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: KernelLaunch) -> Launcher:

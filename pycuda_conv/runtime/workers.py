@@ -17,9 +17,14 @@ T = TypeVar("T")
 NICENESS = 10
 
 
+def cores() -> int:
+    """Cores that this process may use, which may be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def most() -> int:
     """Threads at the most: half of the cores are left to what somebody waits for."""
-    return max(1, (os.cpu_count() or 1) // 2)
+    return max(1, cores() // 2)
 
 
 class Workers:
