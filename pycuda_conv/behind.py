@@ -86,7 +86,7 @@ def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
 
 # ---- before it is asked for
 
-#: Numbers of images beside a problem's own, as parts of it.
+#: Numbers of images beside a problem's own, one more, and one, as parts of it.
 BATCHES = (2.0, 0.5, 4.0, 0.25)
 #: Sizes of images beside a problem's own, as parts of it; and of all of them, multiples which they are the next of, with a rest.
 SIZES, FORMS = (0.5, 2.0), ((8, 0), (4, 1))
@@ -141,12 +141,12 @@ def _choice(problem: ConvProblem, device: Device) -> engines.Config | None:
 def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
     more, most = problem.N + 1, 4 * problem.N
     yield from _network(problem, (problem.N,))
-    for n in (more, *(max(1, round(part * problem.N)) for part in BATCHES)):
+    for n in (more, *(max(1, round(part * problem.N)) for part in BATCHES), 1):
         yield replace(problem, N=n)
     sizes = [tuple(round(part * n) for n in problem.input_size) for part in SIZES]
     sizes += [tuple(n if n == 1 else ceil(n, multiple) * multiple + rest for n in problem.input_size) for multiple, rest in FORMS]
     yield from (one for d, h, w in sizes if (one := _resized(problem, (d, h, w))))
-    yield from _network(problem, (more, most))
+    yield from _network(problem, (more, 1, most))
 
 
 def _network(problem: ConvProblem, batches: tuple[int, ...]) -> Iterator[ConvProblem]:
