@@ -578,7 +578,7 @@ def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty, monk
 def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
     """Random layers of all families, with their own kernels and what is foreseen beside them. Without that one in five waits."""
     r, made, waiting = random.Random(3), 0, 0
-    for problem in draw(3, 8):
+    for problem in draw(3, 5):
         n, part = max(1, round(problem.N * r.choice((0.25, 0.5, 1, 1.2, 2, 4)))), r.choice((0.5, 0.75, 1, 1.15, 1.5, 2))
         try:
             other = behind._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
@@ -590,7 +590,7 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
             patch.setattr(behind, "_foreseen", set())
             patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
             made, waiting = made + 1, waiting + waits(other, empty)
-    assert made > 60 and waiting <= made // 15
+    assert made > 40 and waiting <= made // 15
 
 
 def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
