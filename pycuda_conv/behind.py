@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from itertools import product
@@ -22,7 +22,8 @@ from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
 from pycuda_conv.runtime.compiler import CompileError
-from pycuda_conv.tune import measured_configs
+from pycuda_conv.runtime.workers import cores
+from pycuda_conv.tune import lookup, measured_configs
 
 log = logging.getLogger("pycuda_conv")
 
@@ -43,41 +44,56 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
     return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
 
 
+#: Configurations that calls of this process were served by, whose kernels are likely to be there.
+used: set[engines.Config] = set()
+
 #: Times the predicted time of the better configuration that one which stands in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
 
 
 def stand_in(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config | None:
-    """The best configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
+    """A configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
 
-    Where choices of such a GPU were measured, those configurations count as well: their kernels may have served other sizes of the layer.
+    It is the best one of those that this process has used, or else of all. Where choices of such a GPU were measured, those configurations
+    count as well: their kernels may have served other sizes of the layer. If no kernels are compiled, those that are being compiled will
+    be there sooner than ones that are not begun yet.
     """
     others = engines.alternatives(problem, config, device, measured_configs(device))
+    others.sort(key=lambda one: one not in used)
+    coming = []
+    for one in (config, *_not_slow(problem, config, others, device)):
+        left = missing(form(engines.schedule(problem, one, device), device), device)
+        if not left:
+            return one
+        if all(map(device.coming, left)):
+            coming.append(one)
+    return coming[0] if coming else None
+
+
+def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[engines.Config], device: Device) -> Iterator[engines.Config]:
+    """Those of `others` that are not much slower than `config`."""
     best = engines.predicted(problem, config, device) if device.backend == "cuda" else None  # the models are of GPUs
-    if best is not None:
-        others = [one for one in others if (engines.predicted(problem, one, device) or 0) <= SLOWEST * best]
-    return _first_compiled(problem, others, device)
+    for one in others:
+        if best is None or (engines.predicted(problem, one, device) or 0) <= SLOWEST * best:
+            yield one
 
 
 def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
     """Where no compiler works: any configuration whose kernels are compiled."""
-    return _first_compiled(problem, engines.candidates(problem, device), device)
-
-
-def _first_compiled(problem: ConvProblem, configs: Iterable[engines.Config], device: Device) -> engines.Config | None:
+    configs = engines.candidates(problem, device)
     return next((one for one in configs if not missing(form(engines.schedule(problem, one, device), device), device)), None)
 
 
 # ---- before it is asked for
 
-#: Numbers of images beside a problem's own, as parts of it.
-BATCHES = (4.0, 2.0, 0.5, 0.25)
+#: Numbers of images beside a problem's own, one more, and one, as parts of it.
+BATCHES = (2.0, 0.5, 4.0, 0.25)
 #: Sizes of images beside a problem's own, as parts of it; and of all of them, multiples which they are the next of, with a rest.
 SIZES, FORMS = (0.5, 2.0), ((8, 0), (4, 1))
-#: Channels and pixels of a common network's layers, each with these filters and strides, and so many times the images.
+#: Channels and pixels of a common network's layers, each with these filters and strides.
 PYRAMID = ((64, 56), (128, 28), (256, 14), (512, 7))
-LAYERS, NETWORK_BATCHES = ((3, 1), (1, 1), (3, 2), (1, 2)), (1, 4)
-MOST_LIKELY = 48  # kernels
+LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
+MOST_LIKELY = 32  # kernels
 SPARE_CORES = 8  # that a machine has to have: on fewer, such kernels would slow down those that are waited for
 
 _foreseen: set[Hashable] = set()
@@ -85,42 +101,69 @@ _foreseen: set[Hashable] = set()
 
 def foresees(device: Device) -> bool:
     """Whether kernels are compiled on such a device before they are asked for."""
-    return device.backend == "cuda" and (os.cpu_count() or 1) >= SPARE_CORES
+    return device.backend == "cuda" and cores() >= SPARE_CORES
 
 
-def likely(problem: ConvProblem, device: Device) -> list[KernelLaunch]:
-    """Launches whose kernels a process that computes `problem` may soon wait for.
+def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) -> Iterator[KernelLaunch]:
+    """Launches whose kernels a process that waits for its `own` of `problem` may soon wait for, the likeliest first.
 
-    They are its own, and those of the same layer with more and with fewer images, and with larger and smaller ones, and, once for each kind
-    of array, direction and epilogue, those of a common network's layers: general ones, each of which serves many layers.
+    They are, once for each kind of array and direction, those of a common network's layers, then those of the same layer with more and with
+    fewer images, and with larger and smaller ones: general ones, each of which serves many layers. What other kernels could stand in for
+    is not among them.
     """
-    found: dict[str, KernelLaunch] = {}
+    found = {launch.source() for launch in own}
+    configs: dict[engines.Config, None] = {}
+
+    def there(launch: KernelLaunch) -> bool:
+        return launch.source() in found or device.compiled(launch) or device.coming(launch) or device.queued(launch)
+
+    def not_there(one: ConvProblem, config: engines.Config) -> list[KernelLaunch]:
+        return [launch for launch in launches(engines.schedule(one, config, device)) if not (there(_known(launch)) or there(launch))]
+
     for one in (problem, *_related(problem)):
-        config = engines.find(one, device)
-        if config is not None and len(found) < MOST_LIKELY:
-            found |= {launch.source(): launch for launch in missing(engines.schedule(one, config, device), device)}
-    return list(found.values())
+        config = _choice(one, device)
+        if config is None:
+            continue
+        configs[config] = None
+        others = _not_slow(one, config, engines.same_bits(one, config, configs), device)
+        if all(not_there(one, other) for other in others):
+            left = {launch.source(): launch for launch in not_there(one, config)}
+            found |= left.keys()
+            yield from left.values()
+
+
+def _choice(problem: ConvProblem, device: Device) -> engines.Config | None:
+    """The configuration that a plan of `problem` takes; None where no engine runs it."""
+    measured = lookup(problem, device)
+    return measured.config if measured else engines.find(problem, device)
 
 
 def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
-    for part in BATCHES:
-        yield replace(problem, N=max(1, round(part * problem.N)))
+    more, most = problem.N + 1, 4 * problem.N
+    yield from _network(problem, (problem.N,))
+    for n in (more, *(max(1, round(part * problem.N)) for part in BATCHES), 1):
+        yield replace(problem, N=n)
     sizes = [tuple(round(part * n) for n in problem.input_size) for part in SIZES]
     sizes += [tuple(n if n == 1 else ceil(n, multiple) * multiple + rest for n in problem.input_size) for multiple, rest in FORMS]
     yield from (one for d, h, w in sizes if (one := _resized(problem, (d, h, w))))
-    kind = (
-        problem.dtype, problem.precision, problem.layout, problem.direction, problem.has_bias, problem.has_scale, problem.activation
-    )  # fmt: skip
+    yield from _network(problem, (more, 1, most))
+
+
+def _network(problem: ConvProblem, batches: tuple[int, ...]) -> Iterator[ConvProblem]:
+    """Layers of a common network, with arrays as the problem's, for so many images: once."""
+    fused = problem.has_scale or problem.activation is not None
+    kind = problem.dtype, problem.precision, problem.layout, problem.direction, fused, len(batches)
     if problem.ndim != 2 or problem.groups != 1 or kind in _foreseen:
         return
     _foreseen.add(kind)
-    fused = problem.has_scale or problem.activation is not None
-    for more, (k, size), (taps, stride) in product(NETWORK_BATCHES, PYRAMID, LAYERS):
+    for n, (k, size), (taps, stride) in product(batches, PYRAMID, LAYERS):
+        if stride > 1 and (k, size) == PYRAMID[0]:  # pooling comes before that
+            continue
         pad, written = (0, taps // 2, taps // 2), (1, size, size)
         c, read = (k, written) if stride == 1 else (k // 2, (1, stride * size, stride * size))
         one = replace(
-            problem, N=more * problem.N, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written,
-            stride=(1, stride, stride), dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
+            problem, N=n, C=c, K=k, input_size=read, filter_size=(1, taps, taps), output_size=written, stride=(1, stride, stride),
+            dilation=(1, 1, 1), padding_before=pad, padding_after=pad, has_residual=False,
         )  # fmt: skip
         yield one
         if fused and stride == 1:
@@ -142,23 +185,36 @@ def missing(schedule: Schedule, device: Device) -> list[KernelLaunch]:
 def form(schedule: Schedule, device: Device) -> Schedule:
     """The form in which a plan's launches begin.
 
-    They know their layer's constants if such kernels are compiled, and also if a compiler has to run anyway. So general kernels
-    serve only where they alone are compiled.
+    A kernel knows its layer's constants if that one is compiled, and also if a compiler has to run anyway. So general kernels serve where
+    they alone are compiled, or are on their way.
     """
     if not (enabled() and device.constants_pay and has_constants(schedule)):
         return schedule
-    known = with_constants(schedule)
-    return schedule if missing(known, device) and not missing(schedule, device) else known
+
+    def sooner(launch: KernelLaunch) -> KernelLaunch:
+        both = (_known(launch), launch) if launch.layer else (launch,)
+        return next((one for there in (device.compiled, device.coming, device.queued) for one in both if there(one)), both[0])
+
+    return _each(schedule, sooner)
 
 
 def with_constants(schedule: Schedule) -> Schedule:
     """The same launches by kernels that know their layer's constants."""
+    return _each(schedule, _known)
 
-    def known(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-        return [[replace(one, defines={**one.defines, **one.layer}, layer={}) for one in step] for step in steps]
 
-    last = None if schedule.filter_last is None else known(schedule.filter_last)
-    return replace(schedule, prepare=known(schedule.prepare), steps=known(schedule.steps), whole=known(schedule.whole), filter_last=last)
+def _known(launch: KernelLaunch) -> KernelLaunch:
+    """The same launch by the kernel that knows its layer's constants."""
+    return replace(launch, defines={**launch.defines, **launch.layer}, layer={})
+
+
+def _each(schedule: Schedule, change: Callable[[KernelLaunch], KernelLaunch]) -> Schedule:
+    def changed(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [[change(launch) for launch in step] for step in steps]
+
+    last = None if schedule.filter_last is None else changed(schedule.filter_last)
+    steps, whole = changed(schedule.steps), changed(schedule.whole)
+    return replace(schedule, prepare=changed(schedule.prepare), steps=steps, whole=whole, filter_last=last)
 
 
 def has_constants(schedule: Schedule) -> bool:

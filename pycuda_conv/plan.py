@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from pycuda_conv import behind, engines, execute, quick
@@ -98,7 +99,7 @@ class Plan:
         self.better: Plan | None = None
         self._better_config: engines.Config | None = None
         self._behind: behind.Behind | None = None
-        if known is schedule:
+        if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
         self.reads_filter_last = bool(schedule.filter_last) and not self.empty
@@ -139,10 +140,13 @@ class Plan:
         best = behind.form(engines.schedule(problem, config, device), device)
         missing = [] if noted or 0 in problem.result_shape else behind.missing(best, device)
         instead = behind.stand_in(problem, config, device) if missing else None
-        if instead is None:
+        if instead in (None, config):
             if missing and behind.foresees(device):
-                device.compile_behind(missing)  # while they are compiled, what else may be needed is found
-                device.compile_behind(behind.likely(problem, device))
+                device.begin(missing)  # while they are compiled, what else may be needed is found
+                for launch in islice(behind.likely(problem, missing, device), behind.MOST_LIKELY):
+                    device.compile_behind([launch])
+                    if not any(map(device.coming, missing)):
+                        break
             try:
                 self._set_up(config, noted)
             except CompileError as error:
@@ -154,6 +158,7 @@ class Plan:
         else:
             self._set_up(instead, noted)
             self._better_config, self._behind = config, behind.Behind(device, missing)
+        behind.used.add(self.config)
         return self
 
     def _await_constants(self) -> None:

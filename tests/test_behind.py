@@ -2,9 +2,11 @@
 
 import itertools
 import logging
+import os
+import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,11 +19,12 @@ from pycuda_conv.engines import direct, direct_gemm, registry
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import get_device, workers
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.runtime.cuda import CudaDevice
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import Workers
+from pycuda_conv.tools.families import draw
 
 # ---- the order of sums
 
@@ -114,10 +117,13 @@ class Slow:
 
     def __init__(self, device, monkeypatch):
         self.device, self.ready, self.asked, self.captured, self.error = device, set(), [], False, None
-        self.futures = []
+        self.futures, self.under_way, self.waiting, self.begun = [], set(), set(), []
         kind = type(device)
         monkeypatch.setattr(kind, "compiled", lambda _, launch: launch.source() in self.ready)
         monkeypatch.setattr(kind, "compile_behind", lambda _, launches: self._compile_behind(launches))
+        monkeypatch.setattr(kind, "coming", lambda _, launch: launch.source() in self.under_way)
+        monkeypatch.setattr(kind, "queued", lambda _, launch: launch.source() in self.waiting)
+        monkeypatch.setattr(kind, "begin", lambda _, launches: self.begun.extend(launch.source() for launch in launches))
         monkeypatch.setattr(kind, "capturing", lambda *_: self.captured)
         monkeypatch.setattr(kind, "constants_pay", True)
 
@@ -125,8 +131,6 @@ class Slow:
         self.ready |= {launch.source() for launch in behind.launches(form(engines.schedule(problem, config, self.device)))}
 
     def _compile_behind(self, launches):
-        from concurrent.futures import Future
-
         self.asked += [launch.source() for launch in launches]
         self.futures = [Future() for _ in launches]
         return self.futures
@@ -144,6 +148,7 @@ def slow(monkeypatch):
     if why_not():
         pytest.skip(why_not())
     monkeypatch.setattr(behind, "_said", set())
+    monkeypatch.setattr(behind, "used", set())
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     cached_plan.cache_clear()
     yield Slow(get_device("opencl"), monkeypatch)
@@ -311,6 +316,34 @@ def test_a_layer_that_is_used_often_gets_its_constants(slow, constants, monkeypa
         assert run(plan, *arrays).tobytes() == first.tobytes()
 
 
+def test_a_general_kernel_that_is_on_its_way_is_not_compiled_anew_with_constants(slow, constants):
+    problem = CASE.problem()
+    schedule = engines.schedule(problem, direct.choose(problem, slow.device)[1], slow.device)
+    general, known = ({launch.source() for launch in behind.launches(one)} for one in (schedule, behind.with_constants(schedule)))
+
+    def served():
+        return {launch.source() for launch in behind.launches(behind.form(schedule, slow.device))}
+
+    assert served() == known
+    slow.waiting = general
+    assert served() == general
+    slow.under_way = known
+    assert served() == known
+    slow.ready = general
+    assert served() == general
+
+
+def test_each_launch_has_its_own_form(slow, constants):
+    """Of one kernel the general text is compiled, of the other the one with constants: nothing is missing."""
+    problem = fprop((1, 64, 8, 8), (64, 64, 3, 3), padding=1).problem()
+    schedule = engines.schedule(problem, direct_gemm.Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=2), slow.device)
+    first, second = behind.launches(schedule)
+    slow.ready = {first.source(), behind._known(second).source()}
+    found = behind.form(schedule, slow.device)
+    assert {launch.source() for launch in behind.launches(found)} == slow.ready and behind.has_constants(found)
+    assert not behind.missing(found, slow.device)
+
+
 def _with_constants(plan):
     return all(launch.defines.get("OF_THE_LAYER") == 7 for launch in behind.launches(plan.loaded))
 
@@ -380,6 +413,58 @@ def test_constants_at_once(slow, constants, monkeypatch):
 # ---- the threads
 
 
+def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
+    go = threading.Event()
+    for cores, expected in ((1, 1), (6, 3)):
+        monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
+        pool = Workers()
+        futures = [pool.submit(go.wait) for _ in range(8)]
+        deadline = time.monotonic() + 10
+        while sum(one.running() for one in futures) < expected and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert sum(one.running() for one in futures) == expected and pool._started == expected
+    go.set()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="such a system has no affinities")
+def test_cores_that_a_process_may_not_use_do_not_count(python_env):
+    code = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); from pycuda_conv.runtime.workers import cores; print(cores())"
+    assert python(code, python_env) == "1\n"
+
+
+def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
+    """In threads of its own, also if it waits for its turn among what is compiled behind."""
+    device = CudaDevice.__new__(CudaDevice)
+    device._lock, device._cubins, device._modules, threads = threading.Lock(), {}, {"loaded": 1}, []
+    go = threading.Event()
+
+    def compile(source, arch):
+        threads.append((source, threading.current_thread().name))
+        go.wait(10)
+        return b"machine code"
+
+    device.compile = compile
+    steps = [SimpleNamespace(source=lambda text=text: text, arch="sm_90") for text in ("one", "two", "loaded")]
+    waiting = device._cubins["two", "sm_90"] = Future()  # for its turn
+    assert device.queued(steps[1]) and not device.coming(steps[1]) and not device.queued(steps[0])
+    device.begin(steps)
+    assert all(map(device.coming, steps[:2])) and not any(map(device.queued, steps)) and waiting.cancelled()
+    go.set()
+    assert [device._cubin(text, "sm_90").result(10) for text in ("one", "two")] == [b"machine code"] * 2
+    assert sorted(text for text, _ in threads) == ["one", "two"] and not any(name.startswith("pycuda_conv-") for _, name in threads)
+    assert not any(map(device.coming, steps))
+
+
+def test_what_was_looked_for_in_vain_is_not_looked_for_again(monkeypatch):
+    device, looked = CudaDevice.__new__(CudaDevice), []
+    device._cubins, device._modules, device._absent = {}, {}, set()
+    monkeypatch.setattr(CudaDevice, "_kept", lambda _, source, arch: looked.append(source) or (b"kept" if source == "there" else None))
+    for text, there in ("absent", False), ("there", True):
+        step = SimpleNamespace(source=lambda text=text: text, arch="sm_90")
+        assert [device.compiled(step) for _ in range(3)] == [there] * 3
+    assert looked == ["absent", "there"]
+
+
 def test_workers_do_the_work_and_pass_errors_on():
     pool = Workers()
     futures = [pool.submit(lambda i=i: 10 // i) for i in range(20)]
@@ -390,7 +475,7 @@ def test_workers_do_the_work_and_pass_errors_on():
 
 
 def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
-    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(workers, "cores", lambda: 1)
     pool, go, order = Workers(), threading.Event(), itertools.count()
     first, second, third = pool.submit(go.wait), pool.submit(lambda: next(order)), pool.submit(lambda: next(order))
     while not first.running():
@@ -441,8 +526,10 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
 class Empty(Target):
     """A GPU for which nothing is compiled."""
 
+    known: frozenset[str] = frozenset()
+
     def compiled(self, step):
-        return False
+        return step.source() in self.known
 
 
 @pytest.fixture
@@ -458,17 +545,65 @@ def sources(problem, device):
     return {launch.source() for launch in behind.launches(behind.form(schedule, device))}
 
 
-def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty):
-    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
-    found = {launch.source() for launch in behind.likely(problem, empty)}
-    for n in (2, 16):
-        assert sources(replace(problem, N=n), empty) <= found
+def likely(problem, device):
+    """The texts of what is foreseen beside a problem's own."""
+    schedule = engines.schedule(problem, engines.choose(problem, device), device)
+    return {launch.source() for launch in behind.likely(problem, behind.launches(behind.form(schedule, device)), device)}
+
+
+def waits(problem, device):
+    """Whether a call would wait for the compiler."""
+    config = engines.choose(problem, device)
+    missing = behind.missing(behind.form(engines.schedule(problem, config, device), device), device)
+    return bool(missing) and behind.stand_in(problem, config, device) is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty, monkeypatch, dtype, layout):
+    """Nothing waits then, though fewer kernels are foreseen than there are such problems: they stand in for one another."""
+    problem = replace(fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem(dtype), layout=layout)
     deeper = replace(problem, C=256, K=256, input_size=(1, 14, 14), output_size=(1, 14, 14))
-    assert sources(deeper, empty) <= found
-    for size in (28, 55, 57, 112):
-        assert sources(replace(problem, input_size=(1, size, size), output_size=(1, size, size)), empty) <= found
-    again = {launch.source() for launch in behind.likely(replace(problem, C=48), empty)}
-    assert len(again) < len(found)  # the network once
+    related = [replace(one, N=n) for one in (problem, deeper) for n in (8, 9, 1, 32)] + [replace(problem, N=n) for n in (2, 4, 16)]
+    related += [replace(problem, input_size=(1, n, n), output_size=(1, n, n)) for n in (28, 55, 57, 112)]
+    found, own = likely(problem, empty), sources(problem, empty)
+    again = likely(replace(problem, C=48), empty)
+    assert 0 < len(found) < 32 and len(again) < max(len(found), 2)  # the network once
+    assert not own & found
+    assert any(waits(one, empty) for one in related)
+    monkeypatch.setattr(Empty, "known", found | own)
+    for one in related:
+        assert not waits(one, empty), one
+    assert not likely(problem, empty)
+
+
+def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
+    """Random layers of all families, with their own kernels and what is foreseen beside them. Without that one in five waits."""
+    r, made, waiting = random.Random(3), 0, 0
+    for problem in draw(3, 5):
+        n, part = max(1, round(problem.N * r.choice((0.25, 0.5, 1, 1.2, 2, 4)))), r.choice((0.5, 0.75, 1, 1.15, 1.5, 2))
+        try:
+            other = behind._resized(replace(problem, N=n), tuple(max(1, round(part * size)) for size in problem.input_size))
+        except ConvArgumentError:
+            continue
+        if other is None or other == problem or not other.macs:
+            continue
+        with monkeypatch.context() as patch:
+            patch.setattr(behind, "_foreseen", set())
+            patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
+            made, waiting = made + 1, waiting + waits(other, empty)
+    assert made > 40 and waiting <= made // 15
+
+
+def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
+    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    found = likely(problem, empty)
+    assert found
+    for name in "coming", "queued":
+        with monkeypatch.context() as patch:
+            patch.setattr(behind, "_foreseen", set())
+            patch.setattr(Empty, name, lambda _, launch: launch.source() in found)
+            assert not likely(problem, empty) & found
 
 
 @pytest.mark.parametrize("case", [
@@ -480,8 +615,7 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
     from pycuda_conv.tools.kernels import families
 
     known = families("sm_90a")
-    found = behind.likely(case.problem(dtype), empty)
-    assert len(found) <= behind.MOST_LIKELY + 8
+    found = list(behind.likely(case.problem(dtype), (), empty))
     assert all(any(launch in family for family in known) for launch in found)
 
 
@@ -489,15 +623,26 @@ def test_what_is_likely_is_compiled_beside_what_is_waited_for(slow, monkeypatch)
     problem = CASE.problem()
     own = sources(problem, slow.device)
     monkeypatch.setattr(behind, "foresees", lambda _: True)
+    other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
+    monkeypatch.setattr(behind, "likely", lambda *_: iter(other * 9))
+    begin = type(slow.device).begin
+    monkeypatch.setattr(type(slow.device), "begin", lambda _, launches: (begin(_, launches), slow.under_way.update(slow.begun))[0])
     cached_plan(problem, slow.device)
-    assert own <= set(slow.asked)
-    for known in (False, True):  # and only where something is waited for
-        slow.asked.clear()
-        if known:
-            slow.ready |= own
-        cached_plan.cache_clear()
-        cached_plan(problem, slow.device)
-        assert bool(slow.asked) != known
+    assert set(slow.begun) == own and len(slow.asked) == 9 and not own & set(slow.asked)
+    slow.asked.clear()
+    slow.ready |= own
+    cached_plan.cache_clear()
+    cached_plan(problem, slow.device)
+    assert not slow.asked  # nothing is waited for
+
+
+def test_nothing_more_is_foreseen_once_nothing_is_waited_for(slow, monkeypatch):
+    problem = CASE.problem()
+    other = engines.schedule(problem, direct.Single(), slow.device).whole[0]
+    monkeypatch.setattr(behind, "foresees", lambda _: True)
+    monkeypatch.setattr(behind, "likely", lambda *_: iter(other * 9))
+    cached_plan(problem, slow.device)
+    assert len(slow.asked) == 1
 
 
 @pytest.mark.parametrize("case", [
@@ -514,6 +659,41 @@ def test_other_sizes_of_a_layer_are_possible_problems(case):
         options = {name: getattr(one, name)[-n:] for name in ("stride", "dilation")} | {"padding": one.padding_before[-n:]}
         assert type(one).forward(n, x, w, **options).result_shape == y
     assert behind._resized(fprop((1, 8, 9, 9), (8, 8, 9, 9)).problem(), (1, 8, 8)) is None
+
+
+def texts_of(problem, config, device):
+    return {launch.source() for launch in behind.launches(engines.schedule(problem, config, device))}
+
+
+def test_what_is_being_compiled_stands_in_sooner_than_what_is_not_begun(empty, monkeypatch):
+    problem = fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1).problem("float16")
+    best = engines.choose(problem, empty)
+    other, third = (one for one in engines.alternatives(problem, best, empty)[1:3])
+    one, two, three = (texts_of(problem, config, empty) for config in (best, other, third))
+    assert (two - three) and (three - two)
+
+    def stand_in(**known):
+        with monkeypatch.context() as patch:
+            for name in "compiled", "coming", "queued":
+                patch.setattr(Empty, name, lambda _, launch, name=name: launch.source() in known.get(name, ()))
+            return behind.stand_in(problem, best, empty)
+
+    assert stand_in() is stand_in(queued=two) is None
+    assert stand_in(coming=three, queued=two) == third
+    assert stand_in(coming=two | three) == other
+    assert stand_in(coming=one | two) == best  # which is waited for then
+    assert stand_in(compiled=three, coming=one | two) == third
+
+
+def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
+    problem = fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1).problem("float16")
+    best = engines.choose(problem, empty)
+    other, third = (one for one in engines.alternatives(problem, best, empty)[1:3])
+    monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty) | texts_of(problem, third, empty))
+    monkeypatch.setattr(behind, "used", set())
+    assert behind.stand_in(problem, best, empty) == other
+    behind.used.add(third)
+    assert behind.stand_in(problem, best, empty) == third
 
 
 def test_a_measured_tile_stands_in(monkeypatch, empty):
@@ -541,6 +721,6 @@ def test_what_is_much_slower_does_not_stand_in(monkeypatch, empty):
 
 
 def test_machines_with_few_cores_compile_what_is_waited_for_alone(monkeypatch):
-    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False), (None, "cuda", False)):
-        monkeypatch.setattr(behind.os, "cpu_count", lambda cores=cores: cores)
+    for cores, backend, expected in ((2, "cuda", False), (16, "cuda", True), (16, "opencl", False)):
+        monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
         assert behind.foresees(SimpleNamespace(backend=backend)) == expected

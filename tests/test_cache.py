@@ -272,7 +272,7 @@ def test_a_process_that_stands_still_is_not_waited_for_for_ever(cache_folder, mo
     monkeypatch.setattr(cache, "PATIENCE", 0.1)
     entry = Entry(("a",), ".x")
     (cache_folder / "kernels").mkdir(mode=0o700)
-    with FileLock(cache_folder / "kernels" / f".{entry._name[:2]}.lock"):
+    with FileLock(cache_folder / "kernels" / f".{entry._name[:cache.LOCKED_BY]}.lock"):
         assert entry.get(lambda: b"good") == b"good"
 
 

@@ -21,6 +21,7 @@ from pycuda_conv.engines.registry import (
     predictions,
     reads_c_order,
     refusal,
+    same_bits,
     schedule,
     uses_tensor_cores,
 )
@@ -28,7 +29,7 @@ from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
     "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "find", "predicted", "predictions",
-    "reads_c_order", "refusal", "schedule", "uses_tensor_cores",
+    "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
 ]  # fmt: skip
 
 

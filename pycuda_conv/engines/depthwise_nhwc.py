@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
@@ -438,9 +438,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
         tile = {"TILE_P": tuple(p for p, _ in (TILES if on_gpu else OPENCL_TILES)), "TILE_Q": (4,), "DGRAD": FLAG}
-        yield TextFamily("depthwise_nhwc", common | tile, _made)
-        square = {"R": UNROLLED, "S": UNROLLED, "STRIDE": (1, 2)}
-        yield TextFamily("depthwise_nhwc", common | tile | square, lambda d: d["R"] == d["S"] and _made(d))
+        made = partial(_made, tiles=None if on_gpu else OPENCL_TILES)
+        yield TextFamily("depthwise_nhwc", common | tile, made)
+        square = {"STRIDE": (1, 2)}
+        yield from (TextFamily("depthwise_nhwc", common | tile | square | {"R": (n,), "S": (n,)}, made) for n in UNROLLED)
         for size in UNROLLED:
             strips, of_filter = ({"V": _vectors(code, size, kind), "STRIDE": (1, 2)} for kind in (DepthwiseStrips, DepthwiseWgrad))
             if on_gpu:
@@ -449,12 +450,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
 
 
-def _made(d: Mapping[str, int]) -> bool:
-    """Whether a tile's kernel with these defines is ever chosen."""
+def _made(d: Mapping[str, int], tiles: tuple[tuple[int, int], ...] | None) -> bool:
+    """Whether a tile's kernel with these defines is ever chosen, of `tiles` or, if None, of those that are worth it."""
     size, stride, dgrad = d.get("R", 0), d.get("STRIDE", 1), bool(d["DGRAD"])
     if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
         return False
-    return (d["TILE_P"], d["TILE_Q"]) in _fitting(size, stride, dgrad)
+    return (d["TILE_P"], d["TILE_Q"]) in (tiles or _fitting(size, dgrad))
 
 
 # ---- the choice
@@ -565,16 +566,18 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         yield from sorted([*best(_tiles(problem, device), 3), *strips], key=expected)
 
 
-def _fitting(size: int, stride: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
-    """The tiles that are worth it for an unrolled filter, or, of size 0, another."""
+def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
+    """The tiles that are worth it for an unrolled filter, or, of size 0, another; and for a gradient that no turned filter gives."""
+    if size and not dgrad:  # strips are better where there are enough rows
+        return TILES[2:]
     # a big tile loads less; but in unrolled loops over many taps it wants more registers than there are
-    return TILES if size == 3 and (stride == 1 or dgrad) else TILES[1:]
+    return TILES if size == 3 else TILES[1:]
 
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations of tiles, the best first."""
     chunk, (_, p, q) = _chunk(problem), problem.result_size
-    fitting = _fitting(_unrolled(problem), problem.stride[1], problem.direction == "dgrad")
+    fitting = _fitting(_unrolled(problem), problem.direction == "dgrad" and not _flipped(problem))
     if device.backend != "cuda":
         fitting = OPENCL_TILES
     lanes = problem.N * ceil(problem.K, _vector(problem, Depthwise))

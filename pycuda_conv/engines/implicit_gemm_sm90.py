@@ -51,15 +51,17 @@ __all__ = [
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.9% longer in the mean
-#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were four times as many kernels.
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 1.2% longer in the mean
+#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were six times as many kernels.
 PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128, 160, 192, 256), 64: (64, 96, 144, 256)}, {128: (64, 96, 128, 192), 64: (64, 144, 256)},
+    {128: (64, 96, 128, 192), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
     {128: (64, 128), 64: (64, 128, 256)}, {128: (64,), 64: (64, 256)},
 )  # fmt: skip
+#: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
+BFLOAT_PARTS = {128: (64, 128), 64: (64, 144)}
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
 #: loaded once for all taps, and that are split then.
-PINGPONG_PIXELS = ((128, 160), (128, 192), (128,), (128,))
+PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
 PLANES, PINGPONG_PLANES = ((64, 128), (64, 256), (128, 64), (128, 128)), ((128, 64), (128, 128))
 HALOS, SPLIT_HALOS = ((64, 224), (128, 128)), ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
@@ -386,10 +388,10 @@ def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
 
 
 def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
-    """What a product can note of its result: forward, whole sums, that need no more registers than there are."""
+    """What a product can note of its result: forward, whole sums of common layers, that need no more registers than there are."""
     if problem.direction != "fprop" or problem.layout == "CNHW" or config.SPLIT > 1 or problem.has_residual or problem.activation:
         return None
-    if _how_seldom(problem) > 1 or (problem.layout == "NHWC" and not _whole_rows(problem, 1)):
+    if config.halo or not _common(_defines_of(problem)) or (problem.layout == "NHWC" and not _whole_rows(problem, 1)):
         return None
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
@@ -714,10 +716,15 @@ def _seldom(defines: Mapping[str, int]) -> int:
     return min(3, few + (scattered or defines["VEC"] == 1) + lying)
 
 
-def _how_seldom(problem: ConvProblem) -> int:
-    """:func:`_seldom` of a problem, whose sums are not split."""
+def _common(defines: Mapping[str, int]) -> bool:
+    """Whether a product with such defines loads 64 channels and stores rows of four: others note no moments of their results."""
+    return defines["KC"] == 64 and defines["VEC"] == 4
+
+
+def _defines_of(problem: ConvProblem) -> dict[str, int]:
+    """The defines of a problem, whose sums are not split, that do not depend on the tile."""
     packed, walks = _form(problem)
-    return _seldom(_arithmetic(problem, walks[0].phase, 1) | {"KC": packed.load})
+    return _arithmetic(problem, walks[0].phase, 1) | {"KC": packed.load}
 
 
 def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
@@ -768,6 +775,7 @@ _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
     consumer, three, of_float32 = d["WGMMA_N"], d["PRODUCTS"] == 3, d["OUT"] == FLOAT and not d["BF16"]
+    parts = d["OUT"] == FLOAT and d["BF16"]
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
@@ -780,9 +788,11 @@ def _made(d: Mapping[str, int]) -> bool:
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
     if d["TENSOR_STORE"] != stores:
         return False
-    if d["MOMENTS"] and (not d["DENSE"] or (d["OUT"] == FLOAT and d["BF16"]) or (three and consumer > 128) or d["W_TURNED"]):
+    if d["MOMENTS"] and (not d["DENSE"] or parts or (three and consumer > 128) or d["W_TURNED"]):
         return False
-    if d["MOMENTS"] and seldom > 1:
+    if d["MOMENTS"] and (d["HALO"] or not _common(d)):
+        return False
+    if parts and (d["PINGPONG"] or d["PIXELS"] not in BFLOAT_PARTS[d["ROWS"]]):
         return False
     if d["PAIRED"] and d["PINGPONG"]:
         return False
@@ -845,7 +855,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    for tile in _tiles_of(_how_seldom(problem)):
+    for tile in _tiles_of(_seldom(_defines_of(problem))):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
         if tile.splits_images and products(problem) == 1:  # which does not take as long as its loads
@@ -857,7 +867,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
         depths = _DEPTHS[tile.loader, tile.schedule]
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
             depths = (*depths, 2) if tile.BLOCK_M == 64 else depths
-            for split in splits(problem, _steps(problem) // 4):
+            few = problem.dtype == "bfloat16" and tile.BLOCK_N not in BFLOAT_PARTS[tile.BLOCK_M]
+            for split in splits(problem, 1 if few else _steps(problem) // 4):
                 yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
         else:
             yield from _deepest(problem, tile, depths)
@@ -936,7 +947,7 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 
 
 #: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.
-CLEARLY = 1.1
+CLEARLY = 1.2
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, ImplicitGemm] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 
 from pycuda_conv.engines import (
     dense_nhwc_sm90,
@@ -133,13 +133,18 @@ def candidates(problem: ConvProblem, device: Device) -> list[Config]:
 def alternatives(problem: ConvProblem, config: Config, device: Device, others: Iterable[Config] = ()) -> list[Config]:
     """Other configurations that give the same bits as `config`, the fastest first: its engine's, and any of `others`."""
     engine, launched = engine_of(config), problem.launched
-    order = engine.sum_order(launched, config)
-    known = [*engine.configs(launched, device), *(one for one in others if type(one) in engine.CONFIGS)]
-    found = [
-        one for one in dict.fromkeys(known)
-        if one != config and engine.refusal(launched, one) is None and engine.sum_order(launched, one) == order
-    ]
+    known = dict.fromkeys([*engine.configs(launched, device), *others])
+    found = [one for one in same_bits(problem, config, known) if one != config]
     return sorted(found, key=lambda one: engine.time(launched, one, device) or 0.0)
+
+
+def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) -> Iterator[Config]:
+    """Those of `others` that can run `problem` and give the same bits as `config`."""
+    engine, launched = engine_of(config), problem.launched
+    order = engine.sum_order(launched, config)
+    for one in others:
+        if type(one) in engine.CONFIGS and engine.refusal(launched, one) is None and engine.sum_order(launched, one) == order:
+            yield one
 
 
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:

@@ -236,6 +236,17 @@ class Device(AbstractContextManager["Device"]):
         """Whether :meth:`launcher` will find the kernel of `step` compiled."""
         return True
 
+    def coming(self, step: KernelLaunch) -> bool:
+        """Whether the kernel of `step` is being compiled at the moment."""
+        return False
+
+    def queued(self, step: KernelLaunch) -> bool:
+        """Whether the kernel of `step` will be compiled behind calls, but is not begun yet."""
+        return False
+
+    def begin(self, steps: Sequence[KernelLaunch]) -> None:
+        """Begin to compile the kernels of `steps`, because the caller is about to wait for them."""
+
     def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         """Begin to compile the kernels of `steps` in other threads. The device itself is left alone until :meth:`launcher` is called."""
         return []

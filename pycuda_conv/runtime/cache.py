@@ -26,6 +26,8 @@ log = logging.getLogger("pycuda_conv")
 LIMIT = 512 << 20
 #: Seconds that a process waits for another one that builds the same entry; then it builds the entry itself.
 PATIENCE = 60
+#: Digits of an entry's name by which it is locked while it is built: so many that two that are built at once hardly ever share a lock.
+LOCKED_BY = 4
 #: An entry that is read is marked as used, at most once in so many seconds.
 MARKED_EVERY = 3600
 #: Temporary files older than this were left by a process that was killed.
@@ -180,7 +182,7 @@ class Entry:
         from filelock import FileLock  # takes longer to import than this package
 
         folder = trusted_folder()
-        lock = None if folder is None else FileLock(folder / f".{self._name[:2]}.lock", timeout=PATIENCE)
+        lock = None if folder is None else FileLock(folder / f".{self._name[:LOCKED_BY]}.lock", timeout=PATIENCE)
         with suppress(OSError, NotImplementedError):  # Timeout is an OSError
             if lock:
                 lock.acquire()

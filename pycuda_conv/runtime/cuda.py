@@ -30,7 +30,7 @@ from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
-from pycuda_conv.runtime.workers import workers
+from pycuda_conv.runtime.workers import cores, workers
 
 log = logging.getLogger("pycuda_conv")
 
@@ -575,6 +575,8 @@ class CudaDevice(Device):
         self._modules: dict[str, int] = {}
         #: texts that are being compiled, or were and are not loaded yet
         self._cubins: dict[tuple[str, str], Future[bytes]] = {}
+        #: texts that were looked for in vain: to look again takes longer than the launch that another process's kernel would save
+        self._absent: set[tuple[str, str]] = set()
         self._attributes = 1 if self.capability >= (9, 0) else 0  # _FOLLOWING, where the GPU knows it
         self._lock = threading.Lock()
         self._threads = threading.local()
@@ -597,7 +599,7 @@ class CudaDevice(Device):
     def compile_all(self, steps: Sequence[KernelLaunch]) -> None:
         missing = {step.source(): step for step in steps if (step.kernel, step.source()) not in self._functions}
         if len(missing) > 1:
-            with ThreadPoolExecutor(min(len(missing), os.cpu_count() or 1)) as pool:
+            with ThreadPoolExecutor(min(len(missing), cores())) as pool:
                 list(pool.map(self._function, missing.values()))
 
     def launcher(self, step: KernelLaunch) -> Launcher:
@@ -708,21 +710,30 @@ class CudaDevice(Device):
 
     def _cubin(self, source: str, arch: str, behind: bool = False) -> Future[bytes]:
         """The cubin of a text, which is compiled once, whoever asks; with `behind`, by another thread."""
-        make = partial(self.compile, source, arch)
+        coming, make = self._claimed(source, arch, behind)
+        if make:
+            make()
+        return coming
+
+    def _claimed(self, source: str, arch: str, behind: bool) -> tuple[Future[bytes], Callable[[], None] | None]:
+        """The cubin of a text, and what compiles it, if that is the caller's to do."""
         with self._lock:
             coming = self._cubins.get((source, arch))
             failed = coming is not None and coming.done() and coming.exception() is not None
             if coming is not None and not failed and (behind or not coming.cancel()):  # what waits for its turn is not waited for
-                return coming
-            coming = self._cubins[source, arch] = workers.submit(make) if behind else Future()
-            if not behind:
-                coming.set_running_or_notify_cancel()  # under way: whoever asks from now on waits for it
-        if not behind:
-            try:
-                coming.set_result(make())
-            except BaseException as error:
-                coming.set_exception(error)
-        return coming
+                return coming, None
+            if behind:
+                coming = self._cubins[source, arch] = workers.submit(partial(self.compile, source, arch))
+                return coming, None
+            coming = self._cubins[source, arch] = Future()
+            coming.set_running_or_notify_cancel()  # under way: whoever asks from now on waits for it
+        return coming, partial(self._make, coming, source, arch)
+
+    def _make(self, coming: Future[bytes], source: str, arch: str) -> None:
+        try:
+            coming.set_result(self.compile(source, arch))
+        except BaseException as error:
+            coming.set_exception(error)
 
     def compiled(self, step: KernelLaunch) -> bool:
         source = step.source()
@@ -731,12 +742,31 @@ class CudaDevice(Device):
         coming = self._cubins.get((source, step.arch))
         if coming is not None:
             return coming.done() and not coming.cancelled() and coming.exception() is None
+        if (source, step.arch) in self._absent:
+            return False
         found = self._kept(source, step.arch)
-        if found is not None:
-            coming = Future()
-            coming.set_result(found)
-            self._cubins.setdefault((source, step.arch), coming)
-        return found is not None
+        if found is None:
+            self._absent.add((source, step.arch))
+            return False
+        coming = Future()
+        coming.set_result(found)
+        self._cubins.setdefault((source, step.arch), coming)
+        return True
+
+    def coming(self, step: KernelLaunch) -> bool:
+        coming = self._cubins.get((step.source(), step.arch))
+        return coming is not None and coming.running()
+
+    def queued(self, step: KernelLaunch) -> bool:
+        coming = self._cubins.get((step.source(), step.arch))
+        return coming is not None and not (coming.running() or coming.done())
+
+    def begin(self, steps: Sequence[KernelLaunch]) -> None:
+        texts = {step.source(): step.arch for step in steps}
+        for source, arch in texts.items():
+            make = None if source in self._modules else self._claimed(source, arch, behind=False)[1]
+            if make:
+                threading.Thread(target=make, daemon=True).start()
 
     def compile_behind(self, steps: Sequence[KernelLaunch]) -> list[Future[Any]]:
         texts = {step.source(): step.arch for step in steps}

@@ -17,8 +17,18 @@ T = TypeVar("T")
 NICENESS = 10
 
 
+def cores() -> int:
+    """Cores that this process may use, which may be fewer than there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def most() -> int:
+    """Threads at the most: half of the cores are left to what somebody waits for."""
+    return max(1, cores() // 2)
+
+
 class Workers:
-    """As many threads as there are cores, started when there is work. A process that ends does not wait for them."""
+    """Threads that are started when there is work, up to :func:`most`. A process that ends does not wait for them."""
 
     def __init__(self) -> None:
         self._reset()
@@ -37,7 +47,7 @@ class Workers:
         self._queue.put((future, work))
         if not self._idle.acquire(blocking=False):
             with self._lock:
-                if self._started < (os.cpu_count() or 1):
+                if self._started < most():
                     self._started += 1
                     threading.Thread(target=self._run, name=f"pycuda_conv-{self._started}", daemon=True).start()
         return future
