@@ -98,6 +98,9 @@ def compiled_fast(request):
         yield
 
 
+_optimised: dict[str, dict] = {"_programs": {}, "_kernels": {}}
+
+
 @pytest.fixture
 def optimised(monkeypatch):
     """Plans that are made in the test run what users run: PoCL optimises their kernels."""
@@ -105,8 +108,8 @@ def optimised(monkeypatch):
 
     if why_no_opencl() is None:
         monkeypatch.setattr(opencl, "OPTIONS", [option for option in opencl.OPTIONS if option != "-cl-opt-disable"])
-        for made in ("_programs", "_kernels"):
-            monkeypatch.setattr(opencl.opencl_device(), made, {})
+        for name, made in _optimised.items():
+            monkeypatch.setattr(opencl.opencl_device(), name, made)
 
 
 @pytest.fixture(scope="session", params=["opencl", pytest.param("cuda:0", marks=pytest.mark.gpu)])
