@@ -460,7 +460,7 @@ def _made(d: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-#: Of what is counted for strips, so long they took on an H200: 0.85 in 16 layers, which float64 keeps; less in 14 random ones of other types.
+#: Of what is counted for strips, so long they took on an H200: 0.85 in 16 layers, which float64 keeps; less in 14 others of other types.
 STRIPS = {True: 0.85, False: 0.7}
 
 
