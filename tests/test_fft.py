@@ -56,7 +56,8 @@ def bound(case, x, w, b, ref, config) -> np.ndarray:
 
 
 def checked(case, x, config) -> tuple:
-    """What ``fft_range.cu`` writes: flags of tiles, and their maps, which are 255 where there is none."""
+    """What ``fft_range.cu`` writes on OpenCL: flags of tiles, and their maps, which are 255 where there is none."""
+    pytest.importorskip("pyopencl")
     problem, on = case.problem(x.dtype.name), get_device("opencl")
     schedule = engines.schedule(problem, config, on)
     launch = [one for step in schedule.steps for one in step if one.kernel == "fft_range"][-1]

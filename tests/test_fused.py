@@ -1137,6 +1137,7 @@ NOTING = {  # input, filter, dtype, channels last: on tensor cores; the last kin
     "1x1": ((8, 256, 56, 56), (128, 256, 1, 1), "float32", False), "1x1 fp16": ((9, 128, 28, 28), (160, 128, 1, 1), "float16", False),
     "1x1 last": ((9, 72, 40, 41), (130, 72, 1, 1), "float32", True),
 }  # fmt: skip
+PASSES = ("fp32 last", "small images")  # seldom kinds of layers, whose statistics a pass over y takes
 
 
 @pytest.mark.gpu
@@ -1162,7 +1163,7 @@ def test_statistics_noted_by_the_convolution(name, small):
     padding = filters[-1] // 2
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
-    assert plan.schedule.moments is not None
+    assert (plan.schedule.moments is not None) == (name not in PASSES)
     how = fused_modules.fused._How(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
