@@ -26,7 +26,7 @@
 // Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next: NCHW, channels
 //          last, or with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
 //          images, its images the channels, dy the filter, and y is dw (ConvProblem.launched).
-// Guarded  GUARDED = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
+// Guarded  FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
 //          at once in the usual case that pack.cu flagged no image (patch_rows: the product no patch of one) or channel. A tile is
 //          computed again if one that belongs to it is flagged with 2, or with 1 and a result is so small that what its operands'
 //          limbs lost can be seen in it. Limbs are off by
@@ -50,7 +50,7 @@
 #define MIN_BLOCKS 1
 #define A_VEC 4
 #define B_VEC 1
-#define GUARDED 0
+#define FIXUP 0
 #endif
 
 #define THREADS_M (BLOCK_M / THREAD_M)
@@ -79,7 +79,7 @@ typedef struct GemmArguments {
   long_t y_base, y_image, y_group, y_channel, y_d, y_h, y_w;
   long_t out_vec;                                  // whether four neighbouring pixels may be written at once
   long_t has_scale, has_bias, has_residual, activation, slope;   // the epilogue; slope: an acc_t's bits
-  // where GUARDED:
+  // where FIXUP:
   long_t n_blocks;                                 // tiles to look at
   long_t units, unit_group, unit_image;            // units there are; from one group and image to the next
   long_t patch_rows, by_patch_rows, row_units;     // 0 where units are images; patches beside one another
@@ -119,7 +119,7 @@ typedef struct ALIGNED Tap {
   const int t = divided(tap_, arg.by_rs), tap_row_ = divided(tap_, arg.by_s);                                    \
   const int r_ = tap_row_ - t * (int)arg.r, s_ = tap_ - tap_row_ * (int)arg.s;
 
-#if GUARDED
+#if FIXUP
 // What has a scale and a flag is a unit: an image, or a patch of 8 columns and patch_rows rows.
 #define UNIT(n, g, number) ((int)((n) * arg.unit_image + (g) * arg.unit_group) + (arg.patch_rows ? PATCH(number) : 0))
 #define PATCH(number) (divided(divided(number, arg.by_q), arg.by_patch_rows) * (int)arg.row_units + \
@@ -211,7 +211,7 @@ typedef struct ALIGNED Tap {
 KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w, const GLOBAL_MEM data_t* RESTRICT bias,
     const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y,
-#if GUARDED
+#if FIXUP
     const int* unit_flags, const int* filter_flags, const float* unit_scales, const float* filter_scales, int* redone,
     const GemmArguments arg) {
   if (arg.followed) {
@@ -240,7 +240,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
 #endif
   const int m_end = (int)arg.m;
   const index_t n_pixels = (index_t)arg.n_pixels, gemm_k = (index_t)arg.gemm_k;
-#if GUARDED
+#if FIXUP
   __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
   __shared__ int row_flags[BLOCK_M];
   __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // of a result where x's scale is 1
@@ -251,7 +251,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   const int block = (int)GID_0;
 #endif
   TILE_OF(block, m0, part, g, pixel0)
-#if GUARDED
+#if FIXUP
   if (!of_filters) {  // mostly none of the tile's images is flagged
     const index_t end = pixel0 + BLOCK_N < n_pixels ? pixel0 + BLOCK_N : n_pixels;
     int flags = 0;
@@ -415,7 +415,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       const index_t n = IMAGE_OF(pixel);
       const int number = NUMBER_IN(n, pixel);
       COORDINATES(number, o, p, q)
-#if GUARDED
+#if FIXUP
       const int unit_flag = unit_flags[UNIT(n, g, number)];
 #endif
       const index_t at = part * (index_t)arg.part_size + Y_AT(n, g, o, p, q) + (m0 + ty) * (index_t)arg.y_channel;
@@ -423,7 +423,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
       for (int i = 0; i < THREAD_M; ++i) {
         const int ahead = i / 4 * 4 * THREADS_M + i % 4, m = m0 + ty + ahead;
         const index_t to = at + ahead * (index_t)arg.y_channel;
-#if GUARDED
+#if FIXUP
         const bool mine = m < m_end && (unit_flag || filter_flags[g * m_end + m]);
 #else
         const bool mine = m < m_end;
@@ -445,7 +445,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     }
   }
   }
-#if GUARDED
+#if FIXUP
   }
 #endif
 }

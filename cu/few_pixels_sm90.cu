@@ -402,7 +402,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const Divided of_group(warp, shape.warps_m, shape.by_warps_m);
   const int group = of_group.quotient, groups = WARPS / (int)shape.warps_m, warp_row = of_group.rest * WARP_M;
   const int row = (int)shape.row_step * SIZE, channel = (int)shape.channel_step * SIZE;
-  uint32_t w_lane = (warp_row + lane / 4) * row + lane % 4 * WORD * channel, x_lane = lane % 4 * (int)shape.pitch * 8, first_step = shared_address(tables.step + group);
+  uint32_t w_lane = (warp_row + lane / 4) * row + lane % 4 * WORD * channel, x_lane = lane % 4 * (int)shape.pitch * 8,
+           first_step = shared_address(tables.step + group);
   asm volatile("" : "+r"(w_lane), "+r"(x_lane), "+r"(first_step));  // or the compiler would compute them again for each step
   int start[EIGHTS];
 #pragma unroll

@@ -8,11 +8,11 @@
 // the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or
 // arrays that have 16 bits to begin with. implicit_gemm_sm90.cu is the same for GPUs whose tensor cores read shared memory.
 //
-// Mapping  block -> a tile of ROWS channels x PIXELS pixels. Order, fastest first: channels, split, pixels, group.
+// Mapping  block -> a tile of BLOCK_M channels x BLOCK_N pixels. Order, fastest first: channels, split, pixels, group.
 //          Eight warps, WARPS_M x WARPS_N, of WARP_M channels x WARP_N pixels each: m16n8k16 products, [MT][NT] of them.
 //          Loads: thread -> chunk % 4 of every step, of the rows thread / 4 + 64 * i of the w tile and of the x tile.
 //          A pixel's place in x is found once; each step adds its tap and looks whether that lies in the image.
-// Memory   shared: STAGES stages of 32 of k; a stage holds, for each limb, ROWS rows of w, then PIXELS rows of x, of 4 chunks
+// Memory   shared: STAGES stages of 32 of k; a stage holds, for each limb, BLOCK_M rows of w, then BLOCK_N rows of x, of 4 chunks
 //          (64 bytes) each. Chunk c of row r lies at c ^ (r / 2 % 4): 8 rows of one chunk, what ldmatrix reads at once, touch
 //          every bank once. cp.async fills stages ahead of their use, with zeros where there is padding or nothing left.
 //          In the end the same bytes turn sums into rows of y: for each warp 16 rows of channels of a pixel, or the reverse.
@@ -24,9 +24,9 @@
 // Limits   fewer than 2^31 pixels of y and blocks, fewer than 2^32 chunks in w and in a limb of x.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/implicit_gemm_sm80.cu
-#ifndef ROWS
-#define ROWS 128     // 64 or 128
-#define PIXELS 128   // 64 or 128; 256 with 128 rows and one product
+#ifndef BLOCK_M
+#define BLOCK_M 128  // 64 or 128
+#define BLOCK_N 128  // 64 or 128; 256 with 128 rows and one product
 #define STAGES 3     // 2 or more
 #define PRODUCTS 3   // 3 or 1
 #define BF16 0       // the operands' type
@@ -41,11 +41,11 @@
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
 constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, THREADS = 256;
-constexpr int WARPS_M = ROWS == 128 && PIXELS == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
-constexpr int WARP_M = ROWS / WARPS_M, WARP_N = PIXELS / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
-constexpr int A_BYTES = ROWS * 64, B_BYTES = PIXELS * 64, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
+constexpr int WARPS_M = BLOCK_M == 128 && BLOCK_N == 64 ? 4 : 2, WARPS_N = 8 / WARPS_M;
+constexpr int WARP_M = BLOCK_M / WARPS_M, WARP_N = BLOCK_N / WARPS_N, MT = WARP_M / 16, NT = WARP_N / 8;
+constexpr int A_BYTES = BLOCK_M * 64, B_BYTES = BLOCK_N * 64, LIMB_BYTES = A_BYTES + B_BYTES, STAGE_BYTES = LIMBS * LIMB_BYTES;
 constexpr int BLOCKS = MT * NT <= (PRODUCTS == 3 ? 4 : 16) ? 2 : 1;  // that a multiprocessor has registers for
-static_assert(ROWS % 64 == 0 && PIXELS % 64 == 0, "a thread loads whole rows, 64 apart");
+static_assert(BLOCK_M % 64 == 0 && BLOCK_N % 64 == 0, "a thread loads whole rows, 64 apart");
 static_assert(WARP_M % 16 == 0 && WARP_N % 16 == 0, "a product has 16 channels, a piece of the result 16 pixels");
 
 // a warp's tile goes to y in pieces of 16 rows: of pixels if channels are last, else of channels
@@ -138,7 +138,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
   const unsigned w_chunk = w0 + ((tap * (int)shape.channel_blocks + (k.c >> shift)) * (LIMBS * 64) << shift) + (row << shift) + piece;
   const bool real = k.chunk < end;
 #pragma unroll
-  for (int i = 0; i < ROWS / 64; ++i) {
+  for (int i = 0; i < BLOCK_M / 64; ++i) {
     const unsigned from = real ? w_chunk + i * w_next : 0;
 #pragma unroll
     for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + (limb * 64 << shift), real);
@@ -146,7 +146,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
   const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
   const unsigned step = (d * (unsigned)shape.size_h + h) * (unsigned)shape.size_w + v;
 #pragma unroll
-  for (int i = 0; i < PIXELS / 64; ++i) {
+  for (int i = 0; i < BLOCK_N / 64; ++i) {
     const Corner at = corners[row + 64 * i];
     const bool ok = real && at.d + d < (unsigned)shape.size_d && at.h + h < (unsigned)shape.size_h && at.w + v < (unsigned)shape.size_w;
     const unsigned from = ok ? (at.pixel + step) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
@@ -263,12 +263,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   // the tile
   const Divided across(blockIdx.x, shape.tiles_m, shape.by_tiles_m), part(across.quotient, shape.splits, shape.by_splits);
   const Divided along(part.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
-  const int m0 = across.rest * ROWS, split = part.rest, pixel0 = along.rest * PIXELS, group = along.quotient;
+  const int m0 = across.rest * BLOCK_M, split = part.rest, pixel0 = along.rest * BLOCK_N, group = along.quotient;
   const unsigned w0 = (group * (unsigned)shape.blocks_group + m0 / 64) * (unsigned)shape.w_block, x0 = group * (unsigned)shape.chunks_group;
   // where there are none the first 64 once more: sums of rows that there are not are not stored
   const unsigned w_next = m0 / 64 + 1 < (int)shape.blocks_group ? (unsigned)shape.w_block : 0;
-  __shared__ Corner corners[PIXELS];
-  if (threadIdx.x < PIXELS) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
+  __shared__ Corner corners[BLOCK_N];
+  if (threadIdx.x < BLOCK_N) corners[threadIdx.x].find(shape, pixel0 + threadIdx.x);
   __syncthreads();
 
   // its steps of 32 of gemm k

@@ -1,36 +1,36 @@
 // implicit_gemm_sm90.cu: convolution as a matrix product on Hopper's tensor cores, fp32 results from fp16 limbs.
 //
 //   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
-//   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of KC channels
+//   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of LOAD_CHANNELS channels
 //
 // Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
 // fp32 accuracy, because the tensor core's own sum, which truncates, is added into fp32 registers every 64 of k (promotion);
 // the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or
 // arrays that have 16 bits to begin with. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256).
 //
-// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of ROWS channels x PIXELS pixels.
+// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
 //          Tile order, fastest first: channels, split, pixels, group: blocks that share pixels run together.
 //          warpgroup 0: one thread, the producer, asks for the tiles of x and w. Two consumer warpgroups multiply:
-//          64 channels x PIXELS each (ROWS = 128), or 64 channels x PIXELS / 2 (ROWS = 64).
-//          PINGPONG: they take tiles by turns, all of one, and one multiplies while the other stores (ROWS = 128, one product).
+//          64 channels x BLOCK_N each (BLOCK_M = 128), or 64 channels x BLOCK_N / 2 (BLOCK_M = 64).
+//          PINGPONG: they take tiles by turns, all of one, and one multiplies while the other stores (BLOCK_M = 128, one product).
 //          turn[consumer]: the other one has taken all stages of its tile. Before that, parities say nothing of the stages behind them.
-// Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of KC channels whose rows of 2 * KC bytes are swizzled, as
-//          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][PIXELS]. full[stage]: the bytes have arrived;
+// Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of LOAD_CHANNELS channels whose rows of 2 * LOAD_CHANNELS bytes are swizzled, as
+//          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][BLOCK_N]. full[stage]: the bytes have arrived;
 //          empty[stage]: the consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
-//          rows of y, and the scales of their pixels; PAIRED, their places in y too. A warp's is 16 channels x 32 pixels, pitch 40
+//          rows of y, and the scales of their pixels; INTERLEAVE_COLUMNS, their places in y too. A warp's is 16 channels x 32 pixels, pitch 40
 //          floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64
 //          channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
 //          The sums of these registers can't be promoted meanwhile, so only the first stage's hi.hi is multiplied then; the others' follows.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
-// Halo     HALO = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
-//          tile's pixels are patches of 8 columns x HALO rows of an image, and x is loaded once for all taps (each pixel once for each tap
+// Halo     PATCH_ROWS = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
+//          tile's pixels are patches of 8 columns x PATCH_ROWS rows of an image, and x is loaded once for all taps (each pixel once for each tap
 //          is what bounds filters of 64 channels otherwise), to a ring of its own: x_stages of what the patches' taps meet of 64
 //          channels, halo_w pixels wide, halo_h high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
 //          patch by halo_w pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
 //          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
 //          and are written while the next tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
-// Raw      RAW: such images of up to 64 channels as they lie, which are not packed (ROWS = 64). What a tile's taps meet is read once and
+// Raw      FUSED_SPLIT: such images of up to 64 channels as they lie, which are not packed (BLOCK_M = 64). What a tile's taps meet is read once and
 //          becomes limbs in the ring of x, with a scale of its own: that of a guess by what is met of it first, or, where the extremes of all
 //          say that it was wrong, another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup: each takes
 //          some rows of 8 channels at a time, by tensor loads into raw_stages places of its own, and a lane a pixel of these.
@@ -38,8 +38,8 @@
 // w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
 //          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
 //          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies); no product was slower by them. That of the
-//          gradient of the input has its output channels last: W_TURNED, rows of 64 of them, which wgmma takes turned.
-// x        TMA's im2col mode: one load fetches PIXELS consecutive output pixels, shifted by a tap, across rows and images;
+//          gradient of the input has its output channels last: W_MN_MAJOR, rows of 64 of them, which wgmma takes turned.
+// x        TMA's im2col mode: one load fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
 // 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
 //          wgmma takes turned. Tiles lie within an image.
@@ -49,21 +49,21 @@
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
 //          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
 // Mending  the consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way, and compute some of the
-//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums, nor RAW: direct_gemm.cu.
+//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums, nor FUSED_SPLIT: direct_gemm.cu.
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
 //          direct_reduce.cu adds them in order.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
 //          that writes every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. With a stride of 2
-//          along w a block takes the same tile of two phases, of even and odd columns, one after the other (PAIRED): a thread has the
+//          along w a block takes the same tile of two phases, of even and odd columns, one after the other (INTERLEAVE_COLUMNS): a thread has the
 //          neighbours in y at the same place of its sums. Those of the first phase are kept in shared memory, those of both turned to rows of y.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/implicit_gemm_sm90.cu
-#ifndef ROWS
-#define ROWS 128
-#define PIXELS 128
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 128
 #define STAGES 3
 #define PRODUCTS 3
-#define KC 64        // channels a load: 64, 32 or 16
+#define LOAD_CHANNELS 64  // channels a load: 64, 32 or 16
 #define BF16 0       // the operands' type
 #define OUT 32       // y: 32 float, 16 half, 17 bfloat16
 #define NHWC 0       // layout of y
@@ -73,33 +73,33 @@
 #define WGMMA_N 128  // pixels a consumer
 #define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
-#define W_TURNED 0   // w as it lies, with the channels of y last
+#define W_MN_MAJOR 0  // w as it lies, with the channels of y last
 #define PHASES 1     // of a launch at the most: 1 or 4
 #define MOMENTS 0    // of y's channels are written too
-#define HALO 0       // rows of pixels a consumer, where x is loaded once for all taps
-#define RAW 0        // x is split here
-#define PAIRED 0     // phases of neighbouring columns are written together
+#define PATCH_ROWS 0  // rows of pixels a consumer, where x is loaded once for all taps
+#define FUSED_SPLIT 0  // x is split here
+#define INTERLEAVE_COLUMNS 0  // phases of neighbouring columns are written together
 #endif
 #if POINTWISE
-#define WGMMA_TURNED_B "1"
+#define WGMMA_MN_MAJOR_B "1"
 #else
-#define WGMMA_TURNED_B "0"
+#define WGMMA_MN_MAJOR_B "0"
 #endif
-#define WITH_MAP_W (PRODUCTS == 1 && (NHWC || POINTWISE || W_TURNED))  // 16-bit filters may be read as they lie
-#if W_TURNED
-#define WGMMA_TURNED_A "1"
+#define WITH_MAP_W (PRODUCTS == 1 && (NHWC || POINTWISE || W_MN_MAJOR))  // 16-bit filters may be read as they lie
+#if W_MN_MAJOR
+#define WGMMA_MN_MAJOR_A "1"
 #else
-#define WGMMA_TURNED_A "0"
+#define WGMMA_MN_MAJOR_A "0"
 #endif
 #if BF16
 #define WGMMA_TYPE "bf16"
 #else
 #define WGMMA_TYPE "f16"
 #endif
-#if RAW
+#if FUSED_SPLIT
 #include "limbs.cuh"
 #endif
-#define MENDS (OUT == 32 && !BF16 && !RAW)  // blocks look at their flagged results when they are through: where SCALED
+#define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
@@ -108,31 +108,33 @@
 #endif
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
-constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / KC, SPAN = 2 * KC;
-constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * ROWS * 128;  // 64 rows of a limb; of all limbs; a stage
-constexpr int B_BYTES = PIXELS * 128, STAGE_BYTES = A_BYTES + (HALO ? 0 : LIMBS * B_BYTES);
+constexpr int LIMBS = PRODUCTS == 3 ? 2 : 1, SUB_TILES = 64 / LOAD_CHANNELS, SPAN = 2 * LOAD_CHANNELS;
+constexpr int A_BLOCK = 64 * SPAN, A_SUB = LIMBS * A_BLOCK, A_BYTES = LIMBS * BLOCK_M * 128;  // 64 rows of a limb; of all limbs; a stage
+constexpr int B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + (PATCH_ROWS ? 0 : LIMBS * B_BYTES);
 constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging tile
 [[maybe_unused]] constexpr int STORED = 3;  // the barrier of the consumers when they have stored all
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
-constexpr int THREADS = 128 * (1 + CONSUMERS + RAW);
-static_assert(!POINTWISE || (KC == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
-static_assert(!W_TURNED || (KC == 64 && !POINTWISE && !HALO), "whole blocks of 64 channels");
-static_assert(!HALO || (KC == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE && PIXELS == 8 * HALO * (ROWS == 128 ? 1 : 2)), "whole patches");
-static_assert(!RAW || (HALO && ROWS == 64), "patches");
-static_assert(!PINGPONG || (PRODUCTS == 1 && ROWS == 128 && !HALO && !PAIRED), "a consumer has all sums of a tile");
-[[maybe_unused]] constexpr bool OVERLAP = HALO || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
-constexpr int PARTS = PRODUCTS == 3 ? (HALO < 3 ? HALO : 3) : HALO % 2 ? HALO : HALO / 2;  // of a patch, each written while a stage of the next one is multiplied
-[[maybe_unused]] constexpr int EARLY = HALO ? PARTS : 2;  // stages of three products that are multiplied while the tile before is stored
-static_assert(!HALO || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
+constexpr int THREADS = 128 * (1 + CONSUMERS + FUSED_SPLIT);
+static_assert(!POINTWISE || (LOAD_CHANNELS == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
+static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !POINTWISE && !PATCH_ROWS), "whole blocks of 64 channels");
+static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE), "patches of float32 planes");
+static_assert(!PATCH_ROWS || BLOCK_N == 8 * PATCH_ROWS * (BLOCK_M == 128 ? 1 : 2), "whole patches");
+static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
+static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
+[[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
+// parts of a patch, each written while a stage of the next one is multiplied
+constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
+[[maybe_unused]] constexpr int EARLY = PATCH_ROWS ? PARTS : 2;  // stages of three products that are multiplied while the tile before is stored
+static_assert(!PATCH_ROWS || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
-static_assert(WGMMA_N == (ROWS == 128 ? PIXELS : PIXELS / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
-static_assert(PHASES == 1 || (PHASES == 4 && !HALO && !POINTWISE), "a block meets all phases");
+static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
+static_assert(PHASES == 1 || (PHASES == 4 && !PATCH_ROWS && !POINTWISE), "a block meets all phases");
 
 typedef element<OUT> out_t;
 
 // bytes of a consumer
-[[maybe_unused]] constexpr int KEPT_PIECE = 8 * CHUNK * 4, KEPT = 16 * WGMMA_N * 4 + KEPT_PIECE;  // of a warp, PAIRED
-constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : PAIRED ? 4 * KEPT : HALO ? 0 : 4 * 32 * 20 * 4;
+[[maybe_unused]] constexpr int INTERLEAVED_PIECE = 8 * CHUNK * 4, INTERLEAVED = 16 * WGMMA_N * 4 + INTERLEAVED_PIECE;  // of a warp, INTERLEAVE_COLUMNS
+constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : INTERLEAVE_COLUMNS ? 4 * INTERLEAVED : PATCH_ROWS ? 0 : 4 * 32 * 20 * 4;
 
 // What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
@@ -140,12 +142,12 @@ struct GemmPhase {
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits; stages of the ring in one
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long image_tiles, by_image_tiles;                   // of those, of an image: POINTWISE, HALO
-  long long across, by_across;                             // of those, patches side by side: HALO
-  long long blocks, channel_blocks, by_channel_blocks;     // blocks of KC along gemm k, and how many of them belong to one tap
+  long long image_tiles, by_image_tiles;                   // of those, of an image: POINTWISE, PATCH_ROWS
+  long long across, by_across;                             // of those, patches side by side: PATCH_ROWS
+  long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
   long long rows_group, rows;                              // output channels of a group, and of all
   long long w_lies;                                        // whether w is read as it lies, by map_w: WITH_MAP_W
-  long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of KC channels of 64 rows
+  long long blocks_group, row_blocks;                      // of w: blocks of 64 rows of a group, and blocks of LOAD_CHANNELS channels of 64 rows
   long long channels_group, channels;                      // packed input channels of a group, and of all
   long long tap_r, by_tap_r, tap_s, by_tap_s;              // taps along r and s
   long long tap_base, tap_step_t, tap_step_r, tap_step_s;  // number in w of the first tap, and steps from one to the next
@@ -162,16 +164,16 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // whether there are scales: SCALED
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
-  long long halo_w, by_halo_w, halo_h;                     // HALO: pixels of x that the taps of a patch meet in a row, and rows;
+  long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: pixels of x that the taps of a patch meet in a row, and rows;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
-  long long groups, x_channels, x_h, x_w;                  // RAW: groups of x, their channels, and its size;
+  long long groups, x_channels, x_h, x_w;                  // FUSED_SPLIT: groups of x, their channels, and its size;
   long long slack, raw_stages, raw_rounds;                 // slack of a patch's limbs (pack.cu); places of a converter, and items of a patch;
   long long raw_rows, raw_run;                             // of an item: rows, and pixels of a row that taps meet;
   long long raw_shift, raw_pitch, raw_channel;             // in shared memory: floats before those, of a row and of a channel
 };
 
 // Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
-constexpr bool MAY_ADD = !MOMENTS && !PAIRED && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
+constexpr bool MAY_ADD = !MOMENTS && !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
 DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && has_residual(shape); }
 DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled); }
 
@@ -192,16 +194,16 @@ struct Mends {
 DEVICE int phase_bits(const Shapes& shapes) { return PHASES == 1 ? 0 : (int)shapes.of[0].phase_bits; }
 DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles << phase_bits(shapes); }
 DEVICE int phase_of(const Shapes& shapes, int tile) { return tile & ((1 << phase_bits(shapes)) - 1); }
-DEVICE int first_tile() { return PAIRED ? 2 * blockIdx.x : blockIdx.x; }
-DEVICE int next_tile(int tile) { return !PAIRED ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
+DEVICE int first_tile() { return INTERLEAVE_COLUMNS ? 2 * blockIdx.x : blockIdx.x; }
+DEVICE int next_tile(int tile) { return !INTERLEAVE_COLUMNS ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
 struct Tile {
   int m, pixel, end, group, split;  // pixels that count are below `end`; of a patch, those of its image
   [[maybe_unused]] int patch, row, column;
   DEVICE Tile(const GemmPhase& shape, int tile) {
     const Divided down(tile, shape.tiles_m, shape.by_tiles_m);
-    m = down.rest * ROWS;
-    const Divided parts(down.quotient, shape.splits, shape.by_splits);  // HALO: one
+    m = down.rest * BLOCK_M;
+    const Divided parts(down.quotient, shape.splits, shape.by_splits);  // PATCH_ROWS: one
     split = parts.rest;
     const Divided along(parts.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
     group = along.quotient;
@@ -209,17 +211,17 @@ struct Tile {
     if (POINTWISE) {
       const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles);
       const int plane = (int)shape.plane;
-      pixel = of_image.quotient * plane + of_image.rest * PIXELS;
+      pixel = of_image.quotient * plane + of_image.rest * BLOCK_N;
       end = (of_image.quotient + 1) * plane;
-    } else if (HALO) {
+    } else if (PATCH_ROWS) {
       const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles), place(of_image.rest, shape.across, shape.by_across);
       patch = tile;
       column = place.rest * 8;
-      row = place.quotient * (PIXELS / 8);
+      row = place.quotient * (BLOCK_N / 8);
       pixel = of_image.quotient * (int)shape.plane;
       end = pixel + (int)shape.plane;
     } else {
-      pixel = tile * PIXELS;
+      pixel = tile * BLOCK_N;
       end = (int)shape.pixels;
     }
   }
@@ -276,7 +278,7 @@ struct Rings {
 // Whether there are 64 rows of w behind the first 64 of a tile. Else those are loaded twice: sums of rows that there are not are not stored.
 DEVICE bool next_rows(const Tile& of, const GemmPhase& shape) { return of.m / 64 + 1 < (int)shape.blocks_group; }
 
-#if HALO
+#if PATCH_ROWS
 // One thread asks for the filter, tap by tap, ...
 DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings) {
   Position at;
@@ -292,7 +294,7 @@ DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings
         barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
         barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
-        for (int rows = 0; rows < ROWS / 64; ++rows)
+        for (int rows = 0; rows < BLOCK_M / 64; ++rows)
           load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + (number * shape.channel_blocks + c) * A_SUB, A_SUB, arrived);
         at.next();
       } while (!tap.next(shape));
@@ -300,7 +302,7 @@ DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings
   }
 }
 
-#if !RAW
+#if !FUSED_SPLIT
 // ... and another for what the taps of a tile meet of x.
 DEVICE void produce_halos(const CUtensorMap* map_x, const GemmPhase& shape, const Rings& rings) {
   prefetch_map(map_x);
@@ -313,8 +315,9 @@ DEVICE void produce_halos(const CUtensorMap* map_x, const GemmPhase& shape, cons
       barrier_expect(rings.x_full + 8 * at.stage, LIMBS * (int)(shape.halo_w * shape.halo_h) * 128);
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb)
-        load_box(rings.x + (at.stage * LIMBS + limb) * (int)shape.halo_bytes, map_x, rings.x_full + 8 * at.stage, of.group * (int)shape.channels_group + c * KC,
-                 of.column + (int)shape.low_w, of.row + (int)shape.low_h, image + limb * (int)shape.limb_images);
+        load_box(rings.x + (at.stage * LIMBS + limb) * (int)shape.halo_bytes, map_x, rings.x_full + 8 * at.stage,
+                 of.group * (int)shape.channels_group + c * LOAD_CHANNELS, of.column + (int)shape.low_w, of.row + (int)shape.low_h,
+                 image + limb * (int)shape.limb_images);
       at.next(shape);
     }
   }
@@ -325,7 +328,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
                     const GemmPhase& shape, const Rings& rings, uint8_t* dynamic, float* scales) {
   const int slots = (int)shape.raw_stages, slot_bytes = 32 * (int)shape.raw_channel, halo_bytes = (int)shape.halo_bytes;
   const int run = (int)shape.raw_run, rounds = (int)shape.raw_rounds, slack = (int)shape.slack;
-  __shared__ Extremes of_warps[2][2][CONVERTERS];  // of the stages of the ring of x
+  __shared__ MagnitudeRange of_warps[2][2][CONVERTERS];  // of the stages of the ring of x
   const int warp = threadIdx.x / 32 < 4 ? threadIdx.x / 32 - 1 : threadIdx.x / 32 - 4 * CONSUMERS - 1, lane = threadIdx.x % 32;
   auto is_met = [&](int pixel) { return lane < run && pixel < (int)(shape.halo_w * shape.halo_h); };
   uint8_t* const x_ring = dynamic + (rings.x - shared_address(dynamic));
@@ -367,12 +370,12 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
     for (int e = 0; e < 8; ++e) v[e] = of_slot[e * (int)shape.raw_channel];
   };
   // the extremes of all threads
-  auto together = [&](Extremes mine, Extremes(&room)[CONVERTERS]) {
+  auto together = [&](MagnitudeRange mine, MagnitudeRange(&room)[CONVERTERS]) {
     mine.over_warp();
     if (lane == 0) room[warp] = mine;
   };
-  auto combined = [&](const Extremes(&room)[CONVERTERS]) {
-    Extremes all = room[0];
+  auto combined = [&](const MagnitudeRange(&room)[CONVERTERS]) {
+    MagnitudeRange all = room[0];
 #pragma unroll
     for (int i = 1; i < CONVERTERS; ++i) all.add(room[i]);
     return all;
@@ -380,7 +383,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
 
   // and those of the item that comes next, if there is a tile `number`, by which the scale of that tile is guessed
   auto sample = [&](int number) {
-    Extremes found = {0, ~0u};
+    MagnitudeRange found = {0, ~0u};
     if (number >= (int)shape.tiles) return found;
     float v[8];
     take(v);
@@ -406,7 +409,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
       for (int limb = 0; limb < LIMBS; ++limb) *(uint4*)(place(pixel, chunk) + limb * halo_bytes) = piece_of(limbs[limb]);
     };
     float scale = power_of_two(guess);
-    Extremes found = {0, ~0u};
+    MagnitudeRange found = {0, ~0u};
     barrier_wait(rings.x_empty + 8 * at.stage, at.parity ^ 1);
 #pragma unroll 1
     for (int round = 0; round < rounds; ++round) {
@@ -425,7 +428,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
     together(found, of_warps[at.stage][0]);
     together(sample(tile + gridDim.x), of_warps[at.stage][1]);
     named_barrier(3, 32 * CONVERTERS);
-    const Extremes all = combined(of_warps[at.stage][0]);
+    const MagnitudeRange all = combined(of_warps[at.stage][0]);
     const bool guessed = all.fits(guess, slack);
     if (!guessed && all.usable()) {
       const Tile of(shape, tile);
@@ -505,18 +508,19 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
         const bool real = SUB_TILES == 1 || block < blocks;
         const uint8_t* const from = w_tile + (real ? (long long)tap * channel_blocks + c : shape.row_blocks - 1) * A_SUB;
 #pragma unroll
-        for (int rows = 0; rows < ROWS / 64; ++rows)
-          if (W_TURNED) {
-            load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * KC);
+        for (int rows = 0; rows < BLOCK_M / 64; ++rows)
+          if (W_MN_MAJOR) {
+            load_box(stage + rows * A_SUB, map_w, arrived, of.m + 64 * rows, tap, channel + c * LOAD_CHANNELS);
           } else if (WITH_MAP_W && shape.w_lies) {
-            load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * KC : (int)shape.channels, tap,
+            load_box(stage + (rows * SUB_TILES + sub) * A_SUB, map_w, arrived, real ? c * LOAD_CHANNELS : (int)shape.channels, tap,
                      of.group * (int)shape.rows_group + of.m + 64 * rows);
           } else {
             load_bytes(stage + (rows * SUB_TILES + sub) * A_SUB, from + rows * w_next, A_SUB, arrived);
           }
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
-          load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * PIXELS * SPAN, map_x, arrived, real ? channel + c * KC : (int)shape.channels, x_w, x_h,
+          load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
+                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, x_w, x_h,
                             x_d, image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
         ++block;
         if (++c == channel_blocks) {
@@ -561,14 +565,14 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
       barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
-      for (int rows = 0; rows < ROWS / 64; ++rows)
+      for (int rows = 0; rows < BLOCK_M / 64; ++rows)
         if (shape.w_lies) {
           load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
         } else {
           load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
         }
 #pragma unroll
-      for (int block = 0; block < PIXELS / 64; ++block)
+      for (int block = 0; block < BLOCK_N / 64; ++block)
         load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
       at.next();
     }
@@ -589,14 +593,14 @@ struct Rows {
   float scale_w[2];                // of the packed filter
   Finish<SCALED> finish[2];
   DEVICE Rows(const GemmPhase& shape, const Tile& of, int consumer, const float* scale_n, const float* scale_k, const out_t* scales, const out_t* biases)
-      : m(of.m + (ROWS == 128 ? 64 * consumer : 0)), pixel(of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer)),
+      : m(of.m + (BLOCK_M == 128 ? 64 * consumer : 0)), pixel(of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer)),
         end(of.end), group(of.group), split(of.split) {
-    if (HALO) {
-      patch = ROWS == 128 ? of.patch : 2 * of.patch + consumer;
+    if (PATCH_ROWS) {
+      patch = BLOCK_M == 128 ? of.patch : 2 * of.patch + consumer;
       const int image = of.image(shape), lane = threadIdx.x % 32;
-      const int row = of.row + (ROWS == 128 ? 0 : HALO * consumer), column = of.column + 2 * (lane % 4);
+      const int row = of.row + (BLOCK_M == 128 ? 0 : PATCH_ROWS * consumer), column = of.column + 2 * (lane % 4);
       const int first = m + (int)threadIdx.x % 128 / 32 * 16 + lane / 4;
-      scale_x = RAW ? 0 : SCALED ? scale_n[image] : 1;
+      scale_x = FUSED_SPLIT ? 0 : SCALED ? scale_n[image] : 1;
 #pragma unroll
       for (int half = 0; half < 2; ++half) real[half] = first + 8 * half < (int)shape.rows_group;
       at = image * shape.out_image + (group * (int)shape.rows_group + first) * shape.out_row + row * (int)shape.q + column;
@@ -610,11 +614,11 @@ struct Rows {
   }
 };
 
-#if PAIRED
+#if INTERLEAVE_COLUMNS
 // The sums of one phase of a pair: kept, or, with those kept, written. A warp has a piece of what is kept for each half of its channels
 // and CHUNK pixels, and as much room before the first: a piece that has been read makes room, with the one before it, for rows of y.
 DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, bool second, uint8_t* kept, const float* scales,
-                       const long long* places, out_t* y) {
+                       const long long* output_offsets, out_t* y) {
   struct alignas(2 * sizeof(out_t)) Vector {
     out_t v[2];
   };
@@ -624,10 +628,10 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
   for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK, width = WGMMA_N - base < CHUNK ? WGMMA_N - base : CHUNK, SIZE = 8 * width * 4;
     const bool real = lane < width && rows.pixel + base + lane < rows.end;
-    out_t* const to = y + (real ? places[base + lane] - 1 : 0);  // the second phase's are those of second columns
+    out_t* const to = y + (real ? output_offsets[base + lane] - 1 : 0);  // the second phase's are those of second columns
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint8_t* const piece = kept + KEPT_PIECE + base * 64 + half * SIZE;
+      uint8_t* const piece = kept + INTERLEAVED_PIECE + base * 64 + half * SIZE;
       // neighbouring rows, 16 bytes by 16 bytes, in different banks
       float4* const turned = (float4*)(piece - SIZE);
       auto place = [](int row, int at) { return row * (width / 2) + (width % 16 ? at : at ^ row % 2 * 4); };
@@ -666,7 +670,7 @@ DEVICE void store_pair(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
     }
   });
 }
-#elif HALO
+#elif PATCH_ROWS
 // Some rows of a consumer's patch. Four lanes write a row of 8 pixels of a channel.
 template <int first, int last>
 DEVICE void store_rows(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const out_t* residual, out_t* y) {
@@ -847,13 +851,13 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 #if MOMENTS
 // Four lanes have a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
-  const int lane = threadIdx.x % 32, count = HALO ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
+  const int lane = threadIdx.x % 32, count = PATCH_ROWS ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
   if (count <= 0) return;
   const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? divided(rows.pixel, shape.by_plane) : 0;
-  const int slice = HALO ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+  const int slice = PATCH_ROWS ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
   bool alike = OUT == 32 && count == WGMMA_N;
-  auto scale_of = [&](int pixel) { return HALO ? rows.scale_x : SCALED ? scales[pixel] : 1; };
+  auto scale_of = [&](int pixel) { return PATCH_ROWS ? rows.scale_x : SCALED ? scales[pixel] : 1; };
 #pragma unroll
   for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
   alike = __all_sync(~0u, alike);
@@ -894,16 +898,16 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 }
 #endif
 
-#if !HALO
+#if !PATCH_ROWS
 // A consumer's 64 channels of a tile, their moments too.
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
-                       const float* scales, [[maybe_unused]] const long long* places, const out_t* residual, const CUtensorMap* map_y,
+                       const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
 #if MOMENTS
   store_moments(sum, rows, shape, scales, moments);
 #endif
-#if PAIRED
-  store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * KEPT, scales, places, y);
+#if INTERLEAVE_COLUMNS
+  store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * INTERLEAVED, scales, output_offsets, y);
 #else
   for_all<(WGMMA_N + CHUNK - 1) / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
@@ -917,13 +921,13 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
 }
 
 // What the stores of a tile need of a consumer's pixels, to its part of shared memory: scales, and, of pairs, places in y.
-DEVICE void look_up(const Rows& rows, const GemmPhase& shape, int consumer, float* scales, long long* places, const float* scale_n) {
-  if (!SCALED && !PAIRED) return;
+DEVICE void stage_output_offsets(const Rows& rows, const GemmPhase& shape, int consumer, float* scales, long long* output_offsets, const float* scale_n) {
+  if (!SCALED && !INTERLEAVE_COLUMNS) return;
   named_barrier(1 + consumer, 128);  // the last tile's have been read
   for (int i = threadIdx.x % 128; i < WGMMA_N; i += 128) {
     const Divided of_image(min(rows.pixel + i, rows.end - 1), shape.plane, shape.by_plane);
     if (SCALED) scales[i] = scaled(shape) ? scale_n[of_image.quotient] : 1;
-    if (PAIRED) places[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
+    if (INTERLEAVE_COLUMNS) output_offsets[i] = of_image.quotient * shape.out_image + plane_offset<false>(shape, of_image.rest);
   }
   named_barrier(1 + consumer, 128);
 }
@@ -932,17 +936,17 @@ DEVICE void look_up(const Rows& rows, const GemmPhase& shape, int consumer, floa
 // ---- the multiplication
 
 // The descriptors of what a stage holds of w and x.
-DEVICE uint64_t w_descriptor(uint32_t place) { return W_TURNED ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place); }
+DEVICE uint64_t w_descriptor(uint32_t place) { return W_MN_MAJOR ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place); }
 DEVICE uint64_t x_descriptor(uint32_t place, [[maybe_unused]] int halo_w = 0) {
-  return POINTWISE ? wgmma_turned_descriptor(place) : wgmma_descriptor<SPAN>(place, HALO ? halo_w * SPAN : 8 * SPAN);
+  return POINTWISE ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place, PATCH_ROWS ? halo_w * SPAN : 8 * SPAN);
 }
 
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
 DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh) {
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
-    const int sub = k / KC, inner = 2 * (k % KC);
-    wgmma(d, a + (W_TURNED ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * PIXELS * SPAN + inner) / 16, !(fresh && k == 0));
+    const int sub = k / LOAD_CHANNELS, inner = 2 * (k % LOAD_CHANNELS);
+    wgmma(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 
@@ -954,8 +958,8 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
   const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
   if (!adds(shape)) return;
   const Tile of(shape, tile >> phase_bits(shapes));
-  constexpr int LINE = 128 / (int)sizeof(out_t), CHANNELS = PINGPONG ? ROWS : 64;
-  const int m = of.m + (ROWS == 128 && !PINGPONG ? 64 * consumer : 0), first = of.pixel + (ROWS == 128 ? 0 : WGMMA_N * consumer);
+  constexpr int LINE = 128 / (int)sizeof(out_t), CHANNELS = PINGPONG ? BLOCK_M : 64;
+  const int m = of.m + (BLOCK_M == 128 && !PINGPONG ? 64 * consumer : 0), first = of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer);
   const int end = min(of.end, first + WGMMA_N), channels = min(m + CHANNELS, (int)shape.rows_group);
   for (int pixel = first + (int)threadIdx.x % 128; pixel < end; pixel += 128)
     for (int c = m; c < channels; c += LINE) prefetch_line(residual + pixel * shape.rows + of.group * (int)shape.rows_group + c);
@@ -963,7 +967,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
 }
 
 #if PINGPONG
-DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* places, const float* scale_n,
+DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint8_t* staging, float* scales, long long* output_offsets, const float* scale_n,
                     const float* scale_k, const out_t* bias, const out_t* scale, const out_t* residual, const CUtensorMap* map_y, float* moments, out_t* y) {
   Position at;
   float sum[2][WGMMA_N / 2];
@@ -1009,8 +1013,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
         if (SCALED) sum[half][i] += give_back_lost(sum[half][i], part);
       }
       const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
-      if (half == 0) look_up(rows, shape, consumer, scales, places, scale_n);
-      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, places, residual, map_y, moments, y);
+      if (half == 0) stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
+      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, output_offsets, residual, map_y, moments, y);
     }
   }
 #if TENSOR_STORE
@@ -1019,39 +1023,40 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
 }
 #else
 DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[maybe_unused]] uint8_t* staging, float* scales,
-                    [[maybe_unused]] long long* places, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
+                    [[maybe_unused]] long long* output_offsets, const float* scale_n, const float* scale_k, const out_t* bias, const out_t* scale,
                     const out_t* residual, const CUtensorMap* map_y, [[maybe_unused]] float* moments, out_t* y) {
-#if HALO
+#if PATCH_ROWS
   const int halo_w = (int)shapes.of[0].halo_w, halo_bytes = (int)shapes.of[0].halo_bytes;
 #else
   constexpr int halo_w = 0, halo_bytes = 0;
 #endif
   // a consumer's share of w and x; a turned block of 64 pixels takes as many bytes as 64 rows
-  const uint32_t a0 = rings.stages + (ROWS == 128 ? SUB_TILES * A_SUB * consumer : 0);
-  const uint32_t b0 = HALO ? rings.x + (ROWS == 128 ? 0 : HALO * halo_w * SPAN * consumer) : rings.stages + A_BYTES + (ROWS == 128 ? 0 : WGMMA_N * SPAN * consumer);
+  const uint32_t a0 = rings.stages + (BLOCK_M == 128 ? SUB_TILES * A_SUB * consumer : 0);
+  const uint32_t b0 = PATCH_ROWS ? rings.x + (BLOCK_M == 128 ? 0 : PATCH_ROWS * halo_w * SPAN * consumer)
+                                 : rings.stages + A_BYTES + (BLOCK_M == 128 ? 0 : WGMMA_N * SPAN * consumer);
   Position at;  // the stage to multiply next
   float main[WGMMA_N / 2];
 #if PRODUCTS == 3
   float cross[WGMMA_N / 2], total[WGMMA_N / 2];
-#elif HALO
+#elif PATCH_ROWS
   float total[WGMMA_N / 2];
 #else
   auto& total = main;
 #endif
-#if HALO
+#if PATCH_ROWS
   XPosition x_at;
   Tap tap;
   const int dilation_h = (int)shapes.of[0].dilation_h, dilation_w = (int)shapes.of[0].dilation_w;
 #endif
   auto arrived = [&] {  // wait for the stage to multiply next
-#if HALO
+#if PATCH_ROWS
     if (tap.r == 0 && tap.s == 0) barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
 #endif
     barrier_wait(rings.full + 8 * at.stage, at.parity);
   };
   auto advance = [&] {
     at.next();
-#if HALO
+#if PATCH_ROWS
     if (tap.next(shapes.of[0])) x_at.next(shapes.of[0]);
 #endif
   };
@@ -1062,7 +1067,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   auto place = [&] {
     Place of;
     of.w = a0 + at.stage * STAGE_BYTES;
-#if HALO
+#if PATCH_ROWS
     of.x = b0 + x_at.stage * LIMBS * halo_bytes + (tap.r * dilation_h * halo_w + tap.s * dilation_w) * SPAN;
 #else
     of.x = b0 + at.stage * STAGE_BYTES;
@@ -1071,13 +1076,13 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   // the products of a stage and one pair of limbs
   auto multiply_limbs = [&](float(&d)[WGMMA_N / 2], const Place& of, int limb_a, int limb_b, bool fresh) {
-    multiply(d, w_descriptor(of.w + limb_a * A_BLOCK), x_descriptor(of.x + limb_b * (HALO ? halo_bytes : B_BYTES), halo_w), fresh);
+    multiply(d, w_descriptor(of.w + limb_a * A_BLOCK), x_descriptor(of.x + limb_b * (PATCH_ROWS ? halo_bytes : B_BYTES), halo_w), fresh);
   };
   // give the stage that was multiplied so many stages ago, 1 to 3, back to the producer
   auto give_back = [&](int ago) {
     if (threadIdx.x % 32 != 0) return;
     barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - ago) % STAGES));
-#if HALO
+#if PATCH_ROWS
     if (tap.number == ago - 1)  // it was of the last of at least 3 taps
       barrier_arrive(rings.x_empty + 8 * ((x_at.stage ? x_at.stage : (int)shapes.of[0].x_stages) - 1));
 #endif
@@ -1111,28 +1116,28 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     advance();
   };
 #endif
-#if HALO
+#if PATCH_ROWS
   auto store_part = [&](auto part) {
     constexpr int number = decltype(part)::value;
 #if MOMENTS
     if (number == 0) store_moments(total, rows, shapes.of[0], scales, moments);
 #endif
-    store_rows<number * HALO / PARTS, (number + 1) * HALO / PARTS>(total, rows, shapes.of[0], residual, y);
+    store_rows<number * PATCH_ROWS / PARTS, (number + 1) * PATCH_ROWS / PARTS>(total, rows, shapes.of[0], residual, y);
   };
   auto store = [&] { for_all<PARTS>(store_part); };
 #else
-  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, places, residual, map_y, moments, y); };
+  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, output_offsets, residual, map_y, moments, y); };
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
     prefetch_residual(shapes, next_tile(tile), consumer, residual);
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
-#if HALO
+#if PATCH_ROWS
     // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
     // product before, for three, whose registers are full, after.
     const Range range(shape, 0);
     int step = range.first;
-#if RAW
+#if FUSED_SPLIT
     const int x_stage = x_at.stage;
     auto look_ahead = [&] {
       Rows next(shape, Tile(shape, tile), consumer, nullptr, scale_k, scale, bias);
@@ -1174,7 +1179,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
       rows = Rows(shape, of, consumer, scale_n, scale_k, scale, bias);
       stored = tile;
-      look_up(rows, shape, consumer, scales, places, scale_n);
+      stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
     };
 #if PRODUCTS == 3
     if (MAY_ADD && !OVERLAP) {  // they are overwritten, but the compiler would keep them while the tile before is stored
@@ -1286,11 +1291,11 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
     const int phase = phase_of(shapes, tile);
     const GemmPhase& shape = shapes.of[phase];
     const Tile of(shape, tile >> phase_bits(shapes));
-    for (int strip = warp; strip < ROWS / MENDED * ((PIXELS + 31) / 32); strip += 4 * CONSUMERS) {
-      const int m = of.m + strip % (ROWS / MENDED) * MENDED, inside = strip / (ROWS / MENDED) * 32 + lane;
+    for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
+      const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
       if (m >= (int)shape.rows_group) continue;
-      const int pixel = HALO ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
-      const int mended = inside < PIXELS && pixel < of.end ? pixel : -1;
+      const int pixel = PATCH_ROWS ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
+      const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
       [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
 #if MOMENTS
       if (again && lane == 0) redone[blockIdx.x] = 1;
@@ -1301,7 +1306,7 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if RAW
+#if FUSED_SPLIT
     implicit_gemm_sm90(const __grid_constant__ Maps maps_x, const float* __restrict__ x, float* __restrict__ unit_scales,
                        int* __restrict__ unit_flags, const uint8_t* __restrict__ w,
 #else
@@ -1331,7 +1336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        ) {
   extern __shared__ uint8_t dynamic[];
-  constexpr int X_STAGES = HALO ? 4 : 0;  // at the most
+  constexpr int X_STAGES = PATCH_ROWS ? 4 : 0;  // at the most
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
   Rings rings;
   rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
@@ -1341,8 +1346,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.x_empty = rings.x_full + 8 * X_STAGES;
   rings.turn = rings.x_empty + 8 * X_STAGES;
   rings.x = rings.stages + STAGES * STAGE_BYTES;
-  rings.raw = rings.x + (HALO ? (int)(shapes.of[0].x_stages * shapes.of[0].halo_bytes) * LIMBS : 0);
-#if RAW
+  rings.raw = rings.x + (PATCH_ROWS ? (int)(shapes.of[0].x_stages * shapes.of[0].halo_bytes) * LIMBS : 0);
+#if FUSED_SPLIT
   const int raw_slots = CONVERTERS * (int)shapes.of[0].raw_stages;
   rings.raw_full = rings.raw + raw_slots * 32 * (int)shapes.of[0].raw_channel;
   uint8_t* const staging = dynamic + (rings.raw_full + 8 * raw_slots - shared_address(dynamic));
@@ -1350,17 +1355,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   uint8_t* const staging = dynamic + (rings.raw - shared_address(dynamic));
 #endif
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
-  [[maybe_unused]] long long* const places = (long long*)(scales + CONSUMERS * WGMMA_N);
+  [[maybe_unused]] long long* const output_offsets = (long long*)(scales + CONSUMERS * WGMMA_N);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(rings.full + 8 * i, 1);
       barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
     }
     for (int i = 0; i < X_STAGES; ++i) {
-      barrier_init(rings.x_full + 8 * i, RAW ? CONVERTERS : 1);
+      barrier_init(rings.x_full + 8 * i, FUSED_SPLIT ? CONVERTERS : 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
     }
-#if RAW
+#if FUSED_SPLIT
     for (int i = 0; i < raw_slots; ++i) barrier_init(rings.raw_full + 8 * i, 1);
 #endif
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
@@ -1373,12 +1378,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   __syncthreads();
   AFTER_LAST_LAUNCH
-  if (RAW) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
+  if (FUSED_SPLIT) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
   const int warpgroup = threadIdx.x / 128;
-#if RAW
+#if FUSED_SPLIT
   if (warpgroup % (1 + CONSUMERS) == 0) {
     registers_down<56>();
     if (threadIdx.x / 32 > 0) {
@@ -1393,7 +1398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
   if (warpgroup == 0) {
     registers_down<PINGPONG ? 24 : 40>();
-#if HALO
+#if PATCH_ROWS
     if (threadIdx.x == 0) produce(w, shapes.of[0], rings);
     if (threadIdx.x == 32) produce_halos(maps_x.of, shapes.of[0], rings);
 #else
@@ -1415,7 +1420,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const CUtensorMap* const to = nullptr;
 #endif
     const int consumer = warpgroup - 1;
-    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, places + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
+    consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
             residual, to, moments, y);
 #if MENDS
 #if MOMENTS

@@ -32,7 +32,7 @@ constexpr int GUESS = 9;  // the exponent of the scale with which numbers are sp
 __device__ float power_of_two(int exponent) { return __uint_as_float((127 + exponent) << 23); }
 
 // The largest and the smallest magnitude of some floats, as bits.
-struct Extremes {
+struct MagnitudeRange {
   unsigned largest, smallest;  // smallest: less one, so that zero is the largest there is; ~0 of none
   DEVICE void add(float a, float b) {
     const unsigned first = __float_as_uint(a) & 0x7fffffff, second = __float_as_uint(b) & 0x7fffffff;
@@ -47,7 +47,7 @@ struct Extremes {
     largest = __reduce_max_sync(~0u, largest);
     smallest = __reduce_min_sync(~0u, smallest);
   }
-  __device__ void add(const Extremes& other) {
+  __device__ void add(const MagnitudeRange& other) {
     largest = max(largest, other.largest);
     smallest = min(smallest, other.smallest);
   }

@@ -6,34 +6,34 @@
 //   that has a few of a line's numbers in registers has operand A of all taps s: another tap is another choice of registers.
 //
 // In TF32 nothing is scaled, and Inf, NaN and 1e-38 are numbers like others: it takes a float32 number's exponent and, rounded, 11 bits of it.
-// HALF: fp16 numbers have as many bits, and half the products' time. x is scaled by X_SCALE, w by a factor of its channel, on the way into
+// FP16_OPERANDS: fp16 numbers have as many bits, and half the products' time. x is scaled by X_SCALE, w by a factor of its channel, on the way into
 // fp16, and where a warp's sums are not what TF32 would make of them (see `store`) its block does them again, in TF32, when it is through
 // with its tiles.
 //
-// Mapping  block: persistent, one a multiprocessor; has COLUMNS channels of y and takes tiles of 4 * CONSUMERS units of pixels, every
-//          gridDim.x / across-th one. A unit is a warp's: UNIT_W x UNIT_H pixels of an image, FOURS * 32 of them.
+// Mapping  block: persistent, one a multiprocessor; has BLOCK_N channels of y and takes tiles of 4 * CONSUMERS units of pixels, every
+//          gridDim.x / across-th one. A unit is a warp's: WARP_TILE_W x WARP_TILE_H pixels of an image, PIXEL_QUADS * 32 of them.
 //          warpgroup 0: a thread for w, one for each consumer's x. The consumer warpgroups have rings of x of their own, and drift apart:
 //          one stores while another multiplies.
 // A        goes through registers: nothing else turns an operand of 32 bits. A thread has four neighbouring pixels of a row, lane / 4 names
-//          which, and of FOURS = 2 the four below; rows of x that both meet are read once. lane % 4 names the lines, every fourth one.
+//          which, and of PIXEL_QUADS = 2 the four below; rows of x that both meet are read once. lane % 4 names the lines, every fourth one.
 //          Which row of the product is which pixel is of no account: y is written 16 bytes at once.
-// Lines    are taken by eights, HALF by sixteens: so many channels of a row; or, FLAT, for less than 8 channels, all (c, r), r fastest, the
+// Lines    are taken by eights, FP16_OPERANDS by sixteens: so many channels of a row; or, FLAT, for less than 8 channels, all (c, r), r fastest, the
 //          last ones being zeros.
-// Shared   w: W_STAGES stages of CHUNKS of these, [tap][COLUMNS][lines], rows of 32 bytes, swizzled; with as many stages as there are, KEPT,
+// Shared   w: W_STAGES stages of CHUNKS of these, [tap][BLOCK_N][lines], rows of 32 bytes, swizzled; with as many stages as there are, W_RESIDENT,
 //          each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]: what the taps of a unit meet,
 //          from a multiple of 16 bytes on, SHIFT columns before the first; swizzled where rows have SPAN bytes.
 //          full: the bytes have arrived; empty: the consumer's 4 warps, or for w all warps, have read them.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/lines_sm90.cu
-#ifndef COLUMNS
-#define COLUMNS 64
-#define FOURS 1
+#ifndef BLOCK_N
+#define BLOCK_N 64
+#define PIXEL_QUADS 1
 #define CONSUMERS 2
 #define STAGES 2
 #define W_STAGES 1
-#define KEPT 1
+#define W_RESIDENT 1
 #define CHUNKS 1
-#define HALF 0
+#define FP16_OPERANDS 0
 #define FLAT 0
 #define CHANNELS 8   // in a box
 #define R 3
@@ -42,8 +42,8 @@
 #define STRIDE_W 1
 #define DILATION_H 1
 #define DILATION_W 1
-#define UNIT_W 8
-#define UNIT_H 4
+#define WARP_TILE_W 8
+#define WARP_TILE_H 4
 #define BOX_W 16
 #define BOX_H 6
 #define SPAN 64      // bytes over which rows of x are swizzled, or 0
@@ -58,22 +58,22 @@ template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product
 [[maybe_unused]] constexpr float X_SCALE = 1024;
 constexpr int THREADS = 128 * (1 + CONSUMERS), UNITS = 4 * CONSUMERS;
 constexpr int TAPS = (FLAT ? 1 : R) * S;                              // of an eight of lines
-constexpr int W_TAP = COLUMNS * 32, W_STAGE = CHUNKS * TAPS * W_TAP;  // bytes
-constexpr int CHANNEL = BOX_W * 4, ROW = CHANNELS * CHANNEL, BOX = BOX_H * ROW, UNIT = (BOX + 1023) / 1024 * 1024, STAGE = 4 * UNIT;
-constexpr int LOADED = FLAT ? 1 : R + FOURS - 1;                      // rows of a line that a thread takes
+constexpr int W_TAP = BLOCK_N * 32, W_STAGE = CHUNKS * TAPS * W_TAP;  // bytes
+constexpr int CHANNEL = BOX_W * 4, ROW = CHANNELS * CHANNEL, BOX = BOX_H * ROW, BOX_BYTES = (BOX + 1023) / 1024 * 1024, STAGE = 4 * BOX_BYTES;
+constexpr int LOADED = FLAT ? 1 : R + PIXEL_QUADS - 1;                // rows of a line that a thread takes
 constexpr int PIECES = (SHIFT + 3 * STRIDE_W + (S - 1) * DILATION_W) / 4 + 1;  // of 16 bytes, that a thread's taps meet of a row
-constexpr int ACROSS = UNIT_W / 4;                                    // fours of a unit's row
+constexpr int ACROSS = WARP_TILE_W / 4;                               // fours of a unit's row
 // Stages of w that belong to one of x: with numbers of 32 bits that came for 16.
-template <bool halves> constexpr int W_PARTS = HALF && !halves ? 2 : 1;
-template <bool halves> constexpr bool W_KEPT = KEPT && halves == HALF;
+template <bool halves> constexpr int W_PARTS = FP16_OPERANDS && !halves ? 2 : 1;
+template <bool halves> constexpr bool RESIDENT_W = W_RESIDENT && halves == FP16_OPERANDS;
 // A row is loaded beside the products of the one before; not where these still read the same registers, one row a stage, nor where too many
 // registers would be needed.
 constexpr bool BESIDE = S <= 5 && CHUNKS * LOADED > 1;
-static_assert(UNIT_W % 4 == 0 && UNIT_W * UNIT_H == 32 * FOURS && UNIT_H % FOURS == 0, "a unit is a warp's");
-static_assert(FOURS == 1 || (STRIDE_H == 1 && DILATION_H == 1 && !FLAT), "rows of x are shared");
-static_assert(COLUMNS % 32 == 0 && COLUMNS * FOURS <= 128, "registers");
-static_assert(!HALF || (!FLAT && W_STAGES > 1), "a stage of w is given back when the next one is multiplied");
-static_assert(FLAT ? CHANNELS * R <= 8 * CHUNKS : CHANNELS == LINES<HALF> * CHUNKS, "a stage");
+static_assert(WARP_TILE_W % 4 == 0 && WARP_TILE_W * WARP_TILE_H == 32 * PIXEL_QUADS && WARP_TILE_H % PIXEL_QUADS == 0, "a unit is a warp's");
+static_assert(PIXEL_QUADS == 1 || (STRIDE_H == 1 && DILATION_H == 1 && !FLAT), "rows of x are shared");
+static_assert(BLOCK_N % 32 == 0 && BLOCK_N * PIXEL_QUADS <= 128, "registers");
+static_assert(!FP16_OPERANDS || (!FLAT && W_STAGES > 1), "a stage of w is given back when the next one is multiplied");
+static_assert(FLAT ? CHANNELS * R <= 8 * CHUNKS : CHANNELS == LINES<FP16_OPERANDS> * CHUNKS, "a stage");
 
 // What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
 struct LinesProduct {
@@ -99,10 +99,10 @@ struct Unit {
   DEVICE Unit(const LinesProduct& shape, int number) {
     const Divided of_image(number, shape.units, shape.by_units), place(of_image.rest, shape.unit_columns, shape.by_unit_columns);
     image = of_image.quotient;
-    row = place.quotient * UNIT_H;
-    column = place.rest * UNIT_W;
+    row = place.quotient * WARP_TILE_H;
+    column = place.rest * WARP_TILE_W;
   }
-  DEVICE int row_of(int lane) const { return row + four_of(lane) / ACROSS * FOURS; }
+  DEVICE int row_of(int lane) const { return row + four_of(lane) / ACROSS * PIXEL_QUADS; }
   DEVICE int column_of(int lane) const { return column + four_of(lane) % ACROSS * 4; }
   // whether there is the four number `four` of a lane's
   DEVICE bool has(const LinesProduct& shape, int lane, int four) const {
@@ -110,13 +110,13 @@ struct Unit {
   }
 };
 
-// HALF: which units are to be done again.
+// FP16_OPERANDS: which units are to be done again.
 struct Flags {
   int* of;
   DEVICE int& at(const LinesProduct& shape, int tile, int unit) const { return of[(tile * (int)shape.across + blockIdx.x % (int)shape.across) * UNITS + unit]; }
   // whether there is nothing to do in a tile
   template <bool halves> DEVICE bool skip(const LinesProduct& shape, int tile) const {
-    if (halves == HALF) return false;
+    if (halves == FP16_OPERANDS) return false;
     int any = 0;
     for (int unit = 0; unit < UNITS; ++unit) any |= at(shape, tile, unit);
     return any == 0;
@@ -127,9 +127,9 @@ struct Flags {
 
 template <bool halves>
 DEVICE void produce_w(const uint8_t* w, const LinesProduct& shape, const Flags& flags, uint32_t ring, uint32_t full, uint32_t empty) {
-  const int across = (int)shape.across, column = blockIdx.x % across * COLUMNS;
-  const int rows = min(COLUMNS, (int)shape.padded - column), each = (int)gridDim.x / across;
-  const bool whole = COLUMNS == shape.padded;  // then the taps of a stage are neighbours
+  const int across = (int)shape.across, column = blockIdx.x % across * BLOCK_N;
+  const int rows = min(BLOCK_N, (int)shape.padded - column), each = (int)gridDim.x / across;
+  const bool whole = BLOCK_N == shape.padded;  // then the taps of a stage are neighbours
   w += column * 32;
   RingPosition<W_STAGES> at;
   for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
@@ -146,7 +146,7 @@ DEVICE void produce_w(const uint8_t* w, const LinesProduct& shape, const Flags& 
       }
       at.next();
     }
-    if (W_KEPT<halves>) return;
+    if (RESIDENT_W<halves>) return;
   }
 }
 
@@ -170,7 +170,7 @@ DEVICE void produce_x(const CUtensorMap* map, const LinesProduct& shape, const F
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
       barrier_expect(arrived, 4 * BOX);
 #pragma unroll
-      for (int warp = 0; warp < 4; ++warp) load_box(to + warp * UNIT, map, arrived, column[warp], step * CHANNELS, row[warp], image[warp]);
+      for (int warp = 0; warp < 4; ++warp) load_box(to + warp * BOX_BYTES, map, arrived, column[warp], step * CHANNELS, row[warp], image[warp]);
       at.next();
     }
   }
@@ -201,9 +201,9 @@ struct Window {
 };
 
 // Those of `unit`: of eight, or sixteen, number `chunk` row number `row`. `lost`: up to how many of the numbers have lost bits.
-template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& lost, const uint8_t* unit, int chunk, int row) {
+template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& underflow_count, const uint8_t* unit, int chunk, int row) {
   const int lane = threadIdx.x % 32;
-  const int y = four_of(lane) / ACROSS * FOURS * STRIDE_H + row * DILATION_H, x = four_of(lane) % ACROSS * 4 * STRIDE_W;
+  const int y = four_of(lane) / ACROSS * PIXEL_QUADS * STRIDE_H + row * DILATION_H, x = four_of(lane) % ACROSS * 4 * STRIDE_W;
   [[maybe_unused]] unsigned least = ~0u;  // upper halves of magnitudes but 0, less 1
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
@@ -246,19 +246,19 @@ template <bool halves> DEVICE void load(Window& window, [[maybe_unused]] float& 
       }
     }
   }
-  if (halves && ((least & 0xffff) < LEAST_BITS - 1 || least >> 16 < LEAST_BITS - 1)) lost += 16 * PIECES;
+  if (halves && ((least & 0xffff) < LEAST_BITS - 1 || least >> 16 < LEAST_BITS - 1)) underflow_count += 16 * PIECES;
 }
 
 // ---- the sums
 
 struct Sums {
-  float of[2 * FOURS][COLUMNS / 2];
+  float of[2 * PIXEL_QUADS][BLOCK_N / 2];
 };
 
 // The products of a row of an eight of lines; `w`: where its taps lie.
 template <bool halves> DEVICE void multiply(Sums& sum, const Window& window, uint64_t w, int row) {
 #pragma unroll
-  for (int four = 0; four < FOURS; ++four) {
+  for (int four = 0; four < PIXEL_QUADS; ++four) {
     const int r = row - four;
     if (!FLAT && (r < 0 || r >= R)) continue;
 #pragma unroll
@@ -280,10 +280,10 @@ template <bool halves> DEVICE void multiply(Sums& sum, const Window& window, uin
 
 // ---- and what becomes of them
 
-// What the threads of a block tell one another, HALF: of its channels of y the factor of a sum, and how large it must be if nothing of x was
+// What the threads of a block tell one another, FP16_OPERANDS: of its channels of y the factor of a sum, and how large it must be if nothing of x was
 // lost, 2^5 for each of the channel's numbers in w that have lost bits, or NaN; and whether there is something to do again.
-struct Told {
-  float scales[COLUMNS], least[COLUMNS];
+struct BlockStatus {
+  float scales[BLOCK_N], least[BLOCK_N];
   int left;
 };
 
@@ -291,18 +291,18 @@ struct Told {
 // what was lost of numbers below 2^-14, 2^-25 times up to 2^15 or 2^16 of the other factor, cannot be seen: `lost`, 2^4 for each in x.
 enum { CHECK = 1, WRITE = 2 };
 template <bool halves, int what>
-DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, [[maybe_unused]] const Told* told, [[maybe_unused]] float lost,
+DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, [[maybe_unused]] const BlockStatus* status, [[maybe_unused]] float underflow_count,
                   const float* bias, const float* scale, const float* residual, float* y) {
-  const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * COLUMNS + 2 * (lane % 4);
+  const int lane = threadIdx.x % 32, columns = (int)shape.columns, column0 = blockIdx.x % (int)shape.across * BLOCK_N + 2 * (lane % 4);
   const long long at = unit.image * shape.image_step + unit.row_of(lane) * (int)shape.wide + unit.column_of(lane);
   const float part = lost_in((int)shape.steps * W_PARTS<halves> * CHUNKS * TAPS);
-  bool real[FOURS], good = true;
+  bool real[PIXEL_QUADS], good = true;
 #pragma unroll
-  for (int four = 0; four < FOURS; ++four) real[four] = unit.has(shape, lane, four);
+  for (int four = 0; four < PIXEL_QUADS; ++four) real[four] = unit.has(shape, lane, four);
   constexpr int BATCH = 8;  // loads under way at once; more would spill
   ScaleAndBias of_column[BATCH];
 #pragma unroll
-  for (int i = 0; i < COLUMNS / 8; ++i) {
+  for (int i = 0; i < BLOCK_N / 8; ++i) {
     if (i % (BATCH / 2) == 0 && what & WRITE)
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {
@@ -313,13 +313,13 @@ DEVICE bool store(const Sums& sum, const LinesProduct& shape, const Unit& unit, 
     for (int e = 0; e < 2; ++e) {
       const int j = (2 * i + e) % BATCH, column = column0 + 8 * i + e, of_block = 2 * (lane % 4) + 8 * i + e;
       const long long place = at + column * shape.plane;
-      const float factor = halves ? told->scales[of_block] : 1, least = halves ? lost + told->least[of_block] : 0;
-      [[maybe_unused]] float4 added[FOURS];
+      const float factor = halves ? status->scales[of_block] : 1, least = halves ? underflow_count + status->least[of_block] : 0;
+      [[maybe_unused]] float4 added[PIXEL_QUADS];
 #pragma unroll
-      for (int four = 0; four < FOURS; ++four)
+      for (int four = 0; four < PIXEL_QUADS; ++four)
         if (HAS_RESIDUAL && what & WRITE && real[four] && column < columns) added[four] = *(const float4*)(residual + place + four * (int)shape.wide);
 #pragma unroll
-      for (int four = 0; four < FOURS; ++four) {
+      for (int four = 0; four < PIXEL_QUADS; ++four) {
         const bool there = real[four] && column < columns;
         float v[4];
 #pragma unroll
@@ -344,35 +344,35 @@ struct Rings {
 };
 
 template <bool halves>
-DEVICE void consume(const LinesProduct& shape, const Flags& flags, Told* told, int consumer, const Rings& rings, const float* bias, const float* scale,
+DEVICE void consume(const LinesProduct& shape, const Flags& flags, BlockStatus* status, int consumer, const Rings& rings, const float* bias, const float* scale,
                     const float* residual, float* y) {
   const int across = (int)shape.across, each = (int)gridDim.x / across, warp = threadIdx.x / 32 % 4, number = consumer * 4 + warp;
-  const uint8_t* const units = rings.x + warp * UNIT;
+  const uint8_t* const units = rings.x + warp * BOX_BYTES;
   RingPosition<STAGES> at;
   RingPosition<W_STAGES> w_at;
   for (int tile = blockIdx.x / across; tile < (int)shape.tiles; tile += each) {
     if (flags.skip<halves>(shape, tile)) continue;
     Sums sum;
 #pragma unroll
-    for (int block = 0; block < 2 * FOURS; ++block)
+    for (int block = 0; block < 2 * PIXEL_QUADS; ++block)
 #pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) sum.of[block][i] = 0;
-    float lost = 0;
+      for (int i = 0; i < BLOCK_N / 2; ++i) sum.of[block][i] = 0;
+    float underflow_count = 0;
     int read = -1;  // a stage of w whose products are under way
     auto give_back_w = [&](int stage) {
-      if (!W_KEPT<halves> && stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(rings.w_empty + 8 * stage);
+      if (!RESIDENT_W<halves> && stage >= 0 && threadIdx.x % 32 == 0) barrier_arrive(rings.w_empty + 8 * stage);
     };
     for (int step = 0; step < (int)shape.steps; ++step) {
       barrier_wait(rings.x_full + 8 * at.stage, at.parity);
       const uint8_t* const unit = units + at.stage * STAGE;
 #pragma unroll
       for (int part = 0; part < W_PARTS<halves>; ++part) {
-        barrier_wait(rings.w_full + 8 * w_at.stage, W_KEPT<halves> ? 0 : w_at.parity);
+        barrier_wait(rings.w_full + 8 * w_at.stage, RESIDENT_W<halves> ? 0 : w_at.parity);
         const uint64_t w = wgmma_descriptor<32>(rings.w + w_at.stage * W_STAGE);
         for_all<CHUNKS * LOADED>([&](auto which) {
           constexpr int chunk = decltype(which)::value / LOADED, row = decltype(which)::value % LOADED;
           Window window;
-          load<halves>(window, lost, unit, part * CHUNKS + chunk, row);
+          load<halves>(window, underflow_count, unit, part * CHUNKS + chunk, row);
           wgmma_fence();
           multiply<halves>(sum, window, w + chunk * TAPS * (W_TAP / 16), row);
           wgmma_commit();
@@ -393,41 +393,41 @@ DEVICE void consume(const LinesProduct& shape, const Flags& flags, Told* told, i
     wgmma_wait<0>();
     give_back_w(read);
 #pragma unroll
-    for (int block = 0; block < 2 * FOURS; ++block) wgmma_arrived(sum.of[block]);
+    for (int block = 0; block < 2 * PIXEL_QUADS; ++block) wgmma_arrived(sum.of[block]);
     const Unit unit(shape, tile * UNITS + number);
     if constexpr (halves) {
 #pragma unroll
-      for (int beside = 1; beside < 32; beside *= 2) lost += __shfl_xor_sync(~0u, lost, beside);
+      for (int beside = 1; beside < 32; beside *= 2) underflow_count += __shfl_xor_sync(~0u, underflow_count, beside);
       // a residual may be y itself, which is not to be overwritten then
-      const bool good = store<true, HAS_RESIDUAL ? CHECK : CHECK | WRITE>(sum, shape, unit, told, 16 * lost, bias, scale, residual, y);
+      const bool good = store<true, HAS_RESIDUAL ? CHECK : CHECK | WRITE>(sum, shape, unit, status, 16 * underflow_count, bias, scale, residual, y);
       if (threadIdx.x % 32 == 0) flags.at(shape, tile, number) = !good;
       if (!good) {
-        told->left = 1;
+        status->left = 1;
       } else if (HAS_RESIDUAL) {
-        store<true, WRITE>(sum, shape, unit, told, 0, bias, scale, residual, y);
+        store<true, WRITE>(sum, shape, unit, status, 0, bias, scale, residual, y);
       }
     } else {
-      if (HALF && !flags.at(shape, tile, number)) continue;
-      store<false, WRITE>(sum, shape, unit, told, 0, bias, scale, residual, y);
+      if (FP16_OPERANDS && !flags.at(shape, tile, number)) continue;
+      store<false, WRITE>(sum, shape, unit, status, 0, bias, scale, residual, y);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     lines_sm90(const __grid_constant__ CUtensorMap map, const uint8_t* __restrict__ w,
-#if HALF
+#if FP16_OPERANDS
                const uint8_t* __restrict__ w_tf32, const float2* __restrict__ scale_k, int* flags_of,
 #endif
                const float* __restrict__ bias, const float* __restrict__ scale, const float* residual, float* __restrict__ y,
                const __grid_constant__ LinesProduct shape) {
   extern __shared__ uint8_t dynamic[];
   constexpr int BARRIERS = 2 * (W_STAGES + CONSUMERS * STAGES);
-  __shared__ alignas(8) uint64_t barriers[(1 + HALF) * BARRIERS];  // the second ones for what is done again
-#if HALF
-  __shared__ Told all_told;
-  Told* const told = &all_told;
+  __shared__ alignas(8) uint64_t barriers[(1 + FP16_OPERANDS) * BARRIERS];  // the second ones for what is done again
+#if FP16_OPERANDS
+  __shared__ BlockStatus all_told;
+  BlockStatus* const status = &all_told;
 #else
-  Told* const told = nullptr;
+  BlockStatus* const status = nullptr;
   int* const flags_of = nullptr;
 #endif
   uint8_t* const start = dynamic + (-shared_address(dynamic) & 1023);  // swizzle patterns follow absolute addresses
@@ -441,9 +441,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   rings.x_full = rings.w_empty + 8 * W_STAGES + 16 * STAGES * consumer;
   rings.x_empty = rings.x_full + 8 * STAGES;
   if (threadIdx.x == 0) {
-    if (HALF) told->left = 0;
+    if (FP16_OPERANDS) status->left = 0;
 #pragma unroll
-    for (int set = 0; set < 1 + HALF; ++set) {
+    for (int set = 0; set < 1 + FP16_OPERANDS; ++set) {
       const uint32_t first = shared_address(barriers + set * BARRIERS);
       for (int i = 0; i < 2 * W_STAGES; ++i) barrier_init(first + 8 * i, i < W_STAGES ? 1 : UNITS);
       for (int i = 0; i < 2 * CONSUMERS * STAGES; ++i) barrier_init(first + 8 * (2 * W_STAGES + i), i / STAGES % 2 ? 4 : 1);
@@ -452,11 +452,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   AFTER_LAST_LAUNCH
-#if HALF
-  if (threadIdx.x < COLUMNS) {
-    const float2 of = scale_k[min(blockIdx.x % (int)shape.across * COLUMNS + (int)threadIdx.x, (int)shape.columns - 1)];
-    told->scales[threadIdx.x] = of.x;
-    told->least[threadIdx.x] = of.y;
+#if FP16_OPERANDS
+  if (threadIdx.x < BLOCK_N) {
+    const float2 of = scale_k[min(blockIdx.x % (int)shape.across * BLOCK_N + (int)threadIdx.x, (int)shape.columns - 1)];
+    status->scales[threadIdx.x] = of.x;
+    status->least[threadIdx.x] = of.y;
   }
   __syncthreads();
   auto again = [&] {  // whether there is something to do again, when all is done
@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rings.w_empty += 8 * BARRIERS;
     rings.x_full += 8 * BARRIERS;
     rings.x_empty += 8 * BARRIERS;
-    return told->left != 0;
+    return status->left != 0;
   };
 #endif
   if (warpgroup == 0) {
@@ -476,15 +476,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       if (threadIdx.x % 32 == 0 && threadIdx.x / 32 > 0 && threadIdx.x / 32 <= CONSUMERS)
         produce_x<decltype(halves)::value>(&map, shape, flags, consumer, shared_address(rings.x), rings.x_full, rings.x_empty);
     };
-    produce(Constant<HALF>(), w);
-#if HALF
+    produce(Constant<FP16_OPERANDS>(), w);
+#if FP16_OPERANDS
     if (again()) produce(Constant<0>(), w_tf32);
 #endif
   } else {
     registers_up<CONSUMERS == 2 ? 232 : 160>();
-    consume<HALF>(shape, flags, told, consumer, rings, bias, scale, residual, y);
-#if HALF
-    if (again()) consume<false>(shape, flags, told, consumer, rings, bias, scale, residual, y);
+    consume<FP16_OPERANDS>(shape, flags, status, consumer, rings, bias, scale, residual, y);
+#if FP16_OPERANDS
+    if (again()) consume<false>(shape, flags, status, consumer, rings, bias, scale, residual, y);
 #endif
   }
 }
@@ -493,15 +493,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
 struct LayFilter {
   long long rows, padded, channels;  // channels of y, those with zeros behind, channels of x
-  long long eights;                  // of lines; HALF: half as many sixteens
+  long long eights;                  // of lines; FP16_OPERANDS: half as many sixteens
   long long row_step, channel_step;  // elements of w from one to the next
-  long long turned;                  // taps are met from the last to the first
+  long long flipped;                 // taps are met from the last to the first
 };
 
 // block -> a channel of y, all of w's elements of which lie in shared memory; thread -> 32 bytes of [eight][tap][padded rows][8 lines],
-// rounded, and, HALF, of [sixteen][tap][padded rows][16 lines], scaled, as a product reads them from shared memory
+// rounded, and, FP16_OPERANDS, of [sixteen][tap][padded rows][16 lines], scaled, as a product reads them from shared memory
 extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __restrict__ w, uint4* __restrict__ laid,
-#if HALF
+#if FP16_OPERANDS
                                                              uint4* __restrict__ halves, float2* __restrict__ scale_k,
 #endif
                                                              const LayFilter filter) {
@@ -514,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
   __syncthreads();
   auto element = [&](int line, int tap) {
     const int c = FLAT ? line / R : line, r = FLAT ? line % R : tap / S, number = r * S + tap % S;
-    return c < channels ? of_row[c * R * S + (filter.turned ? R * S - 1 - number : number)] : 0;
+    return c < channels ? of_row[c * R * S + (filter.flipped ? R * S - 1 - number : number)] : 0;
   };
   // the two halves of 32 bytes number `i`, swizzled
   auto put = [&](uint4* to, int i, const uint32_t(&v)[8]) {
@@ -528,10 +528,10 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
     for (int k = 0; k < 8; ++k) v[k] = rounded(element(i / TAPS * 8 + line_of(k % 4, k / 4), i % TAPS)) & ~0x1fffu;
     put(laid, i, v);
   }
-#if HALF
+#if FP16_OPERANDS
   __shared__ unsigned largest;
-  __shared__ int lost;
-  if (threadIdx.x == 0) largest = lost = 0;
+  __shared__ int underflow_count;
+  if (threadIdx.x == 0) largest = underflow_count = 0;
   __syncthreads();
   unsigned mine = 0;
   for (int i = threadIdx.x; i < channels * R * S; i += 256) mine = max(mine, __float_as_uint(fabsf(of_row[i])));
@@ -542,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
   const float factor = usable ? __uint_as_float((127 + 14 - exponent) << 23) : 1;  // the largest one to 2^14 and more
   int count = 0;
   for (int i = threadIdx.x; i < channels * R * S; i += 256) count += of_row[i] != 0 && fabsf(of_row[i]) * factor < LEAST_HALF;
-  atomicAdd(&lost, __reduce_add_sync(~0u, count));
+  atomicAdd(&underflow_count, __reduce_add_sync(~0u, count));
   for (int i = threadIdx.x; i < (int)filter.eights / 2 * TAPS; i += 256) {
     uint32_t v[8];
 #pragma unroll
@@ -554,6 +554,6 @@ extern "C" __global__ void __launch_bounds__(256) lay_filter(const float* __rest
     put(halves, i, v);
   }
   __syncthreads();
-  if (real && threadIdx.x == 0) scale_k[row] = make_float2(1 / (X_SCALE * factor), largest == 0 ? 0 : usable ? 32 * lost : NAN);
+  if (real && threadIdx.x == 0) scale_k[row] = make_float2(1 / (X_SCALE * factor), largest == 0 ? 0 : usable ? 32 * underflow_count : NAN);
 #endif
 }

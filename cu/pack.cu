@@ -3,14 +3,14 @@
 //   hi = fp16(x * s),  lo = fp16((x * s - hi) * 2^11): 22 bits of x, where s is a power of two
 //
 // Images are packed at once with s = 2^GUESS, which holds everything of magnitude 2^-23 to 2^6, and their extremes are noted on
-// the way: reading them once more to find the best scale would cost half as much again. settle_images looks at the extremes
+// the way: reading them once more to find the best scale would cost half as much again. finalize_scales looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
 // Values 2^(28 + slack) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
 // mend.cuh, or direct_gemm.cu, looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
 // image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
 // One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
-// Images of 16 bits are what they are; where they have flags (FLAGGED: windows, below) these are 2 if there is Inf or NaN.
+// Images of 16 bits are what they are; where they have flags (RANGE_CHECK: windows, below) these are 2 if there is Inf or NaN.
 // slack is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
 // may lose two bits of eleven.
 //
@@ -24,10 +24,10 @@
 //                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
-// settle_images  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
+// finalize_scales  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
 // Clusters  images of up to CLUSTER tiles need no such launch. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
 //          tell one another their extremes, so each knows those of the image: the first writes scale and flag, and all pack anew if they must.
-// Sampled  gradients, whose magnitude nobody can guess (SAMPLED): every block of an image takes the power of two that brings the largest of
+// Sampled  gradients, whose magnitude nobody can guess (SAMPLE_SCALE): every block of an image takes the power of two that brings the largest of
 //          256 elements, spread evenly, to [2^11, 2^12). guesses[image] is its exponent.
 //
 // Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
@@ -44,18 +44,18 @@
 #define NHWC 0       // layout of x
 #define VECTOR 4     // neighbouring pixels that are read at once, 1, 2 or 4: NCHW, not folded, of planes of a multiple of so many
 #define EIGHTS 1     // a group of x has a multiple of 8 channels
-#define FLAGGED 1    // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
-#define SAMPLED 0    // a guess is made for each image
+#define RANGE_CHECK 1  // extremes are noted, and flags follow: of float, and of 16 bits where a window's rows lie beyond the filter
+#define SAMPLE_SCALE 0  // a guess is made for each image
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded
-#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: settle_images follows
+#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: finalize_scales follows
 #endif
 #if CLUSTER
 #include "cluster.cuh"
 #endif
 #include "limbs.cuh"
 
-#define TURNED (!NHWC || (FOLDED && !EIGHTS))  // a tile passes through shared memory
+#define TRANSPOSED (!NHWC || (FOLDED && !EIGHTS))  // a tile passes through shared memory
 
 typedef element<IN> in_t;
 typedef element<IN == 17 ? 17 : 16> limb_t;
@@ -70,7 +70,7 @@ struct PackArguments {
   long long filter_rows;                                  // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
   long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
-  long long slices, by_slices;                            // slices of an image, of settle_images
+  long long slices, by_slices;                            // slices of an image, of finalize_scales
   long long chunk_bits;                                   // chunks of 8 channels of a tile: 1, 2, 4, 8 or 16
   long long together, together_bits;                      // so many of them are of each tap, the same ones; 0: they are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and chunks of one, packed
@@ -98,15 +98,15 @@ struct PackArguments {
 };
 
 // Room to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
-extern __shared__ uint4 turn_room[];
+extern __shared__ uint4 transpose_buffer[];
 
 // The extremes of the whole block, to every thread.
-__device__ Extremes over_block(Extremes mine) {
-  __shared__ Extremes warps[THREADS / 32];
+__device__ MagnitudeRange over_block(MagnitudeRange mine) {
+  __shared__ MagnitudeRange warps[THREADS / 32];
   mine.over_warp();
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = mine;
   __syncthreads();
-  Extremes all = warps[0];
+  MagnitudeRange all = warps[0];
   for (int i = 1; i < THREADS / 32; ++i) all.add(warps[i]);
   return all;
 }
@@ -114,13 +114,13 @@ __device__ Extremes over_block(Extremes mine) {
 #if CLUSTER
 // The extremes of `each` blocks of the cluster from `first` on, which pack an image, to every thread of each. Before its end a block has to call
 // cluster_wait: others may still read what it found.
-__device__ Extremes over_image(const Extremes& mine, int first, int each) {
-  __shared__ alignas(8) Extremes of_block;
-  const Extremes own = over_block(mine);
+__device__ MagnitudeRange over_image(const MagnitudeRange& mine, int first, int each) {
+  __shared__ alignas(8) MagnitudeRange of_block;
+  const MagnitudeRange own = over_block(mine);
   if (threadIdx.x == 0) of_block = own;
   cluster_barrier();
   const uint2 words = load_two_of_rank(shared_address(&of_block), first + threadIdx.x % each);
-  Extremes all = {words.x, words.y};
+  MagnitudeRange all = {words.x, words.y};
   all.over_warp();
   cluster_arrive();
   return all;
@@ -255,7 +255,8 @@ __device__ int line_of(const PackArguments& shape, int row) {
 // One tile of an image, or, FILTER, of a row of the packed filter, scaled; returns the extremes of what this thread read. Its scale is
 // asked for when all is on its way.
 template <class Scale>
-__device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile, const Scale& scale_of) {
+__device__ MagnitudeRange pack_tile(const in_t* __restrict__ x, uint4* __restrict__ packed, const PackArguments& shape, long long image, int tile,
+                                    const Scale& scale_of) {
   const int pixels = (int)(shape.packed_d * shape.packed_h * shape.packed_w), chunks = (int)(shape.groups * shape.group_chunks);
   const int bits = (int)shape.chunk_bits, mask = (1 << bits) - 1, together = FOLDED && EIGHTS && !NHWC ? (int)shape.together : 0;
   const Divided along(tile, shape.tiles_c, shape.by_tiles_c);
@@ -296,8 +297,8 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
   auto place = [&](int i, int& inside, int& at) {
     const int item = threadIdx.x + i * THREADS;
     const int across = ITEMS * THREADS >> bits;  // a power of two
-    inside = TURNED ? (item & (across - 1)) * VECTOR : item >> bits;
-    at = TURNED ? item >> (ITEMS_BITS - bits) : item & mask;
+    inside = TRANSPOSED ? (item & (across - 1)) * VECTOR : item >> bits;
+    at = TRANSPOSED ? item >> (ITEMS_BITS - bits) : item & mask;
   };
   word_t v[ITEMS][8];  // all loads are under way before the first value is used
 #pragma unroll
@@ -307,10 +308,10 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
     read(v[i], x, shape, pixel0 + inside, chunk_of(at), real && pixel0 + inside < pixels && chunk_of(at) < chunks);
   }
   [[maybe_unused]] const float scale = scale_of();
-  Extremes found = {0, ~0u};
-#if TURNED
-  auto& turned = *(uint4(*)[LIMBS][PIECES])turn_room;
-  auto turned_place = [&](int inside, int at) { return (inside << bits) + (at ^ (inside / VECTOR & mask)); };
+  MagnitudeRange found = {0, ~0u};
+#if TRANSPOSED
+  auto& transposed = *(uint4(*)[LIMBS][PIECES])transpose_buffer;
+  auto transposed_place = [&](int inside, int at) { return (inside << bits) + (at ^ (inside / VECTOR & mask)); };
 #endif
 #pragma unroll
   for (int i = 0; i < ITEMS; ++i) {
@@ -319,11 +320,11 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #pragma unroll
     for (int j = 0; j < VECTOR; ++j) {
       uint32_t limbs[LIMBS][4];
-#if IN == 32 || FLAGGED
+#if IN == 32 || RANGE_CHECK
       float values[8];
 #pragma unroll
       for (int e = 0; e < 8; ++e) values[e] = to_float(element_of(v[i][e], j));
-      if (FLAGGED) found.add(values);
+      if (RANGE_CHECK) found.add(values);
 #endif
 #if IN == 32
       split<limb_t>(values, scale, limbs);
@@ -333,22 +334,22 @@ __device__ Extremes pack_tile(const in_t* __restrict__ x, uint4* __restrict__ pa
 #endif
 #pragma unroll
       for (int limb = 0; limb < LIMBS; ++limb) {
-#if !TURNED
+#if !TRANSPOSED
         if (wanted(pixel0 + inside, chunk_of(at))) store(pixel0 + inside, chunk_of(at), limb, piece_of(limbs[limb]));
 #else
-        turned[limb][turned_place(inside + j, at)] = piece_of(limbs[limb]);
+        transposed[limb][transposed_place(inside + j, at)] = piece_of(limbs[limb]);
 #endif
       }
     }
   }
-#if TURNED
+#if TRANSPOSED
   __syncthreads();
 #pragma unroll
   for (int i = threadIdx.x; i < PIECES; i += THREADS) {
     const int inside = i >> bits, at = i & mask;
     if (wanted(pixel0 + inside, chunk_of(at))) {
 #pragma unroll
-      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk_of(at), limb, turned[limb][turned_place(inside, at)]);
+      for (int limb = 0; limb < LIMBS; ++limb) store(pixel0 + inside, chunk_of(at), limb, transposed[limb][transposed_place(inside, at)]);
     }
   }
 #endif
@@ -362,7 +363,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   constexpr int WIDE = 16 / sizeof(in_t);  // elements of 16 bytes
   const int channels = (int)shape.channels, fitting = (int)shape.fitting, all_taps = (int)shape.all_taps, all = channels * all_taps;
   const bool whole = fitting == channels, in_parts = !FOLDED && fitting > 0 && !whole, last = shape.w_tap != 1;  // channels are neighbours in w
-  float* const turn = (float*)turn_room;
+  float* const turn = (float*)transpose_buffer;
   const Divided of_row(block, shape.parts, shape.by_parts), of_group(of_row.quotient, shape.padded_group, shape.by_padded_group);
   const int part = of_row.rest, g = of_group.quotient, row = of_group.rest;
   const bool real = row < shape.rows_group;
@@ -373,7 +374,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   auto source = [&](int c, int tap) -> long long { return c * shape.w_c + tap * shape.w_tap; };
   // channels from c0 on to shared memory, and their extremes
   auto fetch = [&](int c0) {
-    Extremes found = {0, ~0u};
+    MagnitudeRange found = {0, ~0u};
     const int some = real ? max(min(fitting, channels - c0), 0) : 0, count = (last && some ? fitting : some) * all_taps;
     // element i of those, in the order of memory, is number `rest` of an inner axis, of taps or of channels
     const int inner = last ? fitting : all_taps;
@@ -420,7 +421,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     return found;
   };
   // the extremes of elements of the row that are not kept, channel by channel
-  auto look = [&](Extremes& found, int first, int end) {
+  auto look = [&](MagnitudeRange& found, int first, int end) {
     if (IN != 32 || !real) return;
     const bool row_by_row = (last || shape.w_c == all_taps) && first % WIDE == 0 && (size_t)w % 16 == 0;
     const int vectors = row_by_row ? end / WIDE : first / WIDE;
@@ -438,7 +439,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     }
   };
   const int c0 = part * fitting;
-  Extremes found = {0, ~0u};
+  MagnitudeRange found = {0, ~0u};
   if (whole || in_parts) found = fetch(c0);
   if (!whole) {
     const bool around = in_parts && !last;  // of what this block keeps; channels that are last are not kept side by side
@@ -456,7 +457,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
     }
   }
 #else
-#if FLAGGED
+#if RANGE_CHECK
   if (real && threadIdx.x == 0) {
     scales[g * shape.rows_group + row] = 1;
     flags[g * shape.rows_group + row] = 0;
@@ -524,7 +525,7 @@ __device__ void pack_filter(const in_t* __restrict__ w, uint4* __restrict__ pack
   }
 }
 
-#if SAMPLED
+#if SAMPLE_SCALE
 // An element of an image for each thread, spread evenly over channels and pixels.
 __device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, bool there) {
   const unsigned plane = (unsigned)(shape.d * shape.h * shape.w), c = threadIdx.x * (unsigned)(shape.groups * shape.channels) / THREADS;
@@ -545,7 +546,7 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
 #if CLUSTER
          float* __restrict__ x_scales, int* __restrict__ x_flags,
 #else
-         Extremes* __restrict__ parts, int* __restrict__ guesses,
+         MagnitudeRange* __restrict__ parts, int* __restrict__ guesses,
 #endif
          uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const __grid_constant__ PackArguments shape) {
   NEXT_LAUNCH_MAY_COME
@@ -572,13 +573,13 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   const bool some = !CLUSTER || (line < (int)shape.lines && tile < (int)shape.tiles);  // else the block only waits for others of its cluster
   const int image = some ? row_of(shape, line) : -1;
   const bool real = image >= 0;
-#if SAMPLED
+#if SAMPLE_SCALE
   const float sampled = sample(x + max(image, 0) * shape.x_image, shape, real);
 #endif
   int guess = GUESS;
   auto guessed_scale = [&] {
-#if SAMPLED
-    Extremes few = {0, ~0u};
+#if SAMPLE_SCALE
+    MagnitudeRange few = {0, ~0u};
     few.add(sampled, sampled);
     guess = over_block(few).guess();
     __syncthreads();  // its room is used again
@@ -586,11 +587,11 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
     return IN == 32 && real ? power_of_two(guess) : 1;
   };
 #if CLUSTER
-  Extremes found = {0, ~0u};
+  MagnitudeRange found = {0, ~0u};
   float scale = 0;  // not guessed yet
   for (bool settled = false;; settled = true) {
     if (some) {
-      const Extremes of_tile = pack_tile(x, x_packed, shape, line, tile, [&] {
+      const MagnitudeRange of_tile = pack_tile(x, x_packed, shape, line, tile, [&] {
         if (!settled) scale = guessed_scale();
         return scale;
       });
@@ -609,31 +610,31 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   }
   cluster_wait();
 #else
-  const Extremes found = pack_tile(x, x_packed, shape, line, tile, guessed_scale);
-#if SAMPLED
+  const MagnitudeRange found = pack_tile(x, x_packed, shape, line, tile, guessed_scale);
+#if SAMPLE_SCALE
   if (tile == 0 && threadIdx.x == 0 && real) guesses[image] = guess;
 #endif
-#if FLAGGED
-  const Extremes all = over_block(found);
+#if RANGE_CHECK
+  const MagnitudeRange all = over_block(found);
   if (threadIdx.x == 0 && real) parts[image * shape.tiles + tile] = all;
 #endif
 #endif
 }
 
-#if FLAGGED && !CLUSTER
+#if RANGE_CHECK && !CLUSTER
 // scales[image] undoes the scale.
-extern "C" __global__ void __launch_bounds__(THREADS) settle_images(const in_t* __restrict__ x, uint4* __restrict__ packed,
-                                                                    const Extremes* __restrict__ parts, const int* __restrict__ guesses,
+extern "C" __global__ void __launch_bounds__(THREADS) finalize_scales(const in_t* __restrict__ x, uint4* __restrict__ packed,
+                                                                    const MagnitudeRange* __restrict__ parts, const int* __restrict__ guesses,
                                                                     float* __restrict__ scales, int* __restrict__ flags,
                                                                     const __grid_constant__ PackArguments shape) {
   AFTER_LAST_LAUNCH
   const Divided of(blockIdx.x, shape.slices, shape.by_slices);
   const long long image = of.quotient, slice = of.rest, tiles = shape.tiles;
-  Extremes found = {0, ~0u};
+  MagnitudeRange found = {0, ~0u};
 #pragma unroll 4
   for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
   found = over_block(found);
-  const int guess = IN != 32 ? 0 : SAMPLED ? guesses[image] : GUESS;
+  const int guess = IN != 32 ? 0 : SAMPLE_SCALE ? guesses[image] : GUESS;
   const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
   const float scale = guessed ? power_of_two(guess) : found.scale();
   if (slice == 0 && threadIdx.x == 0) {

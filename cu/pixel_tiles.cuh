@@ -18,11 +18,11 @@
 #else
 #define WGMMA_TYPE "f16"
 #endif
-#define WGMMA_TURNED_A "0"
+#define WGMMA_MN_MAJOR_A "0"
 #if W_MN_MAJOR
-#define WGMMA_TURNED_B "1"
+#define WGMMA_MN_MAJOR_B "1"
 #else
-#define WGMMA_TURNED_B "0"
+#define WGMMA_MN_MAJOR_B "0"
 #endif
 #include "cluster.cuh"
 #include "finish.cuh"
@@ -250,7 +250,7 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
 
 // The products of a stage; `fresh` begins new sums.
 DEVICE void multiply(float (&sum)[BLOCK_N / 2], uint32_t a, uint32_t b, bool fresh) {
-  const uint64_t x = wgmma_descriptor<128>(a), w = W_MN_MAJOR ? wgmma_turned_descriptor(b) : wgmma_descriptor<128>(b);
+  const uint64_t x = wgmma_descriptor<128>(a), w = W_MN_MAJOR ? wgmma_mn_major_descriptor(b) : wgmma_descriptor<128>(b);
 #pragma unroll
   for (int k = 0; k < STEPS; ++k) wgmma(sum, x + 2 * k, w + (W_MN_MAJOR ? 16 * 128 / 16 : 2) * k, !(fresh && k == 0));
 }

@@ -12,11 +12,11 @@
 // into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross products stay there. Method: Ootomo and
 // Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
 //
-// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x COLUMNS columns.
+// Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x BLOCK_N columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.
 //          warpgroup 0: one thread, the producer. Two consumer warpgroups of 64 * BLOCKS rows; a warp has 16 * BLOCKS of them, of its own.
 // A        goes through registers: nothing else turns an operand of 32 bits, or splits it without being written once more.
-// Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][COLUMNS][32 k].
+// Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
 //          WGRAD: the consumers make the second limb of B, or round it, as it has arrived.
 //          NCHW: `busy` of the warps have a box, so many that no round of tiles is nearly empty; the others multiply what they find.
@@ -27,8 +27,8 @@
 //          y is off by: moments[slice][2][channel].
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/pointwise_sm90.cu
-#ifndef COLUMNS
-#define COLUMNS 64
+#ifndef BLOCK_N
+#define BLOCK_N 64
 #define BLOCKS 2     // of 16 rows, of a warp; 2 for NCHW
 #define STAGES 4
 #define LIMBS 2
@@ -41,12 +41,12 @@
 #include "truncation.cuh"
 #include "wgmma.cuh"
 
-constexpr bool TURNED = !WGRAD && !NHWC;
+constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
-constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = COLUMNS * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
+constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
 constexpr int LOADED_BYTES = A_BYTES + (WGRAD ? 1 : LIMBS) * B_BYTES;
-static_assert(!TURNED || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
-static_assert(COLUMNS % 32 == 0 && COLUMNS <= 128, "see wgmma_tf32");
+static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
+static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
 // What the kernel is told of a product. by_n is the divisor n, prepared (division.cuh).
 struct PointwiseProduct {
@@ -64,7 +64,7 @@ struct Tile {
   int row, column, split, first, last;  // in tiles, but for column; stages of k
   DEVICE Tile(const PointwiseProduct& shape, int tile) {
     const Divided along(tile, shape.across, shape.by_across), part(along.quotient, shape.down, shape.by_down);
-    column = along.rest * COLUMNS;
+    column = along.rest * BLOCK_N;
     row = part.rest;
     split = part.quotient;
     first = min(split * (int)shape.each, (int)shape.steps);
@@ -84,7 +84,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
     for (int step = of.first; step < of.last; ++step) {
       const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
       barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
-      barrier_expect(arrived, LOADED_BYTES - (TURNED ? (WARPS - busy) * A_WARP : 0));
+      barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
       if (WGRAD) {
         const Divided box(step, boxes, shape.by_boxes);
         load_box(a, map_a, arrived, box.rest * 32, of.row * ROWS, box.quotient);
@@ -140,7 +140,7 @@ struct Split {
 // B as it has arrived to limbs, by all consumers.
 DEVICE void make_limbs(uint8_t* b) {
 #pragma unroll
-  for (int i = 0; i < COLUMNS * 8 / (128 * CONSUMERS); ++i) {
+  for (int i = 0; i < BLOCK_N * 8 / (128 * CONSUMERS); ++i) {
     uint8_t* const place = b + (i * 128 * CONSUMERS + threadIdx.x - 128) * 16;
     const float4 v = *(const float4*)place;
     const Split split[4] = {v.x, v.y, v.z, v.w};
@@ -155,12 +155,12 @@ DEVICE void make_limbs(uint8_t* b) {
 // ---- a tile's sums
 
 struct Sums {
-  float of[BLOCKS][COLUMNS / 2];
+  float of[BLOCKS][BLOCK_N / 2];
   DEVICE void clear() {
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) of[block][i] = 0;
+      for (int i = 0; i < BLOCK_N / 2; ++i) of[block][i] = 0;
   }
 };
 
@@ -172,7 +172,7 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    if constexpr (TURNED) {
+    if constexpr (PIXEL_QUADS) {
       const float4 v = *(const float4*)(of_warp + (k + c + 4 * j) * 128 + ((four(r) ^ (c + 4 * j)) << 4));
       a[0][2 * j] = v.x;
       a[0][2 * j + 1] = v.y;
@@ -247,7 +247,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-      for (int i = 0; i < COLUMNS / 2; ++i) total.of[block][i] += main.of[block][i];
+      for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] += main.of[block][i];
 #endif
   }
 #if LIMBS == 2
@@ -255,7 +255,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
   for (int block = 0; block < BLOCKS; ++block) {
     wgmma_arrived(cross.of[block]);
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i)  // Inf times a rest of 0 is no part of the result
+    for (int i = 0; i < BLOCK_N / 2; ++i)  // Inf times a rest of 0 is no part of the result
       if (fabsf(total.of[block][i]) < INFINITY) {
         const float lost = give_back_lost(total.of[block][i], LARGER * PROMOTED);
         total.of[block][i] = fmaf(cross.of[block][i] + lost, 1 / LARGER, total.of[block][i]);
@@ -266,7 +266,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
-    for (int i = 0; i < COLUMNS / 2; ++i) total.of[block][i] += give_back_lost(total.of[block][i], part);
+    for (int i = 0; i < BLOCK_N / 2; ++i) total.of[block][i] += give_back_lost(total.of[block][i], part);
 #endif
 }
 
@@ -311,12 +311,12 @@ DEVICE void store_moments(const float (&v)[2 * BLOCKS], const bool (&counted)[2 
 DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape, const float* bias, const float* scale, const float* residual,
                   [[maybe_unused]] float* moments, float* y) {
   const int lane = threadIdx.x % 32, r = lane / 4, columns = (int)shape.columns;
-  const int own = threadIdx.x / 32 - 4, warp = TURNED ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
+  const int own = threadIdx.x / 32 - 4, warp = PIXEL_QUADS ? of.row * (int)shape.busy + own : of.row * WARPS + own, column0 = of.column + 2 * (lane % 4);
   const Divided box(warp, shape.boxes, shape.by_boxes);  // NCHW: image and box
-  const bool any = !TURNED || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // pixels of this warp's
+  const bool any = !PIXEL_QUADS || (own < (int)shape.busy && box.quotient < (int)shape.rows);  // pixels of this warp's
   long long at[2 * BLOCKS];  // of a thread's rows in the order of finish: where they begin, less the column's part
   bool counted[2 * BLOCKS];
-  if (TURNED) {
+  if (PIXEL_QUADS) {
     const int pixel = box.rest * 32 + 4 * four(r);
     counted[0] = counted[1] = counted[2] = counted[3] = any && pixel < (int)shape.plane;
     at[0] = box.quotient * shape.row_step + pixel;
@@ -330,13 +330,13 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
   }
   y += of.split * shape.size;
 #if MOMENTS
-  const int begin = TURNED ? box.rest * 32 : warp * WARP_ROWS, end = TURNED ? (int)shape.plane : (int)shape.rows;
+  const int begin = PIXEL_QUADS ? box.rest * 32 : warp * WARP_ROWS, end = PIXEL_QUADS ? (int)shape.plane : (int)shape.rows;
   const int count = any ? min(end - begin, WARP_ROWS) : 0;
 #endif
   constexpr int BATCH = 8;  // loads under way at once; more would spill
   Finish<false> of_column[BATCH];
 #pragma unroll
-  for (int i = 0; i < COLUMNS / 8; ++i) {
+  for (int i = 0; i < BLOCK_N / 8; ++i) {
     if (i % (BATCH / 2) == 0)
 #pragma unroll
       for (int j = 0; j < BATCH; ++j) {

@@ -35,8 +35,8 @@
 #else
 #define WGMMA_TYPE "f16"
 #endif
-#define WGMMA_TURNED_A "1"
-#define WGMMA_TURNED_B "1"
+#define WGMMA_MN_MAJOR_A "1"
+#define WGMMA_MN_MAJOR_B "1"
 #include "cluster.cuh"
 #include "fragments.cuh"
 #include "truncation.cuh"
@@ -277,8 +277,8 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
     barrier_wait(ring.full + 8 * at.stage, at.parity);
-    const uint64_t dy = wgmma_turned_descriptor(stage + down * PRODUCTS * BLOCK_BYTES);
-    const uint64_t x = wgmma_turned_descriptor(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
+    const uint64_t dy = wgmma_mn_major_descriptor(stage + down * PRODUCTS * BLOCK_BYTES);
+    const uint64_t x = wgmma_mn_major_descriptor(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
     const bool fresh = step == range.first;
     wgmma_fence();
 #pragma unroll

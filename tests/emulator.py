@@ -116,7 +116,7 @@ def store(array: np.ndarray, at: np.ndarray, values) -> None:
 GUESS = 9  # exponent of the scale with which images are packed at first
 
 
-class Extremes:
+class MagnitudeRange:
     """Largest and smallest non-zero magnitude of float32 numbers, as bits; 0 and 2^32 where there are none."""
 
     def __init__(self, largest: int, smallest: int, slack: int):
@@ -124,7 +124,7 @@ class Extremes:
         self.exponent, self.least = (largest >> 23) - 127, (smallest >> 23) - 127
 
     @classmethod
-    def of(cls, values: np.ndarray, slack: int = 0) -> Extremes:
+    def of(cls, values: np.ndarray, slack: int = 0) -> MagnitudeRange:
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
         return cls(int(bits.max(initial=0)), int(bits[bits > 0].min()) if bits.any() else 2**32, slack)
 
@@ -202,11 +202,11 @@ def filter_rows(step, s, memory: Memory) -> None:
         real, first = row < s.rows_group, group * s.w_group + row * s.w_m
         scale = 1.0
         if kind == "float32" and real:
-            found = Extremes.of(inside(w, first + whole), s.slack)
+            found = MagnitudeRange.of(inside(w, first + whole), s.slack)
             scale = found.scale()
             store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
             store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
-        elif define["FLAGGED"] and real:
+        elif define["RANGE_CHECK"] and real:
             store(memory.view(scales, "float32"), group * s.rows_group + row, 1.0)
             store(memory.view(flags, "int32"), group * s.rows_group + row, 0)
         line, piece, ok, at = places[part]
@@ -297,7 +297,7 @@ def sampled(step, s, memory: Memory, source, image: int) -> int:
     c = (thread * np.uint64(s.groups * s.channels) // np.uint64(step.block)).astype(int)
     pixel = ((thread * np.uint64(0x9E3779B9) % np.uint64(2**32)) * np.uint64(s.d * s.h * s.w) >> np.uint64(32)).astype(int)
     place = image * s.x_image + c // s.channels * s.x_group + c % s.channels * s.x_channel + pixel * s.x_pixel
-    return Extremes.of(inside(memory.view(source, "float32"), place)).guess()
+    return MagnitudeRange.of(inside(memory.view(source, "float32"), place)).guess()
 
 
 def pack(step, memory: Memory) -> None:
@@ -316,24 +316,24 @@ def pack(step, memory: Memory) -> None:
     for line in range(rows if blocks else 0):
         image = row_of(s, line) if step.defines["FILTER"] else line
         real, guess, read = image >= 0, GUESS, []
-        if step.defines["SAMPLED"] and real:
+        if step.defines["SAMPLE_SCALE"] and real:
             guess = sampled(step, s, memory, source, image)
             if not cluster:
                 store(memory.view(guesses, "int32"), image, guess)
         for tile in range(tiles):
             values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
-            if step.defines["FLAGGED"] and real:
-                read.append(Extremes.of(values.astype("float32"), s.slack))
+            if step.defines["RANGE_CHECK"] and real:
+                read.append(MagnitudeRange.of(values.astype("float32"), s.slack))
                 if not cluster:
                     store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [read[-1].largest, read[-1].smallest - 1])
         if cluster and real:
-            found = Extremes(max(one.largest for one in read), min(one.smallest for one in read), s.slack)
+            found = MagnitudeRange(max(one.largest for one in read), min(one.smallest for one in read), s.slack)
             again = settle(step, memory, found, guess, (parts, guesses), image)
             for tile in range(tiles if again else 0):
                 image_tile(step, s, memory, source, packed, line, tile, again)
 
 
-def settle(step, memory: Memory, found: Extremes, guess: int, places, image: int) -> float:
+def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, image: int) -> float:
     """Note scale and flag of an image; the scale by which to pack it again, or 0."""
     scales, flags = (memory.view(place, kind) for place, kind in zip(places, ("float32", "int32"), strict=True))
     if step.defines["IN"] != 32:
@@ -347,7 +347,7 @@ def settle(step, memory: Memory, found: Extremes, guess: int, places, image: int
     return 0.0 if guessed or not found.usable() else scale
 
 
-def settle_images(step, memory: Memory) -> None:
+def finalize_scales(step, memory: Memory) -> None:
     s = named(step)
     source, packed, parts, guesses, scales, flags = step.buffers
     slack = s.slack
@@ -355,8 +355,8 @@ def settle_images(step, memory: Memory) -> None:
     for block in range(step.grid):
         image, piece = divmod(block, s.slices)
         largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
-        found = Extremes(int(largest.max()), int(smallest.min()) + 1, slack)
-        guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLED"] else GUESS
+        found = MagnitudeRange(int(largest.max()), int(smallest.min()) + 1, slack)
+        guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLE_SCALE"] else GUESS
         again = settle(step, memory, found, guess, (scales, flags), image)
         for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices) if again else ():
             line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
@@ -456,21 +456,21 @@ def check_pairs(step, shapes) -> None:
 def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
     define, (x_map, *y_map) = step.defines, step.maps
-    assert not define["W_TURNED"] or s.w_lies
+    assert not define["W_MN_MAJOR"] or s.w_lies
     if define["PRODUCTS"] == 1 and (define["NHWC"] or define["POINTWISE"]):
         w_map, *y_map = y_map
     if s.w_lies:
-        kc = define["KC"]
+        kc = define["LOAD_CHANNELS"]
         assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype
-        assert not define["W_TURNED"] or (kc == 64 and not define["POINTWISE"])
-    rows, pixels, pointwise = define["ROWS"], define["PIXELS"], define["POINTWISE"]
+        assert not define["W_MN_MAJOR"] or (kc == 64 and not define["POINTWISE"])
+    rows, pixels, pointwise = define["BLOCK_M"], define["BLOCK_N"], define["POINTWISE"]
     for described in step.maps:
         check_map(described, memory)
     if pointwise:
         assert x_map.box == (64, 64, 1) and x_map.span == 128 and not define["NHWC"] and define["OUT"] != 32
-        assert define["KC"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
-    elif define["HALO"]:
-        if define["RAW"]:
+        assert define["LOAD_CHANNELS"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
+    elif define["PATCH_ROWS"]:
+        if define["FUSED_SPLIT"]:
             assert rows == 64 and s.channel_blocks == 1 and s.x_channels <= 64 and define["WGMMA_N"] <= 112 and s.x_stages == 2
             assert s.raw_rows == 32 // s.halo_w and s.raw_run == s.raw_rows * s.halo_w and s.raw_channel == s.raw_rows * s.raw_pitch
             assert (s.low_w - s.raw_shift) % 4 == 0 <= s.raw_shift < 4 and s.raw_pitch == ceil(s.raw_shift + s.halo_w, 4) * 4
@@ -479,33 +479,33 @@ def check_product(step, s, memory: Memory) -> None:
             assert x_map.sizes == (s.x_w, s.x_h, s.x_channels, s.groups * s.pixels // s.plane)
         else:
             assert x_map.box == (64, s.halo_w, s.halo_h, 1) and x_map.span == 128
-        assert define["KC"] == 64 and s.splits == 1
-        assert pixels == 8 * define["HALO"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
+        assert define["LOAD_CHANNELS"] == 64 and s.splits == 1
+        assert pixels == 8 * define["PATCH_ROWS"] * (1 if rows == 128 else 2) and not define["NHWC"] and define["DENSE"] and define["OUT"] == 32
         assert s.halo_w == 8 + (s.tap_s - 1) * s.dilation_w and s.halo_h == pixels // 8 + (s.tap_r - 1) * s.dilation_h
         assert s.blocks == s.channel_blocks * s.tap_r * s.tap_s and s.plane == s.pq and (s.stride_h, s.stride_w) == (1, 1)
         assert s.image_tiles * pixels == s.plane and s.tiles_pixels == s.pixels // s.plane * s.image_tiles and s.across == s.q // 8
         assert s.q % 8 == 0 and s.plane // s.q % (pixels // 8) == 0
         assert s.out_row % 2 == 0 and s.out_image % 2 == 0 and (s.out_base, s.out_h, s.out_w) == (0, s.q, 1)
     else:
-        assert (x_map.box.channels, x_map.box.pixels) == (define["KC"], pixels) and len(x_map.sizes) == s.rank + 2
-    assert x_map.dtype == "float32" if define["RAW"] else x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
+        assert (x_map.box.channels, x_map.box.pixels) == (define["LOAD_CHANNELS"], pixels) and len(x_map.sizes) == s.rank + 2
+    assert x_map.dtype == "float32" if define["FUSED_SPLIT"] else x_map.dtype == ("bfloat16" if define["BF16"] else "float16")
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
-    assert define["WGMMA_N"] <= (128 if define["HALO"] else 192 if define["PINGPONG"] else 256)
-    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["HALO"] and not define["PAIRED"])
-    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["PAIRED"] else 4 * 4 * 32 * 20
+    assert define["WGMMA_N"] <= (128 if define["PATCH_ROWS"] else 192 if define["PINGPONG"] else 256)
+    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["PATCH_ROWS"] and not define["INTERLEAVE_COLUMNS"])
+    staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["INTERLEAVE_COLUMNS"] else 4 * 4 * 32 * 20
     of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
-    if define["HALO"]:
+    if define["PATCH_ROWS"]:
         assert s.halo_bytes == ceil(s.halo_w * s.halo_h * 128, 1024) * 1024
         of_x, staging = limbs_of(step) * s.halo_bytes, 0
-        if define["RAW"]:
+        if define["FUSED_SPLIT"]:
             of_raw = s.raw_stages * 7 * (32 * s.raw_channel + 8)
         assert 2 <= s.x_stages <= 4 and s.tap_r * s.tap_s >= 3 and (define["PRODUCTS"] == 1 or define["STAGES"] >= 3)
-    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["HALO"] else pixels)) * 128 + s.x_stages * of_x + of_raw
-    of_pixel = 12 if define["PAIRED"] else 4
+    ring = define["STAGES"] * limbs_of(step) * (rows + (0 if define["PATCH_ROWS"] else pixels)) * 128 + s.x_stages * of_x + of_raw
+    of_pixel = 12 if define["INTERLEAVE_COLUMNS"] else 4
     assert ring + 2 * (staging + of_pixel * define["WGMMA_N"]) + 1023 <= step.shared
-    assert step.shared + 16 * (define["STAGES"] + (4 if define["HALO"] else 0) + 1) + 256 * define["RAW"] <= MOST_SHARED
-    assert step.block == 384 + 128 * define["RAW"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
+    assert step.shared + 16 * (define["STAGES"] + (4 if define["PATCH_ROWS"] else 0) + 1) + 256 * define["FUSED_SPLIT"] <= MOST_SHARED
+    assert step.block == 384 + 128 * define["FUSED_SPLIT"] and step.arch == "sm_90a" and 1 <= step.grid <= s.tiles < 2**31
 
 
 def limbs_of(step) -> int:
@@ -523,7 +523,7 @@ def tiles_of(step, s):
         rest, m = divmod(tile, s.tiles_m)
         rest, part = divmod(rest, s.splits)
         group, pixel = divmod(rest, s.tiles_pixels)
-        yield m * step.defines["ROWS"], pixel, group, part
+        yield m * step.defines["BLOCK_M"], pixel, group, part
 
 
 def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
@@ -537,13 +537,13 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
-    mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["RAW"]
+    mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
     assert len(step.structs) == (2 * room + 1 if mends else room) and room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
-    turns = phases // 2 if step.defines["PAIRED"] else phases
+    turns = phases // 2 if step.defines["INTERLEAVE_COLUMNS"] else phases
     assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
-    if step.defines["PAIRED"]:
+    if step.defines["INTERLEAVE_COLUMNS"]:
         check_pairs(step, [named(one) for one in whole])
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
@@ -563,10 +563,10 @@ def multiplied(step, memory: Memory) -> None:
     if define["POINTWISE"]:
         pointwise(step, s, memory)
         return
-    if define["HALO"]:
+    if define["PATCH_ROWS"]:
         patches(step, s, memory)
         return
-    x_map, rank, pixels, kc = step.maps[0], s.rank, define["PIXELS"], define["KC"]
+    x_map, rank, pixels, kc = step.maps[0], s.rank, define["BLOCK_N"], define["LOAD_CHANNELS"]
     sub_tiles = 64 // kc
     stages = ceil(s.blocks, sub_tiles)
     each = s.split_stages
@@ -575,7 +575,7 @@ def multiplied(step, memory: Memory) -> None:
         image, inner = divmod(pixel * pixels, s.load_plane)
         start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
         starts = [(*start[:rank], image + limb * s.limb_images) for limb in range(limbs_of(step))]
-        total = np.zeros((define["ROWS"], pixels))
+        total = np.zeros((define["BLOCK_M"], pixels))
         for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
             real = block < s.blocks  # the last stage is filled with zeros
             tap, c = divmod(block, s.channel_blocks)
@@ -585,7 +585,7 @@ def multiplied(step, memory: Memory) -> None:
             assert not any(offsets[rank:]), "an offset is lost"
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
-            if define["W_TURNED"]:
+            if define["W_MN_MAJOR"]:
                 a = [load_filter_box(step, memory, group * s.channels_group + c * kc, w_tap, m, turned=True)]
             elif s.w_lies:
                 a = [load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)]
@@ -599,12 +599,12 @@ def multiplied(step, memory: Memory) -> None:
 
 def pointwise(step, s, memory: Memory) -> None:
     """1x1 filters on 16-bit images as they lie."""
-    define, x_map, pixels = step.defines, step.maps[0], step.defines["PIXELS"]
+    define, x_map, pixels = step.defines, step.maps[0], step.defines["BLOCK_N"]
     across = ceil(s.plane, pixels)
     assert s.tiles_pixels == across * (s.pixels // s.plane) and s.image_tiles == across
     for m, tile, group, part in tiles_of(step, s):
         image, first = tile // across, tile % across * pixels
-        total = np.zeros((define["ROWS"], pixels))
+        total = np.zeros((define["BLOCK_M"], pixels))
         for c in range(0, s.channel_blocks * 64, 64):
             b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
             if s.w_lies:
@@ -618,14 +618,14 @@ def pointwise(step, s, memory: Memory) -> None:
 def patches(step, s, memory: Memory) -> None:
     """Tiles of 8 columns; what all of a tile's taps meet is loaded at once."""
     define = step.defines
-    high, across = define["PIXELS"] // 8, s.across
-    inner = replace(step, buffers=(step.buffers[3], step.buffers[1], *step.buffers[4:])) if define["RAW"] else step
+    high, across = define["BLOCK_N"] // 8, s.across
+    inner = replace(step, buffers=(step.buffers[3], step.buffers[1], *step.buffers[4:])) if define["FUSED_SPLIT"] else step
     for m, tile, group, part in tiles_of(step, s):
         image, place = divmod(tile, s.image_tiles)
         row, column = place // across * high, place % across * 8
-        total = np.zeros((define["ROWS"], define["PIXELS"]))
+        total = np.zeros((define["BLOCK_M"], define["BLOCK_N"]))
         for c in range(s.channel_blocks):
-            if define["RAW"]:
+            if define["FUSED_SPLIT"]:
                 met = split_patch(step, s, memory, image, group, row, column, group * s.tiles_pixels + tile)
             else:
                 start = (group * s.channels_group + 64 * c, column + s.low_w, row + s.low_h)
@@ -639,8 +639,8 @@ def patches(step, s, memory: Memory) -> None:
                     b = [v[at_r : at_r + high, at_s : at_s + 8].reshape(-1, 64) for v in met]
                     multiply(total, a, b)
         pixel = image * s.plane + (row + np.arange(high)[:, None]) * s.q + column + np.arange(8)[None]
-        number = tile * (define["PIXELS"] // define["WGMMA_N"])
-        unit = group * s.tiles_pixels + tile if define["RAW"] else None
+        number = tile * (define["BLOCK_N"] // define["WGMMA_N"])
+        unit = group * s.tiles_pixels + tile if define["FUSED_SPLIT"] else None
         write_tile(inner, s, memory, total, m, pixel.ravel(), np.full(pixel.size, True), group, part, number, unit=unit)
 
 
@@ -654,7 +654,7 @@ def split_patch(step, s, memory: Memory, image: int, group: int, row: int, colum
     values = np.concatenate(eights).transpose(1, 2, 0).astype("float32")
     assert described.buffer == source
     # seven warps look at 8 channels each of the first rows
-    guess, found = Extremes.of(values[: s.raw_rows, :, :56]).guess(), Extremes.of(values, s.slack)
+    guess, found = MagnitudeRange.of(values[: s.raw_rows, :, :56]).guess(), MagnitudeRange.of(values, s.slack)
     guessed = found.fits(guess)
     scale = 2.0**guess if guessed or not found.usable() else found.scale()
     store(memory.view(scales, "float32"), unit, 1 / scale)
@@ -703,12 +703,12 @@ def swizzled_columns(pieces: int) -> np.ndarray:
 def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> np.ndarray:
     """[limb][row][channel] of KC channels of one tap of the packed filter, from 64 rows or twice as many."""
     define = step.defines
-    kc, limbs = define["KC"], limbs_of(step)
+    kc, limbs = define["LOAD_CHANNELS"], limbs_of(step)
 
     def load() -> np.ndarray:
         w = memory.view(step.buffers[0], "bfloat16" if define["BF16"] else "float16")
         unit, found = limbs * 64 * kc, []
-        for one in (block, min(block + 1, last))[: define["ROWS"] // 64]:  # rows that there are not are others, loaded twice
+        for one in (block, min(block + 1, last))[: define["BLOCK_M"] // 64]:  # rows that there are not are others, loaded twice
             first = (one * s.row_blocks + number) * unit
             assert 0 <= first <= len(w) - unit, f"access outside an array of {len(w)} elements: {first} .. {first + unit - 1}"
             raw = w[first : first + unit].reshape(limbs, 64, kc // 8, 8)
@@ -720,7 +720,7 @@ def load_filter(step, s, memory: Memory, block: int, last: int, number: int) -> 
 
 def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turned: bool = False) -> np.ndarray:
     """[row][channel] of a tile, of the filter as it lies, where rows or, `turned`, channels are its outermost axis."""
-    rows = [row + 64 * i for i in range(step.defines["ROWS"] // 64)]
+    rows = [row + 64 * i for i in range(step.defines["BLOCK_M"] // 64)]
     if turned:
         return np.concatenate([boxed(step.maps[1], memory, (first, tap, channel))[:, 0].T for first in rows])
     return np.concatenate([boxed(step.maps[1], memory, (channel, tap, first))[:, 0] for first in rows])
@@ -728,7 +728,7 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
-    pixel, plane, per = pixel0 + np.arange(step.defines["PIXELS"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
+    pixel, plane, per = pixel0 + np.arange(step.defines["BLOCK_N"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
     image, first = divmod(pixel0, plane)
     assert not step.defines["MOMENTS"] or first % per == 0
     write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, image * ceil(plane, per) + first // per, pixel0)
@@ -745,7 +745,7 @@ def write_tile(
     define = step.defines
     _, scale_n, scale_k, bias, scale, residual, y, *noted = step.buffers
     kind = ELEMENT[define["OUT"]]
-    m = m0 + np.arange(define["ROWS"])[:, None]
+    m = m0 + np.arange(define["BLOCK_M"])[:, None]
     k = group * s.rows_group + m
     if s.scaled:
         total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane if unit is None else unit).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
@@ -766,7 +766,7 @@ def write_tile(
     if define["TENSOR_STORE"]:
         write_boxes(step, s, memory, v, m0, pixel0, group, part)
         return
-    vec = 2 if define["HALO"] else define["VEC"]
+    vec = 2 if define["PATCH_ROWS"] else define["VEC"]
     if vec > 1:  # neighbours, at a multiple of their number, all or none of them in the tile
         lines = at.reshape(-1, vec, pixel.size).swapaxes(1, 2) if define["NHWC"] else at.reshape(m.size, -1, vec)
         assert (lines == lines[..., :1] + np.arange(vec)).all() and (lines[..., 0] % vec == 0).all()
@@ -812,8 +812,8 @@ def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, gr
     assert place in (described.buffer, (described.buffer, described.offset)) and described.dtype == ELEMENT[step.defines["OUT"]]
     wide = 128 // np.dtype(described.dtype).itemsize
     assert described.box == (wide, 1, 32, 1)
-    for m in range(0, step.defines["ROWS"], wide):
-        for pixel in range(0, step.defines["PIXELS"], 32):
+    for m in range(0, step.defines["BLOCK_M"], wide):
+        for pixel in range(0, step.defines["BLOCK_N"], 32):
             values = v[m : m + wide, pixel : pixel + 32].T[None, :, None]
             store_box(described, place, memory, values, (m0 + m, group, pixel0 + pixel, part))
 
@@ -1028,7 +1028,7 @@ def split_filter(step, memory: Memory) -> None:
 def pointwise_product(step, memory: Memory) -> None:
     s, define, limbs = named(step), step.defines, step.defines["LIMBS"]
     a_map, b_map = step.maps
-    warp_rows, columns, turned = 16 * define["BLOCKS"], define["COLUMNS"], not define["WGRAD"] and not define["NHWC"]
+    warp_rows, columns, turned = 16 * define["BLOCKS"], define["BLOCK_N"], not define["WGRAD"] and not define["NHWC"]
     for described in step.maps:
         check_map(described, memory)
         assert described.span == 128 and described.dtype == "float32" and described.box[0] == 32
@@ -1107,7 +1107,7 @@ def line_of(d, half: int) -> np.ndarray:
 def lay_filter(step, memory: Memory) -> None:
     d = SimpleNamespace(**step.defines)
     s = named(step)
-    rows, padded, channels, eights, row_step, channel_step, turned = s.rows, s.padded, s.channels, s.eights, s.row_step, s.channel_step, s.turned
+    rows, padded, channels, eights, row_step, channel_step, turned = s.rows, s.padded, s.channels, s.eights, s.row_step, s.channel_step, s.flipped
     taps = (1 if d.FLAT else d.R) * d.S
     assert step.grid == padded and padded % 32 == 0 and padded >= rows and 4 * channels * d.R * d.S <= step.shared <= 40 * 1024
     w = memory.view(step.buffers[0], "float32")
@@ -1124,7 +1124,7 @@ def lay_filter(step, memory: Memory) -> None:
 
     at, values = elements(eights, 0)
     store(memory.view(step.buffers[1], "float32"), at, tf32(values))
-    if d.HALF:
+    if d.FP16_OPERANDS:
         at, values = elements(eights // 2, 1)
         of_rows = np.abs(np.moveaxis(values, 2, 0).reshape(padded, -1))
         exponent = (of_rows.view(np.uint32).max(1) >> 23).astype(int) - 127
@@ -1140,32 +1140,32 @@ def lay_filter(step, memory: Memory) -> None:
 def lines_product(step, memory: Memory) -> None:
     s, d, (described,) = named(step), SimpleNamespace(**step.defines), step.maps
     *before, bias, scale, residual, y = step.buffers
-    assert len(before) == (4 if d.HALF else 1)
-    taps, units, fours = (1 if d.FLAT else d.R) * d.S, 4 * d.CONSUMERS, 8 * d.FOURS
+    assert len(before) == (4 if d.FP16_OPERANDS else 1)
+    taps, units, fours = (1 if d.FLAT else d.R) * d.S, 4 * d.CONSUMERS, 8 * d.PIXEL_QUADS
     check_map(described, memory)
     assert described.box == (d.BOX_W, d.CHANNELS, d.BOX_H, 1) and described.dtype == "float32" and described.span == d.SPAN
-    unit_bytes, w_stage = ceil(d.CHANNELS * d.BOX_H * d.BOX_W * 4, 1024) * 1024, d.CHUNKS * taps * d.COLUMNS * 32
+    unit_bytes, w_stage = ceil(d.CHANNELS * d.BOX_H * d.BOX_W * 4, 1024) * 1024, d.CHUNKS * taps * d.BLOCK_N * 32
     assert step.block == 128 * (1 + d.CONSUMERS) and step.arch == "sm_90a"
     assert units * d.STAGES * unit_bytes + d.W_STAGES * w_stage + 1023 <= step.shared
-    assert step.shared + (1 + d.HALF) * 16 * (d.W_STAGES + d.CONSUMERS * d.STAGES) + 8 * d.COLUMNS * d.HALF + 4 <= MOST_SHARED
-    assert d.KEPT == (d.W_STAGES == s.steps) and d.STAGES > 1 and s.across == ceil(s.columns, d.COLUMNS) and step.grid % s.across == 0
+    assert step.shared + (1 + d.FP16_OPERANDS) * 16 * (d.W_STAGES + d.CONSUMERS * d.STAGES) + 8 * d.BLOCK_N * d.FP16_OPERANDS + 4 <= MOST_SHARED
+    assert d.W_RESIDENT == (d.W_STAGES == s.steps) and d.STAGES > 1 and s.across == ceil(s.columns, d.BLOCK_N) and step.grid % s.across == 0
     assert s.units == s.unit_rows * s.unit_columns
-    assert d.UNIT_W * d.UNIT_H == 4 * fours and s.low_w % 4 == 0 and d.BOX_W % 4 == 0 and not any(n % 4 for n in (s.wide, s.plane, s.image_step))
-    row, column = np.divmod(np.arange(4 * fours), d.UNIT_W)
+    assert d.WARP_TILE_W * d.WARP_TILE_H == 4 * fours and s.low_w % 4 == 0 and d.BOX_W % 4 == 0 and not any(n % 4 for n in (s.wide, s.plane, s.image_step))
+    row, column = np.divmod(np.arange(4 * fours), d.WARP_TILE_W)
 
     def load_w(first: int, half: int) -> list[np.ndarray]:
         """[tap][row][line] of each stage."""
-        w, many = memory.view(before[0 if half == d.HALF else 1], "float16" if half else "float32"), 16 if half else 8
-        count = min(d.COLUMNS, s.padded - first)
+        w, many = memory.view(before[0 if half == d.FP16_OPERANDS else 1], "float16" if half else "float32"), 16 if half else 8
+        count = min(d.BLOCK_N, s.padded - first)
         swap = np.arange(many) ^ (np.arange(count)[:, None] & 4) * (many // 8)
         tap = np.arange(d.CHUNKS * taps)[:, None, None]
-        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * (1 + (d.HALF and not half))))
+        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * (1 + (d.FP16_OPERANDS and not half))))
         return [np.take_along_axis(inside(w, (at * s.padded + first + np.arange(count)[:, None]) * many + np.arange(many)), swap[None], 2).astype(float) for at in stages]
 
     def multiplied(number: int, filters: list[np.ndarray], half: int) -> tuple[np.ndarray, int]:
         """The sums of a unit, and how many numbers of x have lost bits."""
         image, rest = divmod(number, s.unit_rows * s.unit_columns)
-        p0, q0 = rest // s.unit_columns * d.UNIT_H, rest % s.unit_columns * d.UNIT_W
+        p0, q0 = rest // s.unit_columns * d.WARP_TILE_H, rest % s.unit_columns * d.WARP_TILE_W
         many, total, lost = 16 if half else 8, np.zeros((4 * fours, filters[0].shape[1])), 0
         parts = len(filters) // s.steps
         for i in range(s.steps):
@@ -1185,7 +1185,7 @@ def lines_product(step, memory: Memory) -> None:
 
     def write(number: int, total: np.ndarray, k: np.ndarray, there: np.ndarray) -> None:
         image, rest = divmod(number, s.unit_rows * s.unit_columns)
-        pixel = (rest // s.unit_columns * d.UNIT_H + row) * s.wide + rest % s.unit_columns * d.UNIT_W + column
+        pixel = (rest // s.unit_columns * d.WARP_TILE_H + row) * s.wide + rest % s.unit_columns * d.WARP_TILE_W + column
         mine = k < s.columns
         at = (image * s.image_step + pixel)[there][:, None] + k[mine] * s.plane
         v = finished(finishing(step), memory, "float32", total[there][:, mine], scale, bias, residual, np.broadcast_to(k[mine], at.shape), at)
@@ -1193,14 +1193,14 @@ def lines_product(step, memory: Memory) -> None:
         memory.count(y, at)
 
     for block in range(step.grid):
-        first, left = block % s.across * d.COLUMNS, []
-        filters = load_w(first, d.HALF)
+        first, left = block % s.across * d.BLOCK_N, []
+        filters = load_w(first, d.FP16_OPERANDS)
         k = first + np.arange(filters[0].shape[1])
         for number in (n for tile in range(block // s.across, s.tiles, step.grid // s.across) for n in range(tile * units, (tile + 1) * units)):
             image, rest = divmod(number, s.unit_rows * s.unit_columns)
-            there = (image < s.images) & (rest // s.unit_columns * d.UNIT_H + row < s.rows) & (rest % s.unit_columns * d.UNIT_W + column < s.wide)
-            total, lost = multiplied(number, filters, d.HALF)
-            if d.HALF:
+            there = (image < s.images) & (rest // s.unit_columns * d.WARP_TILE_H + row < s.rows) & (rest % s.unit_columns * d.WARP_TILE_W + column < s.wide)
+            total, lost = multiplied(number, filters, d.FP16_OPERANDS)
+            if d.FP16_OPERANDS:
                 factor, least = inside(memory.view(before[2], "float32"), 2 * np.minimum(k, s.columns - 1)[:, None] + np.arange(2)).T.astype(float)
                 good = (np.abs(total) >= 16 * 64 * lost + least) & (np.abs(total) < np.inf)  # a thread counts up to 64 at once
                 doubtful = not good[there][:, k < s.columns].all()
@@ -1239,7 +1239,7 @@ def direct_reduce(step, memory: Memory) -> None:
 def direct_gemm(step, memory: Memory) -> None:
     """The guarded kernel: what depends on flagged images and channels, by the formula at its head; it goes by tiles, this by elements."""
     d, a = SimpleNamespace(**step.defines), step.arguments
-    assert d.GUARDED and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
+    assert d.FIXUP and a.split == 1 and a.n_blocks == ceil(a.n_pixels, d.BLOCK_N) * a.groups * ceil(a.m, d.BLOCK_M)
     redone, before = step.buffers[-1], memory.mended
     if a.noted:
         store(memory.view(redone, "int32"), np.arange(step.grid), 0)
@@ -1312,7 +1312,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "settle_images": settle_images, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "finalize_scales": finalize_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
     kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:

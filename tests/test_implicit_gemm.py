@@ -482,7 +482,7 @@ def test_rows_beyond_the_filter(case, mode, config, flags_pay_always):
     arrays = case.integers(dtype_of(mode))
     assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays))
     program = ig.schedule(problem, config, H200)
-    assert program.redoes and program.whole[-1][0].kernel == "direct_gemm" and program.whole[0][0].defines["FLAGGED"]
+    assert program.redoes and program.whole[-1][0].kernel == "direct_gemm" and program.whole[0][0].defines["RANGE_CHECK"]
     if case.ndim == 2 and mode != "bf16 last":
         plain = replace(case, bias=False)
         check_not_finite(plain, mode, lambda *arrays: emulated(plain, mode, arrays, config, finite=False, keep=False))
@@ -650,7 +650,7 @@ def check_steps(program, kernel: str) -> None:
         assert set(step.defines) - {"DTYPE", "INDEX_64"} <= defaults
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
-            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["RAW"]
+            mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
             assert len(step.structs) == (2 * phases + 1 if mends else phases) and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 

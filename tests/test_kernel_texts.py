@@ -79,7 +79,7 @@ def test_what_mends_float32_is_one_kernel_for_all_sizes(layout):
             config = ImplicitGemm(64, 128, SPLIT=2)  # the others mend their own results
             assert engines.refusal(problem, config, device) is None
             launches = behind.launches(engines.schedule(problem, config, device))
-            found |= {launch.source() for launch in launches if launch.defines.get("GUARDED")}
+            found |= {launch.source() for launch in launches if launch.defines.get("FIXUP")}
     assert len(found) == 1
 
 

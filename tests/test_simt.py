@@ -131,7 +131,7 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
         how = "gelu"
     problem = replace(problem, has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
-    assert set(kernels) <= {"pack", "settle_images", "implicit_gemm_sm90"}
+    assert set(kernels) <= {"pack", "finalize_scales", "implicit_gemm_sm90"}
     for seed, (kind, change) in enumerate(CHANGED.items()):
         rng = np.random.default_rng(seed)
         x, w, b = case.normals("float32", seed)
@@ -385,8 +385,8 @@ def test_a_read_of_an_operand_that_is_not_there_is_found(name):
 
 ALONG_ROWS = """
 #define WGMMA_N COLUMNS
-#define WGMMA_TURNED_A "1"
-#define WGMMA_TURNED_B "1"
+#define WGMMA_MN_MAJOR_A "1"
+#define WGMMA_MN_MAJOR_B "1"
 #include "wgmma.cuh"
 // one block of 128: sums[m][n] of a[k][m] and b[k][n], 64 of k, in blocks of SPAN bytes along m and n
 constexpr int WIDE = SPAN / 2, BLOCK = 64 * SPAN;

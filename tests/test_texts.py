@@ -23,16 +23,16 @@ PIXELS = {tile.BLOCK_N for seldom in range(4) for tile in implicit_gemm_sm90._ti
 #: What a define may be. Those of lines_sm90.cu are numbers of the layer and of the tile.
 LISTS = {
     "implicit_gemm_sm90": {
-        "ROWS": {64, 128}, "PIXELS": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "KC": {16, 32, 64},
+        "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "W_TURNED": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "RAW": FLAG, "PAIRED": FLAG,
-        "HALO": {n // m for n in PIXELS for m in (8, 16)} | {0},
+        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
+        "PATCH_ROWS": {n // m for n in PIXELS for m in (8, 16)} | {0},
     },
     "implicit_gemm_sm80": {
-        "ROWS": {64, 128}, "PIXELS": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
+        "BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 256}, "STAGES": {3, 4}, "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "VEC": {1, 4}, "DENSE": FLAG,
     },
     "pack": {
-        "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "FLAGGED": FLAG, "SAMPLED": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
+        "IN": {16, 17, 32}, "LIMBS": {1, 2}, "NHWC": FLAG, "VECTOR": {1, 2, 4}, "EIGHTS": FLAG, "RANGE_CHECK": FLAG, "SAMPLE_SCALE": FLAG, "FILTER": FLAG, "FOLDED": FLAG,
         "CLUSTER": {0, 8},
     },
     "dense_nhwc_sm90": {
@@ -58,7 +58,7 @@ LISTS = {
     },
     "few_pixels_sm90": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
     "pointwise_sm90": {
-        "COLUMNS": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+        "BLOCK_N": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
     },
 }  # fmt: skip
 MOST = 32  # texts of one layer, all its kernels together, that sizes and batches may ask for: tiles, and how rows can be read and written

@@ -175,7 +175,7 @@ def _product(problem: ConvProblem, config: Gemm, phase: Phase, grid: int, filter
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem) or split * size >= 2**31),
         **{name: value for name, value in asdict(config).items() if name != "SPLIT_K"},
-        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "GUARDED": 0,
+        "A_VEC": 4 if a_vec else 1, "B_VEC": 4 if b_vec else 1, "FIXUP": 0,
     }
     _, p, q = phase.size
     _, r, s = phase.taps
@@ -216,7 +216,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             of_tile = {name: (value,) for name, value in asdict(tile).items() if name != "SPLIT_K"}
             by_four = _divides(tile.threads, tile.BLOCK_K, tile.BLOCK_M, 4), _divides(tile.threads, tile.BLOCK_N, tile.BLOCK_K, 4)
             vectors = {name: (1, 4) if fits and not mends else (1,) for name, fits in zip(("A_VEC", "B_VEC"), by_four, strict=True)}
-            common = {"DTYPE": (code,), "INDEX_64": FLAG, "GUARDED": (mends,)}
+            common = {"DTYPE": (code,), "INDEX_64": FLAG, "FIXUP": (mends,)}
             yield TextFamily("direct_gemm", common | of_tile | vectors)
 
 

@@ -245,7 +245,7 @@ def _product(
         pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
         out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
     )
-    defines = arithmetic(problem, phase, config.SPLIT > 1) | {"ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES}
+    defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid = _blocks(problem, config, walk)
     return KernelLaunch(
         "implicit_gemm_sm80", defines, grid, THREADS, buffers, (), shared=shared_bytes(problem, config), arguments=told,
@@ -281,7 +281,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
             continue
         stage = (2 if count == 3 else 1) * (rows + pixels) * 2 * STEP
         stages = next(n for n in (4, 3) if n * stage + 16 * pixels <= SHARED_BYTES)
-        tile = {"ROWS": (rows,), "PIXELS": (pixels,), "STAGES": (stages,)}
+        tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
         yield from (TextFamily("implicit_gemm_sm80", one | tile, written_so) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
 
 

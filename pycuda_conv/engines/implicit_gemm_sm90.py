@@ -510,11 +510,11 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
-        "ROWS": config.BLOCK_M, "PIXELS": config.BLOCK_N, "STAGES": config.STAGES, "KC": packed.load,
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
-        "W_TURNED": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
-        "PHASES": 1, "MOMENTS": int(moments is not None), "PAIRED": int(paired(problem)),
-        "HALO": _consumer_pixels(config) // 8 if config.halo else 0, "RAW": int(config.splits_images),
+        "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
+        "PHASES": 1, "MOMENTS": int(moments is not None), "INTERLEAVE_COLUMNS": int(paired(problem)),
+        "PATCH_ROWS": _consumer_pixels(config) // 8 if config.halo else 0, "FUSED_SPLIT": int(config.splits_images),
     }
     if not defines["DENSE"]:
         defines["PHASES"] = max(PHASES)
@@ -712,19 +712,20 @@ def _seldom(defines: Mapping[str, int]) -> int:
     One counts for loads of 32 channels, two for those of 16, one for results that lie apart or whose rows are no multiples of four, and one
     for one product of arrays with their channels last, most of which another engine reads as they lie.
     """
-    few, scattered, lying = {64: 0, 32: 1, 16: 2}[defines["KC"]], not defines["DENSE"], bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
+    few, scattered = {64: 0, 32: 1, 16: 2}[defines["LOAD_CHANNELS"]], not defines["DENSE"]
+    lying = bool(defines["NHWC"] and defines["PRODUCTS"] == 1)
     return min(3, few + (scattered or defines["VEC"] == 1) + lying)
 
 
 def _common(defines: Mapping[str, int]) -> bool:
     """Whether a product with such defines loads 64 channels and stores rows of four: others note no moments of their results."""
-    return defines["KC"] == 64 and defines["VEC"] == 4
+    return defines["LOAD_CHANNELS"] == 64 and defines["VEC"] == 4
 
 
 def _defines_of(problem: ConvProblem) -> dict[str, int]:
     """The defines of a problem, whose sums are not split, that do not depend on the tile."""
     packed, walks = _form(problem)
-    return _arithmetic(problem, walks[0].phase, 1) | {"KC": packed.load}
+    return _arithmetic(problem, walks[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
 
 
 def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
@@ -743,11 +744,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
     tiles = dict.fromkeys(tile for seldom in range(len(PIXELS)) for tile in _tiles_of(seldom))
     for tile, one in product(tiles, ARITHMETICS):
         consumer = _consumer_pixels(tile)
-        own = one | _ORDINARY | {"ROWS": (tile.BLOCK_M,), "PIXELS": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
+        own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
         for special in _SPECIAL[tile.loader]:
             choices = own | special | {"PINGPONG": (int(tile.takes_turns),)}
             if tile.halo:
-                choices |= {"HALO": (consumer // 8,), "RAW": (int(tile.splits_images),)}
+                choices |= {"PATCH_ROWS": (consumer // 8,), "FUSED_SPLIT": (int(tile.splits_images),)}
             else:
                 choices["STAGES"] = (_most_stages({name: values[0] for name, values in choices.items()}),)
             yield TextFamily("implicit_gemm_sm90", choices, _made, "sm_90a")
@@ -755,16 +756,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 #: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
 _ORDINARY: dict[str, tuple[int, ...]] = {
-    "KC": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_TURNED": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
-    "MOMENTS": FLAG, "PAIRED": (0,), "HALO": (0,), "RAW": (0,), "STAGES": (0,),
+    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
+    "MOMENTS": FLAG, "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
-_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,)}
+_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
-    "PAIRED": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_TURNED": (0,),
+    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_MN_MAJOR": (0,),
 }  # fmt: skip
 _HALO: dict[str, tuple[int, ...]] = {
-    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "KC": (64,), "PHASES": (1,), "W_TURNED": (0,), "STAGES": (6, 5, 4, 3),
+    "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,), "W_MN_MAJOR": (0,), "STAGES": (6, 5, 4, 3),
 }
 #: What else may be of it, by how images are loaded.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
@@ -779,34 +780,34 @@ def _made(d: Mapping[str, int]) -> bool:
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
-    if not (d["HALO"] or d["POINTWISE"]):
-        widths = PINGPONG_PIXELS[seldom] if d["PINGPONG"] else PIXELS[seldom].get(d["ROWS"], ())
-        if d["PIXELS"] not in widths:
+    if not (d["PATCH_ROWS"] or d["POINTWISE"]):
+        widths = PINGPONG_PIXELS[seldom] if d["PINGPONG"] else PIXELS[seldom].get(d["BLOCK_M"], ())
+        if d["BLOCK_N"] not in widths:
             return False
     if consumer > (256 if not three else 136):
         return False
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
     if d["TENSOR_STORE"] != stores:
         return False
-    if d["MOMENTS"] and (not d["DENSE"] or parts or (three and consumer > 128) or d["W_TURNED"]):
+    if d["MOMENTS"] and (not d["DENSE"] or parts or (three and consumer > 128) or d["W_MN_MAJOR"]):
         return False
-    if d["MOMENTS"] and (d["HALO"] or not _common(d)):
+    if d["MOMENTS"] and (d["PATCH_ROWS"] or not _common(d)):
         return False
-    if parts and (d["PINGPONG"] or d["PIXELS"] not in BFLOAT_PARTS[d["ROWS"]]):
+    if parts and (d["PINGPONG"] or d["BLOCK_N"] not in BFLOAT_PARTS[d["BLOCK_M"]]):
         return False
-    if d["PAIRED"] and d["PINGPONG"]:
+    if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
         return False
-    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_TURNED"]):
+    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_MN_MAJOR"]):
         return False
-    if d["W_TURNED"] and (three or not d["NHWC"] or d["KC"] != 64 or d["VEC"] == 1):
+    if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
         return False
-    if d["VEC"] == 1 and d["DENSE"] and d["KC"] < 64:
+    if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
         return False
     if d["PINGPONG"]:
-        return not three and d["ROWS"] == 128 and not (d["NHWC"] and d["PIXELS"] % 32)
-    if d["HALO"]:
-        most = 112 if d["RAW"] else 128
-        return bool(of_float32 and consumer <= most and (not d["RAW"] or (three and d["ROWS"] == 64)))
+        return not three and d["BLOCK_M"] == 128 and not (d["NHWC"] and d["BLOCK_N"] % 32)
+    if d["PATCH_ROWS"]:
+        most = 112 if d["FUSED_SPLIT"] else 128
+        return bool(of_float32 and consumer <= most and (not d["FUSED_SPLIT"] or (three and d["BLOCK_M"] == 64)))
     return True
 
 
@@ -821,11 +822,11 @@ def _most_stages(d: Mapping[str, int]) -> int:
     """The stages of the ring that shared memory has room for, as :func:`configs` asks for them."""
     consumer, stored = d["WGMMA_N"], 4 if d["OUT"] == FLOAT else 2
     staging = 2 * 32 * 64 * stored if d["TENSOR_STORE"] else 4 * 4 * 32 * 20
-    if d["PAIRED"]:
+    if d["INTERLEAVE_COLUMNS"]:
         staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
-    beside = 2 * (staging + (12 if d["PAIRED"] else 4) * consumer) + 1024
-    stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["ROWS"] + d["PIXELS"]) * 128
-    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["ROWS"] == 64 else ()))
+    beside = 2 * (staging + (12 if d["INTERLEAVE_COLUMNS"] else 4) * consumer) + 1024
+    stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["BLOCK_M"] + d["BLOCK_N"]) * 128
+    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
     return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
 
 

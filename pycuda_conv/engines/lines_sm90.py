@@ -277,7 +277,7 @@ class LayFilter(NamedTuple):
     eights: int
     row_step: int
     channel_step: int
-    turned: int
+    flipped: int
 
 
 def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = False) -> Schedule:
@@ -286,11 +286,12 @@ def schedule(problem: ConvProblem, config: Lines, device: Device, noted: bool = 
     columns, padded = problem.result_channels, ceil(problem.result_channels, 32) * 32
     (rows, wide), (box_h, box_w) = walk.size, walk.box
     defines = {
-        "COLUMNS": config.BLOCK_N, "FOURS": config.PIXEL_QUADS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
-        "W_STAGES": config.W_STAGES, "KEPT": int(config.W_STAGES == walk.steps), "CHUNKS": walk.chunks, "HALF": int(config.FP16_OPERANDS),
-        "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0], "S": walk.taps[1], "STRIDE_H": walk.stride[0],
-        "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "UNIT_W": walk.unit[1],
-        "UNIT_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift,
+        "BLOCK_N": config.BLOCK_N, "PIXEL_QUADS": config.PIXEL_QUADS, "CONSUMERS": config.CONSUMERS, "STAGES": config.STAGES,
+        "W_STAGES": config.W_STAGES, "W_RESIDENT": int(config.W_STAGES == walk.steps), "CHUNKS": walk.chunks,
+        "FP16_OPERANDS": int(config.FP16_OPERANDS), "FLAT": int(walk.flat), "CHANNELS": walk.channels, "R": walk.taps[0],
+        "S": walk.taps[1], "STRIDE_H": walk.stride[0],
+        "STRIDE_W": walk.stride[1], "DILATION_H": walk.dilation[0], "DILATION_W": walk.dilation[1], "WARP_TILE_W": walk.unit[1],
+        "WARP_TILE_H": walk.unit[0], "BOX_W": box_w, "BOX_H": box_h, "SPAN": walk.span, "SHIFT": walk.shift,
         "HAS_RESIDUAL": int(problem.has_residual),
     }  # fmt: skip
     bytes_each = walk.taps_of_eight * padded * 32  # of an eight of lines, or of a sixteen in fp16

@@ -439,7 +439,7 @@ class PackedArray:
 
     def in_cluster(self) -> PackedArray:
         """The same by clusters of blocks, if these can have all tiles of an image."""
-        if not self.defines["FLAGGED"] or self.tiles > CLUSTER:
+        if not self.defines["RANGE_CHECK"] or self.tiles > CLUSTER:
             return self
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
@@ -470,8 +470,9 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     vector, tile = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
-        "EIGHTS": int(read % 8 == 0), "FLAGGED": int(flagged(problem, packed)), "SAMPLED": int(gradient and problem.dtype == "float32"),
-        "FILTER": int(as_filter), "FOLDED": int(packed.level > 0), "CLUSTER": 0,
+        "EIGHTS": int(read % 8 == 0), "RANGE_CHECK": int(flagged(problem, packed)),
+        "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
+        "CLUSTER": 0,
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     told = arguments(
@@ -582,7 +583,7 @@ def pack_operands(
         told = images.arguments._replace(slices=slices, by_slices=divider(slices))
         grid = images.images * slices
         shared = images.shared
-        return [KernelLaunch("settle_images", images.defines, grid, PACK_THREADS, buffers, (), "pack", shared=shared, arguments=told)]
+        return [KernelLaunch("finalize_scales", images.defines, grid, PACK_THREADS, buffers, (), "pack", shared=shared, arguments=told)]
 
     images = _packed(problem, packed, problem.direction == "dgrad", False)
     if clusters and not packed.as_is:
@@ -721,19 +722,20 @@ def texts(device: Device) -> Iterator[TextFamily]:
     clusters = (0, CLUSTER) if device.capability >= (9, 0) else (0,)
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
         choices = {
-            "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG, "FLAGGED": (1,) if code == FLOAT else FLAG,
-            "SAMPLED": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG, "CLUSTER": clusters,
+            "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG,
+            "RANGE_CHECK": (1,) if code == FLOAT else FLAG, "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG,
+            "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
         yield TextFamily("pack", choices, _packs)
 
 
 def _packs(d: Mapping[str, int]) -> bool:
     """Whether arrays are ever packed so: as a filter only a gradient in planes is, and of 16 bits only windows are checked."""
-    if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLED"])):
+    if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLE_SCALE"])):
         return False
-    if d["IN"] != FLOAT and d["FLAGGED"] and not d["FOLDED"]:
+    if d["IN"] != FLOAT and d["RANGE_CHECK"] and not d["FOLDED"]:
         return False
-    if d["CLUSTER"] and not d["FLAGGED"]:
+    if d["CLUSTER"] and not d["RANGE_CHECK"]:
         return False
     return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
 

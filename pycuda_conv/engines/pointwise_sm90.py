@@ -232,7 +232,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     layout = MomentsLayout(_moments(problem, config) if noted else None, scratch, multiprocessors)
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
-        "COLUMNS": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
+        "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
         "NHWC": int(problem.layout == "NHWC"), "HAS_RESIDUAL": int(problem.has_residual), "MOMENTS": int(layout.moments is not None),
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
@@ -314,7 +314,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         stages = next(n for n in (6, 5, 4, 3, 0) if n * stage + 1024 <= SHARED_BYTES)
         if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
             choices = {
-                "COLUMNS": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
+                "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
                 "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
             }  # fmt: skip
             yield TextFamily("pointwise_sm90", choices, _made, "sm_90a")

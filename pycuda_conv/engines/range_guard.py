@@ -44,7 +44,7 @@ def guarded(
         units = {"units": problem.groups * images * each, "unit_group": images * each, "unit_image": each, "row_units": across}
     return [
         replace(
-            step, defines={**step.defines, "GUARDED": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes: it seldom has anything to do
+            step, defines={**step.defines, "FIXUP": 1, "A_VEC": 1, "B_VEC": 1},  # one kernel for all sizes: it seldom has anything to do
             arguments=cast(direct_gemm.GemmArguments, step.arguments)._replace(
                 n_blocks=step.grid, **units, patch_rows=patch_rows, by_patch_rows=divider(patch_rows), followed=int(step is not last),
                 noted=int(redone is not None),
