@@ -557,8 +557,7 @@ def test_filters_with_their_channels_last_are_read_as_they_are_or_packed_from_th
             (BASE, "fp32", ImplicitGemm(128, 64, 3)), (BASE, "tf32", ImplicitGemm(64, 64, 3)), (WHOLE, "tf32", patches(128, 8)), (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "tf32", ImplicitGemm(128, 64, 3)))),
         (BASE, "fp16", ImplicitGemm(128, 200, 3, schedule="pingpong"), "all 200 pixels of a tile then, up to 192"),
         (WHOLE, "fp32", replace(patches(64, 4), SPLIT=2), "not split"), (WHOLE, "tf32", patches(64, 17), "up to 128"), (WHOLE, "fp32", patches(128, 16, 6), "two tiles"),
-        *((fprop((2, 3, 23, 32), (64, 3, 7, 7), stride=2, padding=3), mode, one, words) for mode, one, words in (
-            ("fp32", patches(64, 6), "which truncates"), ("tf32", raw(6), "those of one pixel"))),
+        (fprop((2, 3, 23, 32), (64, 3, 7, 7), stride=2, padding=3), "tf32", raw(6), "those of one pixel"),
         (WHOLE, "fp32", patches(64, 4, 2), "three stages"), (WHOLE, "fp32", patches(64, 5), "fill the result"), (fprop((2, 64, 16, 12), (8, 64, 3, 3), padding=1), "tf32", patches(64, 4), "fill the result"),
         (fprop((0, 8, 5, 5), (4, 8, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"), (fprop((2, 0, 5, 5), (4, 0, 3, 3)), "fp32", ImplicitGemm(), "nothing to compute"),
         (fprop((2**11, 8, 2**10, 2**10), (8, 8, 1, 1)), "fp16 last", ImplicitGemm(), "counts pixels in 32 bits"),
