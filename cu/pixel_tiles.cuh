@@ -212,7 +212,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
       store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
     } else {
       constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, if there are registers
-#pragma unroll
+#pragma unroll(BATCH == 1 ? 1 : 4)
       for (int down = 0; down < 16; down += 4 * BATCH) {
         float4 v[BATCH];
         int place[BATCH];
