@@ -440,7 +440,8 @@ def test_both_operands_along_their_rows(dtype, columns, span):
 
 # ---- what is broken is found
 
-DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))
+DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of pixels
+WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
 SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
 STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
@@ -453,7 +454,8 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
     (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
-    (DENSE_RUN, "place < 0 || count <= 0", "count <= 0", "byte -.* of buffer 3, which has .*, was written"),
+    (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "bytes from the start of buffer 3, which has"),
+    (WIDE_RUN, "place >= 0 && count > 0", "count > 0", "byte -.* of buffer 3, which has .*, was written"),
     (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),

@@ -138,10 +138,24 @@ def map_of(described: TensorMap, address: int) -> Map:
     return made
 
 
+def text_with(step: KernelLaunch, part: str) -> str:
+    """A kernel's text, with those of our own headers that have `part` in place of their names, so that it can be broken there too."""
+
+    def header(found: re.Match) -> str:
+        file = KERNEL_DIR / found[1]
+        text = INCLUDE.sub(header, file.read_text()) if file.exists() else ""
+        return text if part in text else found[0]
+
+    return INCLUDE.sub(header, step.source())
+
+
+INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
+
+
 def launch(step: KernelLaunch, memory: Any, addresses: Sequence[int], seed: int, broken: tuple[str, str] | None) -> None:
     for described in step.maps:
         emulator.check_map(described, memory)
-    _, kernel = compiled(step.kernel, step.source().replace(*broken or ("", "")))
+    _, kernel = compiled(step.kernel, text_with(step, broken[0]).replace(*broken) if broken else step.source())
     maps = [map_of(one, addresses[one.buffer]) for one in step.maps]
     opaque = [np.array([ctypes.addressof(one), MAGIC, *[0] * 14], np.uint64) for one in maps]
     places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
@@ -173,7 +187,7 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
         A kernel did what it must not, or hangs.
     """
     steps = [step for stage in stages for step in stage]
-    assert broken is None or any(broken[0] in step.source() for step in steps), f"no kernel's text has {broken[0]!r}"
+    assert broken is None or any(broken[0] in text_with(step, broken[0]) for step in steps), f"no kernel's text has {broken[0]!r}"
     addresses = [0 if array is None else machine().simt_allocate(array.nbytes) for array in memory.buffers]
     given = [(i, array, at) for i, (array, at) in enumerate(zip(memory.buffers, addresses, strict=True)) if array is not None]
     try:
