@@ -15,8 +15,8 @@ THREADS = 384  # a producer's warpgroup and two consumers'
 ROW = 128  # bytes of a row of an operand that lies in shared memory as TMA brings it
 CHUNK = 32  # channels that the kernels of cu/pixel_tiles.cuh write together
 
-# The engines that read channels-last arrays as they lie have these in their models of time.
-# Measured on an H200 for dense_nhwc_sm90.cu, fitted to 329 times of 47 problems: root mean square of the error 12%.
+# The engines that read channels-last arrays as they lie have these in their models of time, unless they have numbers of their own.
+# Fitted to 329 times of an earlier dense_nhwc_sm90.cu on an H200, of 47 problems: root mean square of the error 12%.
 CLOCK = 1850.0  # cycles a microsecond
 ROW_CYCLES = 3.1  # of a tensor load, for each row
 FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same of rows shorter than 128 bytes, of a multiple of 32 bytes, and of others
