@@ -201,18 +201,18 @@ def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | Non
         start = 0 if before is None else before.shape[axis]
         inner[axis] = slice(start, start + shape[axis])
         shape[axis] += start + (0 if after is None else after.shape[axis])
-    if place is None:
-        y = np.empty_like(block, shape=tuple(shape), order="C")
-        y[tuple(inner)] = block
-    else:
-        y = place.empty(block, tuple(shape))
-        pipeline.copy(y[tuple(inner)], block)
+    y = np.empty_like(block, shape=tuple(shape), order="C") if place is None else place.empty(block, tuple(shape))
+    parts = [(y[tuple(inner)], block)]
     for axis, before, after in around:
         for rim, rows in ((before, slice(0, inner[axis].start)), (after, slice(inner[axis].stop, None))):
             if rim is not None:
-                there = (*inner[:axis], rows, *inner[axis + 1 :])
-                y[there] = rim
+                parts.append((y[(*inner[:axis], rows, *inner[axis + 1 :])], rim))
         inner[axis] = slice(None)
+    if isinstance(y, np.ndarray):
+        pipeline.copy(y, *parts)
+    else:
+        for view, part in parts:
+            view[...] = part
     return y
 
 

@@ -31,6 +31,7 @@ import numpy as np
 
 from pycuda_conv import engines
 from pycuda_conv.problem import ConvProblem, Size3
+from pycuda_conv.runtime.cuda import copier_in_c
 from pycuda_conv.tune import lookup
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ THREADS = min(6, os.cpu_count() or 1)
 THREADS_IN_C = 8
 #: Threads that copy one array to another one. Several of these go on at a time.
 COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
+#: What such threads take: less is copied before they wake up.
+LEAST_MOVED_BYTES, MOST_AXES = 128 << 10, 6
 #: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
 LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
 #: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
@@ -289,30 +292,34 @@ def _parts(array: np.ndarray, part_bytes: int) -> list[_Part]:
     return found
 
 
-def copy(target: np.ndarray, source: Any) -> None:
-    """Copy an array to another of its shape, a large one of numpy's by several threads."""
-    if not isinstance(source, np.ndarray) or source.dtype != target.dtype or source.nbytes < 2 * PART_BYTES:
-        target[...] = source
+def copy(target: np.ndarray, *places: tuple[np.ndarray, Any]) -> None:
+    """Copy arrays to their places in `target`, which has no gaps: views of it and what goes there. Threads of C do it where they can."""
+    copier = copier_in_c() if target.nbytes >= LEAST_MOVED_BYTES else None
+    if copier is None or not all(_moves(view, source) for view, source in places):
+        for view, source in places:
+            view[...] = source
         return
-    left = deque(zip(_parts(target, PART_BYTES), _parts(source, PART_BYTES), strict=True))
+    rows, axis = target.shape[0], 0
+    while rows < 4 * COPYING and axis < target.ndim - 1:
+        axis += 1
+        rows *= target.shape[axis]
+    boxes = [_box(target, axis, view[i], source[i]) for view, source in places if view.nbytes for i in np.ndindex(view.shape[:axis])]
+    copier.threads(COPYING)
+    copier.move(tuple(boxes), rows, -(-rows // max(target.nbytes // LEAST_PART_BYTES, 4 * COPYING)), COPYING)
 
-    def work() -> None:
-        with suppress(IndexError):
-            while True:
-                to, part = left.popleft()
-                np.copyto(to.view, part.view)
 
-    helpers: list[Future[None]] = []
-    with suppress(RuntimeError):  # the interpreter is about to end and starts no more threads
-        for _ in range(min(COPYING, len(left)) - 1):
-            helpers.append(_Worker.submit(work))
-    try:
-        work()
-    finally:
-        left.clear()
-        wait(helpers)
-    for helper in helpers:
-        helper.result()
+def _moves(view: np.ndarray, source: Any) -> bool:
+    """Whether bytes alone are to be copied."""
+    same = isinstance(source, np.ndarray) and source.dtype == view.dtype and source.shape == view.shape
+    return same and view.flags.writeable and view.ndim <= MOST_AXES
+
+
+def _box(target: np.ndarray, axis: int, view: np.ndarray, source: np.ndarray) -> tuple[Any, ...]:
+    """What goes to a part of `target` as ``_copy.c`` takes it. Its rows are counted along `axis` and the axes before, which views lack."""
+    axes = max(_runs(view)[0], _runs(source)[0], 1)
+    run = math.prod(view.shape[axes:]) * view.itemsize
+    source_at, at, start = (a.__array_interface__["data"][0] for a in (source, view, target))
+    return source_at, at, (at - start) // target.strides[axis], run, view.shape[:axes], source.strides[:axes], view.strides[:axes]
 
 
 class _Threads:

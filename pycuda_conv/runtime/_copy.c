@@ -12,6 +12,8 @@
 // that one: what can't be done yet is left, and another job looked for. The launching thread does itself what it would wait for if no
 // thread has begun it, so that a job ends without any threads as well.
 //
+// A move is a job without buffers: boxes of host memory are copied to places in one array, by its rows, and the caller works as the threads do.
+//
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
 #define PY_SSIZE_T_CLEAN
@@ -29,6 +31,13 @@ typedef struct {  // of a host array; packed in its buffer, and on the GPU from 
   Py_ssize_t shape[DIMENSIONS], strides[DIMENSIONS];
 } Part;
 
+typedef struct {  // of a host array, and its place in another one, of which it has the rows from `first` on
+  uint8_t *from, *to;
+  size_t run;      // bytes that lie together in both
+  int dimensions;  // of runs; those of the first one are the other array's rows
+  Py_ssize_t first, shape[DIMENSIONS], from_strides[DIMENSIONS], to_strides[DIMENSIONS];
+} Box;
+
 typedef struct {
   int (*copy_in)(uint64_t, const void*, size_t, void*);
   int (*copy_out)(void*, uint64_t, size_t, void*);
@@ -45,6 +54,8 @@ typedef struct Job {
   Driver driver;
   int up;
   Part* parts;
+  Box* boxes;  // instead, in a move: part k has `step` rows of them all
+  Py_ssize_t box_count, step;
   Py_ssize_t count, slots, lanes;
   uint8_t* ring;
   size_t slot_bytes;
@@ -81,8 +92,36 @@ static void copy_runs(const Part* part, int dimension, uint8_t* host, uint8_t** 
   for (Py_ssize_t i = 0; i < part->shape[dimension]; i++) copy_runs(part, dimension + 1, host + i * part->strides[dimension], packed, up);
 }
 
+static void copy_box(const Box* box, int dimension, const uint8_t* from, uint8_t* to) {
+  Py_ssize_t rows = box->shape[dimension], step = box->from_strides[dimension], to_step = box->to_strides[dimension];
+  if (dimension < box->dimensions - 1) {
+    for (Py_ssize_t i = 0; i < rows; i++) copy_box(box, dimension + 1, from + i * step, to + i * to_step);
+  } else if (step == to_step && step == (Py_ssize_t)box->run) {
+    memcpy(to, from, rows * box->run);
+  } else {
+    for (Py_ssize_t i = 0; i < rows; i++) memcpy(to + i * to_step, from + i * step, box->run);
+  }
+}
+
+// The rows of part k, of all boxes.
+static void move_part(const Job* job, Py_ssize_t k) {
+  for (Py_ssize_t i = 0; i < job->box_count; i++) {
+    Box box = job->boxes[i];
+    Py_ssize_t low = k * job->step - box.first, high = low + job->step;
+    if (low < 0) low = 0;
+    if (high > box.shape[0]) high = box.shape[0];
+    if (low >= high) continue;
+    box.shape[0] = high - low;
+    copy_box(&box, 0, box.from + low * box.from_strides[0], box.to + low * box.to_strides[0]);
+  }
+}
+
 // What a part needs besides launches; without the lock. Its buffer's events come first.
 static int copy_part(Job* job, Py_ssize_t k, uint64_t used) {
+  if (job->boxes) {
+    move_part(job, k);
+    return 0;
+  }
   Py_ssize_t slot = k % job->slots;
   for (Py_ssize_t lane = 0; lane < job->lanes; lane++) {
     if (!(used >> lane & 1)) continue;
@@ -102,6 +141,13 @@ static int copy_part(Job* job, Py_ssize_t k, uint64_t used) {
 static int ready(const Job* job) {
   if (job->error || job->begun >= job->count) return 0;
   return job->up ? !job->closed && job->begun < job->issued + job->slots : job->begun < job->issued;
+}
+
+// Put a job at the end of the queue.
+static void enter(Job* job) {
+  Job** place = &jobs;
+  while (*place) place = &(*place)->next;
+  *place = job, job->next = NULL;
 }
 
 // The place in the queue of a job that a thread can do something for, or of the queue's end.
@@ -145,11 +191,8 @@ static void* run(void* nothing) {
       pthread_cond_wait(&work, &lock);
       continue;
     }
-    if (job->next) {  // to the end of the queue
-      *place = job->next;
-      while (*place) place = &(*place)->next;
-      *place = job, job->next = NULL;
-    }
+    *place = job->next;
+    enter(job);
     do_next(job);
   }
   return nothing;
@@ -303,9 +346,7 @@ static PyObject* make_job(PyObject* self, PyObject* args) {
   code = create_events(job);
   if (!code) {
     pthread_mutex_lock(&lock);
-    Job** place = &jobs;
-    while (*place) place = &(*place)->next;
-    *place = job;
+    enter(job);
     for (Py_ssize_t i = 0; job->up && i < job->most && i < job->count; i++) pthread_cond_signal(&work);
     pthread_mutex_unlock(&lock);
   }
@@ -378,6 +419,59 @@ static PyObject* close_job(PyObject* self, PyObject* capsule) {
   return PyLong_FromLong(code);
 }
 
+// A box: (address, address of its place, first row, run, shape of runs, their strides here, and there).
+static int read_box(PyObject* from, Box* box) {
+  unsigned long long source, target;
+  PyObject *shape, *from_strides, *to_strides;
+  if (!PyArg_ParseTuple(from, "KKnnO!O!O!", &source, &target, &box->first, &box->run, &PyTuple_Type, &shape, &PyTuple_Type, &from_strides, &PyTuple_Type,
+                        &to_strides))
+    return -1;
+  box->from = address_of(source), box->to = address_of(target);
+  Py_ssize_t dimensions = PyTuple_Size(shape);
+  if (dimensions < 1 || dimensions > DIMENSIONS || PyTuple_Size(from_strides) != dimensions || PyTuple_Size(to_strides) != dimensions || box->first < 0)
+    return PyErr_SetString(PyExc_ValueError, "a box has too few or too many dimensions"), -1;
+  box->dimensions = (int)dimensions;
+  for (int i = 0; i < box->dimensions; i++) {
+    box->shape[i] = PyLong_AsSsize_t(PyTuple_GetItem(shape, i));
+    box->from_strides[i] = PyLong_AsSsize_t(PyTuple_GetItem(from_strides, i));
+    box->to_strides[i] = PyLong_AsSsize_t(PyTuple_GetItem(to_strides, i));
+  }
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+// move(boxes, rows, step, most): copy boxes to their places in an array of so many rows, `step` rows at a time, by as many threads at the most
+static PyObject* move(PyObject* self, PyObject* args) {
+  PyObject* boxes;
+  Py_ssize_t rows;
+  Job job = {0};
+  if (!PyArg_ParseTuple(args, "O!nnn", &PyTuple_Type, &boxes, &rows, &job.step, &job.most)) return NULL;
+  job.box_count = PyTuple_Size(boxes);
+  if (rows < 1 || job.step < 1) return PyErr_SetString(PyExc_ValueError, "a move needs rows"), NULL;
+  job.count = (rows - 1) / job.step + 1;
+  uint64_t used = 0;
+  job.slots = 1, job.used = &used, job.issued = job.count;
+  job.boxes = PyMem_Calloc(job.box_count + 1, sizeof *job.boxes);
+  job.done = PyMem_Calloc(job.count, 1);
+  int failed = !job.boxes || !job.done;
+  if (failed) PyErr_NoMemory();
+  for (Py_ssize_t i = 0; !failed && i < job.box_count; i++) failed = read_box(PyTuple_GetItem(boxes, i), &job.boxes[i]);
+  if (!failed) {
+    pthread_cond_init(&job.changed, NULL);
+    Py_BEGIN_ALLOW_THREADS
+    pthread_mutex_lock(&lock);
+    enter(&job);
+    for (Py_ssize_t i = 1; i < job.most && i < job.count; i++) pthread_cond_signal(&work);
+    pthread_mutex_unlock(&lock);
+    end(&job);
+    Py_END_ALLOW_THREADS
+    pthread_cond_destroy(&job.changed);
+  }
+  PyMem_Free(job.boxes);
+  PyMem_Free(job.done);
+  if (failed) return NULL;
+  Py_RETURN_NONE;
+}
+
 // threads(count) -> how many there are: that many, or as many as could be started. Those that there are go on.
 static PyObject* threads(PyObject* self, PyObject* args) {
   Py_ssize_t count;
@@ -399,6 +493,7 @@ static PyMethodDef methods[] = {
     {"send", send, METH_VARARGS, "send(job, first, count, lane, address, stream, last): the error or 0."},
     {"receive", receive, METH_VARARGS, "receive(job, first, count, lane, address, stream, last): the error or 0."},
     {"close", close_job, METH_O, "close(job): the error or 0."},
+    {"move", move, METH_VARARGS, "move(boxes, rows, step, most): copy boxes to their places in an array."},
     {"threads", threads, METH_VARARGS, "threads(count): how many there are then."},
     {0},
 };
