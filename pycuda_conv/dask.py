@@ -206,7 +206,8 @@ def _joined(block: Any, axes: Sequence[int], *rims: Any, place: ChunkPlace | Non
     for axis, before, after in around:
         for rim, rows in ((before, slice(0, inner[axis].start)), (after, slice(inner[axis].stop, None))):
             if rim is not None:
-                parts.append((y[(*inner[:axis], rows, *inner[axis + 1 :])], rim))
+                there = (*inner[:axis], rows, *inner[axis + 1 :])
+                parts.append((y[there], rim))
         inner[axis] = slice(None)
     if isinstance(y, np.ndarray):
         pipeline.copy(y, *parts)

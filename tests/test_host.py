@@ -947,7 +947,7 @@ def gpu(gpus):
 @pytest.fixture
 def cut(monkeypatch):
     """cut(chunk_bytes, part_bytes): arrays of any size go through the pipeline in such chunks and parts, on all GPUs that are named."""
-    monkeypatch.setattr(host, "gpus_that_pay", lambda plan, gpus, *_: len(gpus))
+    monkeypatch.setattr(host, "gpus_that_pay", lambda plan, gpus, *_: (len(gpus), bool))
 
     def patch(chunk_bytes=2000, part_bytes=500, threads=3):
         for name, value in (
@@ -1629,7 +1629,7 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
         plan.problem = plan.config = plan.device = None
         counts = dict(zip(host.numbers_of_gpus(len(per_gb) if len(per_gb) < 3 else 4), per_gb, strict=True))
         monkeypatch.setattr(host, "paces", lambda *key: asked.append(key) or {n: host.Pace(start * n, s / 1e9) for n, s in counts.items()})
-        return host.gpus_that_pay(plan, simulated, x, of, residual)
+        return host.gpus_that_pay(plan, simulated, x, of, residual)[0]
 
     assert [host.numbers_of_gpus(n) for n in (1, 2, 3, 4, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert pay(1.0, 0.5) == 2 and pay(1.0, 1.2) == 1 and pay(1.0, 0.99) == 1  # within what counts as the same
@@ -1638,7 +1638,33 @@ def test_as_many_gpus_are_used_as_pay(simulated, monkeypatch):
     assert pay(1.0, 1.2, microseconds=1e6) == 2  # the kernels take a second
     assert pay(1.0, 0.5, of=y[:4], residual=None) == 2 and pay(1.0, 0.5, of=locked(simulated[0], y)) == 2
     assert [key[1:] for key in asked[-2:]] == [(True, True), (True, False)]
-    assert host.gpus_that_pay(None, simulated, x[:2], y[:2], None) == 1
+    assert host.gpus_that_pay(None, simulated, x[:2], y[:2], None)[0] == 1
+
+
+def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
+    """The best number is tried first, others if they may be as good; the fastest of the last calls judges."""
+    x = np.zeros((64, 1, 1 << 19), "f")
+    plan = Plan.__new__(Plan)
+    plan.problem = plan.config = plan.device = None
+    monkeypatch.setattr(engines, "predicted", lambda *_: None)
+
+    def numbers(expected, real, calls, of=plan):
+        monkeypatch.setattr(host, "_taken", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(host, "paces", lambda *_: {n: host.Pace(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
+        used = []
+        for i in range(calls):
+            count, took = host.gpus_that_pay(of, simulated, x, x, None)
+            used.append(count)
+            took(real[count] + (5.0 if i == 0 else 0.0))  # the first call compiles
+        return used
+
+    assert numbers({1: 1.0, 2: 0.5}, {1: 1.0, 2: 0.5}, 6) == [2] * 6  # the other one is too far off
+    assert numbers({1: 1.0, 2: 0.9}, {1: 1.0, 2: 0.9}, 12) == [2] * 3 + [1] * 3 + [2] * 6
+    assert numbers({1: 1.0, 2: 0.9}, {1: 1.0, 2: 1.3}, 12)[3:] == [1] * 9
+    assert numbers({1: 1.0, 2: 1.1}, {1: 1.0, 2: 0.8}, 12) == [1] * 3 + [2] * 9
+    assert numbers({1: 1.0, 2: 1.1}, {1: 0.3, 2: 0.2}, 12)[3:] == [2] * 9  # a host that is faster than it was
+    assert numbers({1: 1.0, 2: 1.0, 4: 1.0}, {1: 1.0, 2: 0.99, 4: 0.9}, 12)[9:] == [4] * 3
+    assert numbers({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.99}, 12)[6:] == [1] * 6  # the same
 
 
 def test_the_pace_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):

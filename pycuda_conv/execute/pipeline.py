@@ -26,6 +26,7 @@ from itertools import pairwise
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -65,8 +66,11 @@ COPYING = max(1, min(8, (os.cpu_count() or 1) // 4))
 LEAST_MOVED_BYTES, MOST_AXES = 128 << 10, 6
 #: Less than this, in and out together, is not shared among GPUs: there would be one chunk for each.
 LEAST_SHARED_BYTES = 8 * LEAST_CHUNK_BYTES
-#: The input with which is measured how long a host takes to copy to GPUs and back, and how often; and what counts as the same time.
-PACE_BYTES, PACE_ROUNDS, WORTH = 64 << 20, 4, 1.03
+#: The input with which is measured how long a host takes to copy to GPUs and back, and how often. Less would lie in the host's cache.
+PACE_BYTES, PACE_ROUNDS = 256 << 20, 3
+#: What counts as the same time; calls of a plan by which a number of GPUs is judged, and how much longer than the best it may be expected
+#: to take if it is to be tried.
+WORTH, TRIES, NEAR = 1.03, 3, 1.25
 #: Shorter runs of bytes that lie together are left to numpy.
 LEAST_RUN_BYTES = 64
 
@@ -805,7 +809,9 @@ def paces(gpus: Sequence[CudaDevice], from_ordinary: bool, to_ordinary: bool) ->
         if key not in _paces:
             shape, dtype, first = (PACE_BYTES >> 20, 1, 1 << 18), np.dtype(np.float32), gpus[0]
             with first:
-                x, y = (np.zeros(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
+                x, y = (np.empty(shape, dtype) if ordinary else first.pinned_or_ordinary(shape, dtype) for ordinary in key[1:])
+            x.fill(1)  # or all its pages would be the same one of zeros
+            y.fill(0)
             _paces[key] = {count: _pace(gpus[:count], x, y) for count in numbers_of_gpus(len(gpus))}
     return _paces[key]
 
@@ -836,19 +842,41 @@ def _kernel_seconds(plan: Plan) -> float:
     return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
 
 
-def gpus_that_pay(plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None) -> int:
-    """How many of `gpus` to use: as many as are expected to take the least time; if it is all the same, fewer."""
+#: What the last calls of plans took on each number of GPUs, by the GPUs and by what memory the arrays are in.
+_taken: WeakKeyDictionary[Plan, dict[Hashable, dict[int, deque[float]]]] = WeakKeyDictionary()
+
+
+def gpus_that_pay(
+    plan: Plan, gpus: Sequence[CudaDevice], x: np.ndarray, y: np.ndarray, residual: np.ndarray | None
+) -> tuple[int, Callable[[float], Any]]:
+    """How many of `gpus` to use for a call, and what is to be told how long it took.
+
+    As many as take the least time; if it is all the same, fewer. At first that is what is expected of them by :func:`paces`, and then what
+    the plan's own calls took: numbers that are expected to be near the best are tried.
+    """
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
     if nbytes < LEAST_SHARED_BYTES:
-        return 1
+        return 1, bool
     with gpus[0] as first:
         ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
     kernels = _kernel_seconds(plan)
     expected = {
         count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
     }
-    least = min(expected.values())
-    return min(count for count, seconds in expected.items() if seconds <= WORTH * least)
+    taken = _taken.setdefault(plan, {}).setdefault((tuple(gpus), *ordinary), {count: deque(maxlen=TRIES) for count in expected})
+    count = _best(expected, taken)
+    return count, taken[count].append
+
+
+def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -> int:
+    """The number of GPUs for the next call, by the seconds that were expected and those that calls have taken."""
+    tried = [count for count in expected if taken[count]]
+    scale = min((min(taken[count]) / expected[count] for count in tried), default=1.0)
+    seconds = {count: min(taken[count]) if taken[count] else scale * expected[count] for count in expected}
+    least = min(seconds.values())
+    best = min(count for count in seconds if seconds[count] <= WORTH * least)
+    near = [count for count in seconds if seconds[count] <= NEAR * least and len(taken[count]) < TRIES]
+    return best if best in near or not near else min(near, key=seconds.__getitem__)
 
 
 # ---- the call
@@ -914,8 +942,12 @@ def _convolve(
     chunk_bytes = _chunk_bytes(x, y)
     gpus = devices or (gpu,)
     if len(gpus) > 1:
-        gpus = gpus[: gpus_that_pay(plan, gpus, x, y, residual)]
+        count, took = gpus_that_pay(plan, gpus, x, y, residual)
+        gpus = gpus[:count]
+    began = time.perf_counter()
     _run([(one, _chunks(plan, chunk_bytes, one)) for one in gpus], batch_x, filters, batch_y, batch_r, stream)
+    if len(devices) > 1:
+        took(time.perf_counter() - began)
     return y
 
 
