@@ -259,12 +259,17 @@ def test_nothing_grows_over_ten_thousand_chunks(here):
             assert sums.compute(scheduler="sync") == 22_000
 
     run(2)
-    gc.collect()
-    plans, used = cached_plan.cache_info().currsize, psutil.Process().memory_info().rss
-    run(8)
-    gc.collect()  # graphs refer to themselves: how many of the last ones are still there is chance
-    assert cached_plan.cache_info().currsize == plans
-    assert psutil.Process().memory_info().rss - used < 16 << 20
+    grown = []
+    for _ in range(3):  # compilers that run behind calls load what they need once
+        gc.collect()
+        plans, used = cached_plan.cache_info().currsize, psutil.Process().memory_info().rss
+        run(10)
+        gc.collect()  # graphs refer to themselves: how many of the last ones are still there is chance
+        assert cached_plan.cache_info().currsize == plans
+        grown.append(psutil.Process().memory_info().rss - used)
+        if grown[-1] < 16 << 20:
+            return
+    raise AssertionError(f"memory grew by {grown} bytes, over 10,000 chunks each")
 
 
 def test_a_volume_of_a_hundred_gigabytes_is_a_graph_at_once(here):
