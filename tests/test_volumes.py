@@ -3,10 +3,12 @@
 import errno
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -349,7 +351,6 @@ def test_a_full_disk_is_told_and_leaves_nothing(fast_env, tmp_path, monkeypatch)
     """A limit on the size of files stands for it."""
     if why_no_opencl():
         pytest.skip(why_no_opencl())
-    resource = pytest.importorskip("resource")
     monkeypatch.chdir(tmp_path)
     save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
     limit = (16 << 20, 16 << 20)  # what PoCL and LLVM write is smaller
@@ -424,6 +425,69 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_
         assert np.array_equal(zarr.open_array("y.zarr", mode="r")[...], y) and not list(Path().glob(".y.zarr*"))
     finally:
         cluster.kill()
+
+
+@pytest.fixture(scope="module")
+def cluster(fast_env, tmp_path_factory):
+    """Two workers for several tests."""
+    if why_no_opencl():
+        pytest.skip(why_no_opencl())
+    made = Cluster(fast_env, tmp_path_factory.mktemp("cluster"))
+    yield made
+    made.kill()
+
+
+FILES = resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+#: What is done to a chunk, or to the workers and undone; and what the command says.
+FAULTS = {
+    "a chunk can't be read": (None, "x.zarr: chunk c/3/2 can't be read: "),
+    "a full disk": (((resource.setrlimit, FILES[0], (64, FILES[1])), (resource.setrlimit, FILES[0], FILES[1:] * 2)), "y.zarr can't be written: File too large"),
+    "a store can't be written": (((os.seteuid, 65534), (os.seteuid, 0)), "y.zarr can't be written: Permission denied"),
+}
+
+
+@pytest.mark.parametrize("fault, words", FAULTS.values(), ids=FAULTS)
+def test_what_a_worker_can_t_do_is_told_and_leaves_nothing(command, cluster, monkeypatch, fault, words):
+    """The next run on the same workers is right."""
+    from distributed import Client
+
+    if fault and fault[0][0] is os.seteuid and os.geteuid():
+        pytest.skip("only root can become somebody who may not write")
+    with tempfile.TemporaryDirectory() as folder, Client(cluster.address, set_as_default=False) as client:
+        monkeypatch.chdir(folder)
+        Path(folder).chmod(0o755)
+        x = draw(40, 41)
+        save_zarr("x.zarr", x, (8, 8), "yx")
+        whole = Path("x.zarr/c/3/2").read_bytes()
+        arguments = "--filter", "blur", "x.zarr", "y.zarr", "--scheduler", cluster.address
+        if fault is None:
+            Path("x.zarr/c/3/2").write_bytes(b"not what zstd wrote")
+        else:
+            client.run(*fault[0])
+        try:
+            status, out, err = command(*arguments)
+        finally:
+            if fault is not None:
+                client.run(*fault[1])
+        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and names() == ["x.zarr"]
+        Path("x.zarr/c/3/2").write_bytes(whole)
+        assert command(*arguments)[::2] == (OK, "")
+        assert np.allclose(zarr.open_array("y.zarr", mode="r")[...], filtered(x, run.FILTERS["blur"]), atol=1e-5)
+
+
+def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(command, cluster, fast_env):
+    save_zarr("x.zarr", draw(3200, 64), (32, 64), "yx")
+    code = SLOW.format(seconds=0).replace(', "--device", "opencl"', "")
+    np.save("w.npy", np.ones((1, 1, 31, 31), "f"))
+    arguments = "--filter", "w.npy", "--padding", "15", "--scheduler", cluster.address, "x.zarr", "y.zarr"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until(lambda: process.poll() is not None or sum(len(chunks_in(part)) for part in Path().glob(".*.part")) > 3)
+        assert process.poll() is None, process.communicate()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n") and names() == ["w.npy", "x.zarr"]
+    time.sleep(0.3)
+    assert names() == ["w.npy", "x.zarr"]  # nobody goes on writing
 
 
 def test_the_page_s_options_are_parsed():
