@@ -1,6 +1,6 @@
 """Measure dask arrays of numpy chunks on the GPUs of this machine: ours, copies alone, and dask with CuPy's convolution.
 
-    python scripts/bench_dask.py --gigabytes 4
+    python scripts/bench_dask.py --gigabytes 64 --planes 16 --threads 4 --runs 1
 
 The chunks are one array in memory, again and again, and of each result one number is kept: so the disk and the memory for results do not
 count. GB/s are those of the input and the result together; the best run is shown. "Copies alone" are ours, without a convolution.
@@ -28,7 +28,8 @@ def source(shape: tuple[int, ...], chunks: tuple[int, ...]) -> da.Array:
     return da.map_blocks(lambda block_info=None: one, chunks=sizes, dtype="f4", meta=meta, name=f"source-{len(shape)}")
 
 
-def measure(name: str, y: da.Array, nbytes: int, threads: int, runs: int) -> None:
+def measure(name: str, y: da.Array, nbytes: int, threads: int, runs: int) -> float:
+    """GB/s of the best run."""
     corner = y.map_blocks(lambda block: block[(slice(0, 1),) * block.ndim].copy(), chunks=(1,) * y.ndim, dtype="f4")
     seconds = []
     with dask.config.set(scheduler="threads", num_workers=threads):
@@ -37,7 +38,9 @@ def measure(name: str, y: da.Array, nbytes: int, threads: int, runs: int) -> Non
             start = time.perf_counter()
             corner.compute()
             seconds.append(time.perf_counter() - start)
-    print(f"{name:32s} {threads} threads: {min(seconds):6.2f} s {nbytes / min(seconds) / 1e9:6.2f} GB/s", flush=True)
+    rate = nbytes / min(seconds) / 1e9
+    print(f"{name:42s} {threads} threads: {min(seconds):6.2f} s {rate:6.2f} GB/s", flush=True)
+    return rate
 
 
 def copies_alone(devices: Any) -> Callable[[np.ndarray], np.ndarray]:
@@ -61,27 +64,29 @@ def cupy_convolve(w: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--gigabytes", type=int, default=2, help="of the input")
+    parser.add_argument("--gigabytes", type=int, default=2, help="of the volume")
+    parser.add_argument("--planes", type=int, default=2, help="gigabytes of the stack of planes")
     parser.add_argument("--threads", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--runs", type=int, default=2, help="of which the best is shown")
     arguments = parser.parse_args()
-    n = arguments.gigabytes
+    n, planes = arguments.gigabytes, arguments.planes
     cases: dict[str, tuple[da.Array, np.ndarray, Any]] = {
         "volume, 3x3x3": (source((1, 1, 256 * n, 1024, 1024), (1, 1, 128, 512, 512)), np.random.rand(1, 1, 3, 3, 3).astype("f"), pc.conv3d),
-        "planes, 7x7": (source((64 * n, 1, 2048, 2048), (8, 1, 2048, 2048)), np.random.rand(1, 1, 7, 7).astype("f"), pc.conv2d),
+        "planes, 7x7": (source((64 * planes, 1, 2048, 2048), (8, 1, 2048, 2048)), np.random.rand(1, 1, 7, 7).astype("f"), pc.conv2d),
     }
     for name, (x, w, convolve) in cases.items():
         depth = {axis: w.shape[axis] // 2 for axis in range(2, w.ndim)}
-        theirs: dict[str, Any] = {"depth": depth, "boundary": "none", "dtype": "f4", "meta": np.empty((0,) * x.ndim, "f")}
+        overlap: dict[str, Any] = {"depth": depth, "boundary": "none", "dtype": "f4", "meta": np.empty((0,) * x.ndim, "f")}
         ways = {
             "one GPU": convolve(x, w, padding="same", device=0), "all GPUs": convolve(x, w, padding="same", devices="all"),
             "copies alone, one GPU": x.map_blocks(copies_alone([0]), dtype="f4"),
             "copies alone, all GPUs": x.map_blocks(copies_alone("all"), dtype="f4"),
-            "CuPy's convolve": da.map_overlap(cupy_convolve(w), x, **theirs),
+            "CuPy's convolve": da.map_overlap(cupy_convolve(w), x, **overlap),
         }
         for threads in arguments.threads:
-            for way, y in ways.items():
-                measure(f"{name}: {way}", y, 2 * x.nbytes, threads, arguments.runs)
+            rates = {way: measure(f"{name}: {way}", y, 2 * x.nbytes, threads, arguments.runs) for way, y in ways.items()}
+            ours, theirs = rates["one GPU"], rates["CuPy's convolve"]
+            print(f"{name}: one GPU {ours / theirs:.1f} times CuPy's, all {rates['all GPUs'] / ours:.2f} times one", flush=True)
 
 
 if __name__ == "__main__":

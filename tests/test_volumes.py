@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import why_no_opencl
+from conftest import why_no_cuda, why_no_opencl
 
 import pycuda_conv as pc
 from pycuda_conv import cli
@@ -27,27 +27,37 @@ for needed in ("dask.array", "distributed", "fsspec"):
     pytest.importorskip(needed)
 zarr = pytest.importorskip("zarr")
 tifffile = pytest.importorskip("tifffile")
-correlate = pytest.importorskip("scipy.ndimage", reason="filters are judged by scipy").correlate
 
 
-@pytest.fixture
-def command(capsys, monkeypatch, tmp_path):
-    """Run the command in this process, in a folder of its own and in small chunks: (exit status, stdout, stderr)."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
+@pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
+def command(request, capsys, monkeypatch, tmp_path):
+    """Run the command in this process, in a folder of its own and in small chunks: (exit status, stdout, stderr). It names no GPU."""
+    why = why_no_opencl() if request.param == "opencl" else why_no_cuda()
+    if why:
+        pytest.skip(why)
+    place = ["--device", "opencl"] * (request.param == "opencl")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(volumes, "WORK_BYTES", 1 << 13)
 
     def call(*arguments):
         capsys.readouterr()
-        place = [] if "--scheduler" in arguments or "--device" in arguments else ["--device", "opencl"]
+        more = [] if "--scheduler" in arguments or "--device" in arguments else place
         try:
-            status = cli.main(["run", *map(str, arguments), *place])
+            status = cli.main(["run", *map(str, arguments), *more])
         except SystemExit as exit:
             status = exit.code
         return (status, *capsys.readouterr())
 
+    call.place, call.device = place, request.param
     return call
+
+
+@pytest.fixture
+def on_opencl(command):
+    """The command, whose workers compute on OpenCL."""
+    if command.device != "opencl":
+        pytest.skip("the clusters of tests compute on OpenCL")
+    return command
 
 
 def draw(*shape, dtype="f4", seed=0):
@@ -64,11 +74,13 @@ def names():
     return sorted(p.name for p in Path().iterdir())
 
 
-def filtered(x, filters):
+def filtered(x, filters, rounded=True):
     """`x` filtered along its last axes with its border repeated, rounded and clipped if it holds integers."""
     filters = np.asarray(filters, np.float64)
-    y = correlate(x.astype(np.float64), filters.reshape((1,) * (x.ndim - filters.ndim) + filters.shape), mode="nearest")
-    return np.clip(np.rint(y), 0, np.iinfo(x.dtype).max) if x.dtype.kind in "iu" else y
+    filters = filters.reshape((1,) * (x.ndim - filters.ndim) + filters.shape)
+    padded = np.pad(x.astype(np.float64), [(n // 2, n // 2) for n in filters.shape], mode="edge")
+    y = sum(filters[tap] * padded[tuple(slice(t, t + n) for t, n in zip(tap, x.shape, strict=True))] for tap in np.ndindex(filters.shape))
+    return np.clip(np.rint(y), 0, np.iinfo(x.dtype).max) if x.dtype.kind in "iu" and rounded else y
 
 
 # ---- results
@@ -111,10 +123,11 @@ def test_filters_with_channels(command, kind, w, flags, options):
     function = getattr(pc, f"conv{'_transpose' * ('transposed' in flags)}{w.ndim - 2}d")
     bias = draw(4) if "bias" in flags else None
     if w.ndim == 5:
-        expected = function(x, w, bias, device="opencl", **options)
+        expected = function(x, w, bias, device=command.device, **options)
     else:
-        expected = np.stack([function(np.ascontiguousarray(x[:, :, z]), w, bias, device="opencl", **options) for z in range(9)], axis=2)
-    assert np.array_equal(y, expected) and y.dtype == np.float32
+        expected = np.stack([function(np.ascontiguousarray(x[:, :, z]), w, bias, device=command.device, **options) for z in range(9)], axis=2)
+    assert y.shape == expected.shape and y.dtype == np.float32
+    assert np.array_equal(y, expected) if command.device == "opencl" else np.allclose(y, expected, atol=1e-4)  # chunks may have another kernel
     if kind == "tif":
         with tifffile.TiffFile("y.tif") as file:
             assert file.series[0].axes == "TCZYX"
@@ -128,7 +141,7 @@ def test_types_are_kept_without_channels(command, dtype):
     assert command("--filter", "k.npy", "x.npy", "y.zarr", "--axes", "zyx")[::2] == (OK, "")
     y = zarr.open_array("y.zarr", mode="r")[...]
     assert y.dtype == x.dtype
-    expected = correlate(x.astype("f8"), np.full((3, 3, 3), 1 / 27), mode="nearest")
+    expected = filtered(x, np.full((3, 3, 3), 1 / 27), rounded=False)
     assert np.abs(y - (np.rint(expected) if x.dtype.kind in "iu" else expected)).max() <= {"u1": 1, "i4": 1, "f2": 5e-3}.get(dtype, 1e-5)
 
 
@@ -296,7 +309,7 @@ from pycuda_conv.tools import volumes
 volumes.WORK_BYTES = 1 << 13
 load = volumes._Load.__call__
 volumes._Load.__call__ = lambda self, where: (time.sleep({seconds}), load(self, where))[1]
-sys.exit(cli.main(["run", *sys.argv[1:], "--device", "opencl"]))
+sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
@@ -325,7 +338,7 @@ def test_a_process_that_is_ended_in_the_middle(command, fast_env, number, resume
     x = draw(1200, 64)
     save_zarr("x.zarr", x, (32, 64), "yx")
     arguments = ["--filter", "blur", "x.zarr", "y.zarr", *["--resume"] * resume]
-    with start(fast_env, *arguments) as process:
+    with start(fast_env, *arguments, *command.place) as process:
         until(lambda: len(chunks_in(".y.zarr.done" if resume else ".")) > 40 * (not resume) + 3)
         process.send_signal(number)
         out, err = process.communicate(timeout=300)
@@ -354,7 +367,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(fast_env, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
     limit = (16 << 20, 16 << 20)  # what PoCL and LLVM write is smaller
-    done = start(fast_env, "--filter", "blur", "x.zarr", "y.zarr", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    done = start(fast_env, "--filter", "blur", "x.zarr", "y.zarr", "--device", "opencl", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     out, err = done.communicate(timeout=60)
     assert (done.returncode, out) == (UNUSABLE, ""), err
     assert "y.zarr can't be written: File too large" in err and names() == ["x.zarr"]
@@ -392,7 +405,7 @@ class Cluster:
         self.process.communicate()
 
 
-def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_path):
+def test_a_cluster_loses_a_worker_and_then_its_scheduler(on_opencl, fast_env, tmp_path):
     """A run whose worker is killed is complete; one whose scheduler is killed goes on with the next."""
     x = draw(3200, 64)
     save_zarr("x.zarr", x, (32, 64), "yx")
@@ -402,7 +415,7 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_
     arguments = ["--filter", "w.npy", "--padding", "15", "--scheduler"]
 
     def run_until(number, act, *flags):
-        command_line = [sys.executable, "-c", SLOW.format(seconds=0).replace(', "--device", "opencl"', ""), *arguments, cluster.address, "x.zarr", "y.zarr", *flags]
+        command_line = [sys.executable, "-c", SLOW.format(seconds=0), *arguments, cluster.address, "x.zarr", "y.zarr", *flags]
         with subprocess.Popen(command_line, env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             until(lambda: process.poll() is not None or sum(len(chunks_in(part)) for part in Path().glob(".*.part")) > number)
             assert process.poll() is None, process.communicate()
@@ -421,7 +434,7 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_
         complete = len(chunks_in(".y.zarr.done"))
         assert complete >= 1
         cluster = Cluster(fast_env, tmp_path)
-        assert command(*arguments, cluster.address, "x.zarr", "y.zarr", "--resume")[::2] == (OK, "")
+        assert on_opencl(*arguments, cluster.address, "x.zarr", "y.zarr", "--resume")[::2] == (OK, "")
         assert np.array_equal(zarr.open_array("y.zarr", mode="r")[...], y) and not list(Path().glob(".y.zarr*"))
     finally:
         cluster.kill()
@@ -430,8 +443,6 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(command, fast_env, tmp_
 @pytest.fixture(scope="module")
 def cluster(fast_env, tmp_path_factory):
     """Two workers for several tests."""
-    if why_no_opencl():
-        pytest.skip(why_no_opencl())
     made = Cluster(fast_env, tmp_path_factory.mktemp("cluster"))
     yield made
     made.kill()
@@ -447,7 +458,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault, words", FAULTS.values(), ids=FAULTS)
-def test_what_a_worker_can_t_do_is_told_and_leaves_nothing(command, cluster, monkeypatch, fault, words):
+def test_what_a_worker_can_t_do_is_told_and_leaves_nothing(on_opencl, cluster, monkeypatch, fault, words):
     """The next run on the same workers is right."""
     from distributed import Client
 
@@ -465,19 +476,19 @@ def test_what_a_worker_can_t_do_is_told_and_leaves_nothing(command, cluster, mon
         else:
             client.run(*fault[0])
         try:
-            status, out, err = command(*arguments)
+            status, out, err = on_opencl(*arguments)
         finally:
             if fault is not None:
                 client.run(*fault[1])
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and names() == ["x.zarr"]
         Path("x.zarr/c/3/2").write_bytes(whole)
-        assert command(*arguments)[::2] == (OK, "")
+        assert on_opencl(*arguments)[::2] == (OK, "")
         assert np.allclose(zarr.open_array("y.zarr", mode="r")[...], filtered(x, run.FILTERS["blur"]), atol=1e-5)
 
 
-def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(command, cluster, fast_env):
+def test_ctrl_c_ends_the_work_of_a_cluster_and_leaves_nothing(on_opencl, cluster, fast_env):
     save_zarr("x.zarr", draw(3200, 64), (32, 64), "yx")
-    code = SLOW.format(seconds=0).replace(', "--device", "opencl"', "")
+    code = SLOW.format(seconds=0)
     np.save("w.npy", np.ones((1, 1, 31, 31), "f"))
     arguments = "--filter", "w.npy", "--padding", "15", "--scheduler", cluster.address, "x.zarr", "y.zarr"
     with subprocess.Popen([sys.executable, "-c", code, *arguments], env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
