@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from pycuda_conv import ConvProblem, engines
+from pycuda_conv import ConvProblem, behind, engines
 from pycuda_conv import plan as plan_module
 from pycuda_conv.engines import implicit_gemm_sm90, registry
 from pycuda_conv.runtime.target import Target
@@ -87,3 +87,16 @@ def test_arrays_with_channels_last_are_converted_as_the_predictions_say(architec
         assert plan_module._pays(problem, device, None) == expected, problem
         answers.add((expected, engines.uses_tensor_cores(other)))
     assert len(answers) > 1
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])
+def test_a_text_has_all_its_defines(architecture):
+    """Texts of kernels outside the portable dialect once left LAYER out, without which they ask their arguments for a layer's constants."""
+    device, layered = Target(architecture), set()
+    for problem in map(plan_module.as_called, PROBLEMS, [device] * len(PROBLEMS)):
+        for launch in behind.launches(behind.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
+            lines = launch.source().partition("#line")[0].splitlines()
+            assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "portable.cuh"'}
+            if "LAYER" in launch.defines and "DTYPE" not in launch.defines:
+                layered.add(launch.file or launch.kernel)
+    assert {"sm_90a": "implicit_gemm_sm90", "sm_80": "implicit_gemm_sm80"}[architecture] in layered

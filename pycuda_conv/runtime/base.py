@@ -148,10 +148,10 @@ def source_of(file: str, defines: Mapping[str, int]) -> str:
 @lru_cache(maxsize=1024)  # a plan asks for each of its texts a dozen times
 def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
     defines = dict(items)
-    first = ("DTYPE", "INDEX_64", "LAYER")  # these shape the dialect's header; the others would collide with system headers
-    lines = []
-    if "DTYPE" in defines:
-        lines = [f"#define {name} {defines[name]}" for name in first if name in defines] + ['#include "portable.cuh"']
+    # these shape the dialect's header; the others would collide with system headers
+    first = ("DTYPE", "INDEX_64", "LAYER") if "DTYPE" in defines else ()
+    lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
+    lines += ['#include "portable.cuh"'] if first else []
     lines += [f"#define {name} {value}" for name, value in items if name not in first]
     lines.append(f'#line 1 "cu/{file}.cu"')
     return "\n".join(lines) + "\n" + text
