@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from pycuda_conv import engines
@@ -51,18 +51,23 @@ used: set[engines.Config] = set()
 SLOWEST = 3
 
 
-def stand_in(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config | None:
+def stand_in(
+    problem: ConvProblem, config: engines.Config, device: Device, schedules: dict[engines.Config, Schedule] | None = None
+) -> engines.Config | None:
     """A configuration that gives the same bits as `config`, is not much slower, and whose kernels are compiled; or None.
 
     It is the best one of those that this process has used, or else of all. Where choices of such a GPU were measured, those configurations
     count as well: their kernels may have served other sizes of the layer. If no kernels are compiled, those that are being compiled will
-    be there sooner than ones that are not begun yet.
+    be there sooner than ones that are not begun yet. The schedules that were made on the way are added to `schedules`.
     """
+    known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
     others = engines.alternatives(problem, config, device, measured_configs(device))
     others.sort(key=lambda one: one not in used)
     coming = []
-    for one in (config, *_not_slow(problem, config, others, device)):
-        left = missing(form(engines.schedule(problem, one, device), device), device)
+    for one in chain((config,), _not_slow(problem, config, others, device)):
+        if one not in known:
+            known[one] = engines.schedule(problem, one, device)
+        left = missing(form(known[one], device), device)
         if not left:
             return one
         if all(map(device.coming, left)):

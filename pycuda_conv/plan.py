@@ -81,11 +81,12 @@ class Plan:
         if tune:
             self.specialise()
 
-    def _set_up(self, config: engines.Config, noted: bool) -> None:
+    def _set_up(self, config: engines.Config, noted: bool, schedule: Schedule | None = None) -> None:
+        """Make the plan's launches by `config`, whose `schedule` may be there."""
         problem = self.problem
         self.config = config
         self.noted = noted
-        self.schedule = schedule = engines.schedule(problem, config, self.device, noted)
+        self.schedule = schedule = schedule or engines.schedule(problem, config, self.device, noted)
         #: bytes of the packed filter; 0 where the kernels read the filter as it is
         self.filter_bytes = schedule.filter_bytes
         #: equal for plans whose packed filters are interchangeable
@@ -137,9 +138,9 @@ class Plan:
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
-        best = behind.form(engines.schedule(problem, config, device), device)
-        missing = [] if noted or 0 in problem.result_shape else behind.missing(best, device)
-        instead = behind.stand_in(problem, config, device) if missing else None
+        schedules = {} if noted else {config: engines.schedule(problem, config, device)}
+        missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
+        instead = behind.stand_in(problem, config, device, schedules) if missing else None
         if instead in (None, config):
             if missing and behind.foresees(device):
                 device.begin(missing)  # while they are compiled, what else may be needed is found
@@ -148,7 +149,7 @@ class Plan:
                     if not any(map(device.coming, missing)):
                         break
             try:
-                self._set_up(config, noted)
+                self._set_up(config, noted, schedules.get(config))
             except CompileError as error:
                 instead = None if noted else behind.last_resort(problem, device)
                 if instead is None:
@@ -156,7 +157,7 @@ class Plan:
                 behind.say(error)
                 self._set_up(instead, noted)
         else:
-            self._set_up(instead, noted)
+            self._set_up(instead, noted, schedules[instead])
             self._better_config, self._behind = config, behind.Behind(device, missing)
         behind.used.add(self.config)
         return self
@@ -391,10 +392,12 @@ def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))
     if not engines.uses_tensor_cores(config):
         return problem.direction == "wgrad" and _gains(problem, device, found)
-    if engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
+    converted = _converted_time(problem, device)
+    chosen = found.us if found else engines.predicted(problem, config, device)  # others may be predicted to be faster yet
+    if (chosen is not None and chosen <= converted) or engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
         return True
     predicted = (us for us, config in engines.predictions(problem, device) if engines.uses_tensor_cores(config))
-    return (found.us if found else next(predicted)) <= _converted_time(problem, device)
+    return (found.us if found else next(predicted)) <= converted
 
 
 def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:

@@ -204,6 +204,17 @@ class ConvProblem:
     has_residual: bool = False
     activation: str | tuple[str, float] | None = None
 
+    def __hash__(self) -> int:
+        """Computed once: the planner looks problems up hundreds of times."""
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(self.__dict__.values()))
+            object.__setattr__(self, "_hash", found)
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}  # another process has other hashes of strings
+
     # ---- making one
 
     @classmethod

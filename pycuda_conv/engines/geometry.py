@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from struct import pack, unpack
 from typing import Any, TypeVar
@@ -63,9 +63,13 @@ def row_major(size: tuple[int, int, int]) -> tuple[int, ...]:
 
 def arguments(struct: type[_Arguments], **numbers: int) -> _Arguments:
     """The struct of these numbers, a NamedTuple; its fields that are called ``by_<name>`` are their :func:`divider`."""
-    fields: Any = struct
-    prepared = {name: divider(max(numbers[name[3:]], 1)) for name in fields._fields if name.startswith("by_")}
-    return struct(**numbers, **prepared)
+    return struct(**numbers, **{name: divider(max(numbers[name[3:]], 1)) for name in _prepared(struct)})
+
+
+@cache
+def _prepared(struct: Any) -> tuple[str, ...]:
+    """The fields of a struct that are dividers."""
+    return tuple(name for name in struct._fields if name.startswith("by_"))
 
 
 def accumulator_bytes(problem: ConvProblem) -> int:

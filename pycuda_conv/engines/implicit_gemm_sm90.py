@@ -852,10 +852,17 @@ LYING_TILE, LYING_STORED, PHASED_STORED, JOINED = 0.4, 25e3, 10e3, 4.5e3
 TILE_TIME, LAUNCH_TIME = 0.8, 3.0  # microseconds to start and drain a tile, and a launch
 
 
-def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm]:
+def configs(problem: ConvProblem, device: Device) -> tuple[ImplicitGemm, ...]:
     """The configurations worth comparing for `problem`."""
-    if why_not(problem):
-        return
+    return _configs(problem)
+
+
+@lru_cache(maxsize=64)  # asked for by the choice, and by whatever stands in for it
+def _configs(problem: ConvProblem) -> tuple[ImplicitGemm, ...]:
+    return () if why_not(problem) else tuple(_worth_comparing(problem))
+
+
+def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
     for tile in _tiles_of(_seldom(_defines_of(problem))):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
@@ -883,9 +890,14 @@ def _changed(tile: ImplicitGemm, split: int, stages: int) -> ImplicitGemm:
 def _deepest(problem: ConvProblem, config: ImplicitGemm, depths: tuple[int, ...]) -> Iterator[ImplicitGemm]:
     """`config` with as many stages as are legal, if any: of `depths`, which descend."""
     least = _changed(config, config.SPLIT, depths[-1])
-    if refusal(problem, least) is None:  # what has room for more stages has room for fewer
+    if refusal(problem, least) is not None:  # what has room for more stages has room for fewer
+        return
+    if config.halo:  # what lies beside the ring depends on its stages
         tried = (_changed(config, config.SPLIT, stages) for stages in depths[:-1])
         yield next((one for one in tried if refusal(problem, one) is None), least)
+    else:
+        most = least.STAGES + (SHARED_BYTES - shared_bytes(problem, least)) // stage_bytes(problem, least)
+        yield _changed(config, config.SPLIT, next(stages for stages in depths if stages <= most))
 
 
 def _steps(problem: ConvProblem) -> int:
@@ -900,11 +912,26 @@ def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     return PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
 
 
+@lru_cache(maxsize=64)
+def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddressing], tuple[int, ...]], ...]:
+    """The phases of each launch, and the stages of the ring that a tile of each goes through without splits."""
+    packed, walks = _form(problem)
+    blocks, at_once = ceil(packed.group, packed.load), 64 // packed.load
+    return tuple(
+        (group, tuple(ceil(blocks * math.prod(walk.taps), at_once) for walk in group)) for group in _launches(problem, walks)
+    )
+
+
 def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
     """Microseconds that `config` should take, packing included: arithmetic, bytes into shared memory, rounds of tiles.
 
     A filter that can be read as it lies is taken to lie so.
     """
+    return _time(problem, config, device.multiprocessors)
+
+
+@lru_cache(maxsize=1024)
+def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     packed, walks = _form(problem)
     count, lying = products(problem), _reads_filter(problem, config)
     clock, of_filter, launch_time = LYING if lying else (CLOCK, 0.0, 0.0)
@@ -928,20 +955,19 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
         _, high = halo(problem, config)
         step = max(step, 64 * 4 * high * _raw_pitch(problem, config) / RAW_RATE / math.prod(walks[0].taps))
 
-    def tile_time(walk: PhaseAddressing) -> float:
-        steps = ceil(ceil(packed.group, packed.load) * math.prod(walk.taps), 64 // packed.load)
+    def tile_time(steps: int) -> float:
         product = ceil(steps, config.SPLIT) * step
         if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
         return max(product, stores) if config.halo else product + between
 
     us = 0.0 if lying else LAUNCH_TIME
-    for group in _launches(problem, walks):
+    at_once = _at_once(problem)
+    for group, stages in _stages_of_launches(problem):
         us += launch_time
-        at_once = _at_once(problem)
-        works = [sum(tile_time(walk) for walk in group[i : i + at_once]) for i in range(0, len(group), at_once)]
+        works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
         tiles = math.prod(_tiles(problem, config, group[0].phase)) * problem.groups * config.SPLIT
-        rounds = ceil(tiles * len(works), _grid(problem, group, tiles, device.multiprocessors))
+        rounds = ceil(tiles * len(works), _grid(problem, group, tiles, multiprocessors))
         # phases come by turns, so that blocks have as much of each
         us += max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
     return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, packs_filter=not lying)

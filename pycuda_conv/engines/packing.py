@@ -764,6 +764,7 @@ def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
     return _packed(problem, packed, True, True).blocks
 
 
+@lru_cache(maxsize=256)  # the same for many tiles
 def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True) -> float:
     """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
     moved = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
 
 from pycuda_conv.engines import (
     dense_nhwc_sm90,
@@ -93,8 +94,24 @@ def choose(problem: ConvProblem, device: Device) -> Config:
     return config
 
 
+#: Choices by problem, by what engines ask of a device, and by the engines. A call of channels-last arrays asks for one several times.
+_found: dict[tuple[Any, ...], Config | None] = {}
+MOST_FOUND = 1024
+
+
 def find(problem: ConvProblem, device: Device) -> Config | None:
     """As :func:`choose`; None where no engine runs it, as gradients of most filters from arrays with their channels last."""
+    key = problem, device.backend, device.capability, device.multiprocessors, ENGINES
+    try:
+        return _found[key]
+    except KeyError:
+        if len(_found) >= MOST_FOUND:
+            _found.clear()
+        found = _found[key] = _fastest(problem, device)
+        return found
+
+
+def _fastest(problem: ConvProblem, device: Device) -> Config | None:
     best: tuple[float, Config] | None = None
     for engine in _engines(device, problem):
         found = engine.choose(problem.launched, device)

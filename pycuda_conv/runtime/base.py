@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -141,14 +141,20 @@ class KernelLaunch:
 
 
 def source_of(file: str, defines: Mapping[str, int]) -> str:
-    """The text of a kernel file behind a prelude of defines, whatever their order."""
-    first = ("DTYPE", "INDEX_64", "LAYER")  # these shape the dialect's header; the others would collide with system headers
-    lines = []
-    if "DTYPE" in defines:
-        lines = [f"#define {name} {defines[name]}" for name in first if name in defines] + ['#include "portable.cuh"']
-    lines += [f"#define {name} {value}" for name, value in sorted(defines.items()) if name not in first]
+    """The text of a kernel file behind a prelude of defines, whatever their order. The same string each time: it is hashed once."""
+    return _joined(file, _text(file), tuple(sorted(defines.items())))
+
+
+@lru_cache(maxsize=1024)  # a plan asks for each of its texts a dozen times
+def _joined(file: str, text: str, items: tuple[tuple[str, int], ...]) -> str:
+    defines = dict(items)
+    # these shape the dialect's header; the others would collide with system headers
+    first = ("DTYPE", "INDEX_64", "LAYER") if "DTYPE" in defines else ()
+    lines = [f"#define {name} {defines[name]}" for name in first if name in defines]
+    lines += ['#include "portable.cuh"'] if first else []
+    lines += [f"#define {name} {value}" for name, value in items if name not in first]
     lines.append(f'#line 1 "cu/{file}.cu"')
-    return "\n".join(lines) + "\n" + _text(file)
+    return "\n".join(lines) + "\n" + text
 
 
 @cache

@@ -1,0 +1,102 @@
+"""What the planner remembers, or leaves out because it can't matter: the choices are those of the long way."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from pycuda_conv import ConvProblem, behind, engines
+from pycuda_conv import plan as plan_module
+from pycuda_conv.engines import implicit_gemm_sm90, registry
+from pycuda_conv.runtime.target import Target
+from pycuda_conv.tools.families import draw
+
+PROBLEMS = list(draw(7, 8))
+
+
+@pytest.fixture
+def hopper():
+    return Target("sm_90a")
+
+
+def test_a_problem_that_was_looked_up_is_found_in_another_process():
+    """Hashes of strings differ there, so that one which came along would be another's."""
+    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    hash(problem)
+    text = f"import pickle; from pycuda_conv import ConvProblem; print(pickle.loads({pickle.dumps(problem)!r}) in {{ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)}})"
+    assert subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True, timeout=60).stdout == "True\n"
+
+
+def test_problems_that_differ_in_one_field_are_told_apart():
+    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    hash(problem)
+    others = [replace(problem, N=9), replace(problem, layout="NHWC"), replace(problem, has_residual=True), replace(problem, activation="relu")]
+    assert len({problem, *others}) == 5
+    assert all(hash(other) == hash(replace(other)) for other in others)
+
+
+def test_a_text_is_put_together_once(hopper):
+    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    first, second = (engines.schedule(problem, engines.choose(problem, hopper), hopper).whole for _ in range(2))
+    assert all(a.source() is b.source() for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True))
+
+
+def test_a_choice_is_remembered_for_such_a_device_alone(hopper):
+    small, old = Target("sm_90a"), Target("sm_80")
+    small.multiprocessors = 16
+    found = [{problem: engines.find(problem, device) for problem in PROBLEMS} for device in (hopper, small, old)]
+    for device, choices in zip((hopper, small, old), found, strict=True):
+        assert choices == {problem: registry._fastest(problem, device) for problem in PROBLEMS}
+    assert found[0] != found[1] != found[2]
+
+
+def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
+    problem = ConvProblem.forward(2, (8, 64, 56, 56), (64, 64, 3, 3), padding=1)
+    engine = registry.engine_of(engines.choose(problem, hopper))
+    monkeypatch.setattr(registry, "ENGINES", tuple(one for one in registry.ENGINES if one is not engine))
+    assert registry.engine_of(registry.choose(problem, hopper)) is not engine
+
+
+def test_rings_are_as_deep_as_shared_memory_allows(hopper):
+    checked = 0
+    for problem in PROBLEMS:
+        for config in implicit_gemm_sm90.configs(problem.launched, hopper):
+            depths = implicit_gemm_sm90._DEPTHS[config.loader, config.schedule]
+            assert implicit_gemm_sm90.refusal(problem.launched, config) is None
+            for stages in (n for n in depths if n > config.STAGES):
+                assert implicit_gemm_sm90.refusal(problem.launched, replace(config, STAGES=stages)) is not None, (problem, config)
+                checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])
+def test_arrays_with_channels_last_are_converted_as_the_predictions_say(architecture):
+    """The planner asks what arrays in the other order would be computed by only where the time of a conversion does not settle it."""
+    device, answers = Target(architecture), set()
+    for problem in (one for one in PROBLEMS if one.layout == "NHWC"):
+        config = engines.find(problem, device)
+        if config is None or not engines.reads_c_order(config) or not engines.uses_tensor_cores(config):
+            continue
+        times = (us for us, one in engines.predictions(problem, device) if engines.uses_tensor_cores(one))
+        other = engines.choose(replace(problem, layout="NCHW"), device)
+        expected = engines.uses_tensor_cores(other) or next(times) <= plan_module._converted_time(problem, device)
+        assert plan_module._pays(problem, device, None) == expected, problem
+        answers.add((expected, engines.uses_tensor_cores(other)))
+    assert len(answers) > 1
+
+
+@pytest.mark.parametrize("architecture", ["sm_90a", "sm_80"])
+def test_a_text_has_all_its_defines(architecture):
+    """Texts of kernels outside the portable dialect once left LAYER out, without which they ask their arguments for a layer's constants."""
+    device, layered = Target(architecture), set()
+    for problem in map(plan_module.as_called, PROBLEMS, [device] * len(PROBLEMS)):
+        for launch in behind.launches(behind.with_constants(engines.schedule(problem, engines.choose(problem, device), device))):
+            lines = launch.source().partition("#line")[0].splitlines()
+            assert {f"#define {name} {value}" for name, value in launch.defines.items()} == set(lines) - {'#include "portable.cuh"'}
+            if "LAYER" in launch.defines and "DTYPE" not in launch.defines:
+                layered.add(launch.file or launch.kernel)
+    assert {"sm_90a": "implicit_gemm_sm90", "sm_80": "implicit_gemm_sm80"}[architecture] in layered
