@@ -122,7 +122,7 @@ def test_a_broken_kernel_is_noticed(old, new):
         (fprop((1, 4, 9, 9), (4, 2, 3, 3), padding=1, groups=2), DepthwisePlanes(), "one input channel a group"), (fprop((1, 4, 9, 9, 9), (4, 1, 3, 3, 3), groups=4), DepthwisePlanes(), "two spatial axes"),
         (fprop((1, 4, 9, 9), (4, 1, 3, 5), groups=4), DepthwisePlanes(), "3x3, 5x5 and 7x7"), (fprop((1, 4, 9, 9), (4, 1, 3, 3), dilation=2, groups=4), DepthwisePlanes(), "no dilation"),
         (fprop((1, 4, 9, 9), (4, 1, 3, 3), stride=3, groups=4), DepthwisePlanes(), "strides of 1 and 2"), (dgrad((1, 4, 9, 9), (4, 1, 3, 3), stride=2, groups=4), DepthwisePlanes(), "without a stride"),
-        (dgrad((1, 8, 9, 9), (8, 1, 3, 3), groups=4), DepthwisePlanes(), "one input channel a group"), (fprop((0, 4, 9, 9), (4, 1, 3, 3), groups=4), DepthwisePlanes(), "nothing to compute"),
+        (dgrad((1, 8, 9, 9), (8, 1, 3, 3), groups=4), DepthwisePlanes(), "as many channels out as in"), (fprop((0, 4, 9, 9), (4, 1, 3, 3), groups=4), DepthwisePlanes(), "nothing to compute"),
         (fprop((1, 4, 9, 9), (4, 1, 3, 3), groups=4), DepthwisePlanes(7), "UNIT_KIB must be"), (fprop((1, 1, 99, 2000), (1, 1, 3, 3), groups=1), DepthwisePlanes(12), "12 KiB of shared memory"),
     ],
     ids=lambda v: str(v)[:40],

@@ -165,9 +165,10 @@ def schedule(problem: ConvProblem, config: DepthwisePlanes, device: Device, note
     if flipped:
         pad_h, pad_w = r - 1 - pad_h, s - 1 - pad_w
     told = arguments(
-        DepthwisePlanesArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands, strips=unit.strips,
-        k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, flipped=int(flipped),
-        filters=_rounded(unit.planes * r * s), y_room=unit.y_room, x_size=problem.N * problem.operand_channels * math.prod(problem.operand_size), **finish(problem),
+        DepthwisePlanesArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
+        strips=unit.strips, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
+        flipped=int(flipped), filters=_rounded(unit.planes * r * s), y_room=unit.y_room, x_size=problem.N * problem.C * h * w,
+        **finish(problem),
     )  # fmt: skip
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "R": r, "S": s, "STRIDE": stride,
@@ -227,10 +228,9 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
     of_each = ceil(unit.blocks, device.multiprocessors)
     busy = 1.3 * of_each * cycles * warps / 4 / CLOCK
     waits = ceil(of_each, fit) * (ALONE + cycles / CLOCK)
-    moved_bytes = problem.itemsize * (
-        problem.N * problem.operand_channels * math.prod(problem.operand_size) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
-    )
-    return BEGIN + max(busy, waits, moved_bytes / MEMORY)
+    read, written = math.prod(problem.input_shape), math.prod(problem.result_shape)
+    elements = read + written * (2 if problem.has_residual else 1)
+    return BEGIN + max(busy, waits, problem.itemsize * elements / MEMORY)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes] | None:
