@@ -11,12 +11,10 @@
 //                               shared memory; the kernel has w, k_all and arg.flip, which turns the filter by half a circle
 //   STORE_COLUMNS(y, at, n, sums, there)  n neighbouring pixels of the result, at y[at + j * k_all], number j if `there`; the kernel has times and
 //                               plus, scale and bias of the channels, and what epilogue.cuh wants
-//   LOCAL_MEM_POINTER           what a pointer into shared memory is declared with
 #pragma once
 #include "portable.cuh"
 
 #ifdef __OPENCL_VERSION__
-#define LOCAL_MEM_POINTER __local
 typedef struct Channels {
   acc_t of[V];
 } Channels;
@@ -35,7 +33,6 @@ WITHIN_KERNEL Channels no_channels() {
 #define UNPACK_CHANNELS(to, from) { for (int v_ = 0; v_ < V; ++v_) (to)[v_] = (from).of[v_]; }
 #define STORE_CHANNELS(p, i, from) { for (int v_ = 0; v_ < V; ++v_) STORE(p, (i) + v_, (from)[v_]); }
 #else
-#define LOCAL_MEM_POINTER
 #if DTYPE < 32 && V > 1
 #define WIDE 2  // 16-bit numbers stay pairs until they are needed, as words: of two numbers the compiler would make two registers as they arrive
 typedef unsigned unit_t;

@@ -11,6 +11,7 @@
 //   LOAD_VEC8, STORE_VEC8  eight of a 16-bit type, whose address must be a multiple of 16 bytes
 //   FROM_WORDS          in CUDA, the eight values of a uint4
 //   LOCAL_LOAD_VEC, LOCAL_STORE_VEC  four acc_t out of shared memory and into it
+//   LOCAL_MEM_POINTER    before the type that a pointer into shared memory points to
 //   LOCAL_ROOM(name)    shared memory for as many acc_t as a launch asks for; in OpenCL, where that would be an argument, for ROOM of them
 //   BITS_TO_ACC         an acc_t out of its bits, which come as a long_t: the only numbers that launches pass besides addresses
 //   DIVIDED             an offset of an array divided by d, of which `by` is the prepared form: division.cuh
@@ -46,6 +47,7 @@
 #define WITHIN_KERNEL
 #define GLOBAL_MEM __global
 #define LOCAL_MEM __local
+#define LOCAL_MEM_POINTER __local
 #ifndef ROOM
 #define ROOM 4096  // where a GPU's launch, which asks for shared memory itself, is tried on OpenCL
 #endif
@@ -71,6 +73,7 @@ typedef long long_t;
 #define WITHIN_KERNEL __device__ __forceinline__
 #define GLOBAL_MEM
 #define LOCAL_MEM __shared__
+#define LOCAL_MEM_POINTER
 #define LOCAL_ROOM(name) extern __shared__ acc_t name[]
 #define RESTRICT __restrict__
 #define LAUNCH_BOUNDS(threads, blocks) __launch_bounds__(threads, blocks)

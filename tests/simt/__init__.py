@@ -88,13 +88,12 @@ DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\((\d+)\)\s*|alignas\((
 
 def text_of(kernel: str, source: str) -> str:
     """A kernel's text in C++, in a namespace without a name: what is in no other text needs no section of its own, where shared variables must not be."""
-    align = max((int(found[1] or found[2] or 16) for found in DYNAMIC.finditer(source)), default=16)
-    source = DYNAMIC.sub(r"static \3* const& \4 = (\3* const&)simt::dynamic;", source)
-    source = re.sub(r"__shared__\s+(alignas\(\w+\))", r"\1 __shared__", source)
     command = [str(CXX), "-std=c++17", "-E", "-x", "c++", "-w", "-D__CUDA_ARCH__=900", "-I", str(KERNEL_DIR), "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, f"{kernel} is not preprocessed:\n{done.stderr[:4000]}"
-    text = done.stdout
+    align = max((int(found[1] or found[2] or 16) for found in DYNAMIC.finditer(done.stdout)), default=16)
+    text = DYNAMIC.sub(r"static \3* const& \4 = (\3* const&)simt::dynamic;", done.stdout)
+    text = re.sub(r"__shared__\s+(alignas\(\w+\))", r"\1 __shared__", text)
     cluster = re.search(r"__cluster_dims__\(([^,]*),", text)
     text = re.sub(r"__cluster_dims__\([^)]*\)", "", text)
     entry = ENTRY.format(kernel=kernel, cluster=cluster[1] if cluster else 1, align=align)

@@ -1,0 +1,182 @@
+// depthwise_planes.cu: depthwise layers of small filters, NCHW: planes that lie one behind another are read and written as runs of memory.
+//
+// The sum, the layouts and the uses are those of direct_tile.cu, for filters of R x S taps without dilation. A block of that one reads a window
+// number by number, each with a place of its own to work out and four borders to look at. Here a block reads whole planes, or a band of
+// whole rows of one: a run of memory, by vectors of 16 bytes, whatever the sizes are; so it writes. In shared memory zeros lie round the
+// image, so that nothing is asked while it is multiplied. The sum of every row of the filter is added up by itself, unless the result has
+// 16 bits: short sums lose less.
+//
+// Sizes    They are arguments; R, S and STRIDE are defined. With LAYER, the layer's channels and epilogue are constants.
+// Mapping  block -> a unit: PLANES planes of y, or BAND rows of one plane. GID_0 = group of planes * bands + band.
+//          thread -> tasks, THREADS apart: ROWS pixels of a column, one below the other; task = (plane * strips + strip) * Q + column.
+//          The rows of x that a task meets pass by from the top down, S numbers of each, and meet the rows of the filter, all in registers.
+// Memory   shared (LOCAL_ROOM), in acc_t: the filters of the planes, FILTERS numbers; the run of y, Y_ROOM numbers, begun as far
+//          behind a vector's beginning as it lies in memory; planes of x, X_ROWS rows of PITCH numbers each, of which the first PAD_H and the
+//          first PAD_W are outside the image. What is outside on the right are the next row's first numbers.
+//          All loads of a block are on their way at once; several blocks of a multiprocessor load, multiply and store by turns.
+//
+// By hand: nvcc -cubin cu/depthwise_planes.cu
+#include "portable.cuh"
+
+#ifndef R
+#define R 3
+#define S 3
+#define STRIDE 1
+#endif
+
+// A divisor's prepared form, see division.cuh, is called by_...
+typedef struct DepthwisePlanesArguments {
+  long_t planes, all_planes;                  // of y: of a unit, of the launch
+  long_t band, bands, by_bands;               // rows of y of a unit; units of a plane, 1 where a unit has several planes
+  long_t strips, by_strips;                   // tasks below one another in a unit
+  long_t k, by_k, multiplier, by_multiplier;  // channels of y; of them, of a channel of x
+  long_t h, by_h, w, by_w, p, q, by_q;        // sizes of a plane of x and y
+  long_t pad_h, pad_w;
+  long_t flipped;                             // whether the filter's last tap comes first
+  long_t filters, y_room, x_room;             // numbers of shared memory
+  long_t x_rows, pitch;                       // of a plane of x there
+  long_t x_size;                              // elements of x
+  long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
+} DepthwisePlanesArguments;
+
+#define THREADS 128
+#define ROWS 8
+#define VECTOR (DTYPE >= 32 ? 4 : 8)  // elements
+#define AT_ONCE (DTYPE >= 32 ? 4 : 2)    // vectors that a thread loads before it stores any
+#define MEETS ((ROWS - 1) * STRIDE + R)  // rows of x of a task
+#define RESIDENT (DTYPE == 64 ? (R * S <= 9 ? 4 : 2) : R * S <= 9 ? 8 : R * S <= 25 ? 6 : 4)
+
+#if DTYPE >= 32
+#define LOAD_RUN LOAD_VEC
+#define STORE_RUN STORE_VEC
+#define LOCAL_STORE_RUN(p, s) LOCAL_STORE_VEC(p, s)
+#define LOCAL_LOAD_RUN(d, p) LOCAL_LOAD_VEC(d, p)
+#else
+#define LOAD_RUN LOAD_VEC8
+#define STORE_RUN STORE_VEC8
+#define LOCAL_STORE_RUN(p, s) { LOCAL_STORE_VEC(p, s) LOCAL_STORE_VEC((p) + 4, (s) + 4) }
+#define LOCAL_LOAD_RUN(d, p) { LOCAL_LOAD_VEC(d, p) LOCAL_LOAD_VEC((d) + 4, (p) + 4) }
+#endif
+
+KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM data_t* RESTRICT x, const GLOBAL_MEM data_t* RESTRICT w,
+                        const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                        const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const DepthwisePlanesArguments arg) {
+  AFTER_LAST_LAUNCH
+
+  LOCAL_ROOM(room);
+  // the unit: planes of y from `first` on, of each the rows from `p0` on; what it reads of x and writes of y are the elements
+  // from `x_begin` and `y_begin` on
+  const int group = divided((int)GID_0, arg.by_bands), p0 = ((int)GID_0 - group * (int)arg.bands) * (int)arg.band;
+  const int first = group * (int)arg.planes, left = (int)arg.all_planes - first, planes = left < (int)arg.planes ? left : (int)arg.planes;
+  const int rows = (int)arg.p - p0 < (int)arg.band ? (int)arg.p - p0 : (int)arg.band;
+  const int k_all = OF_LAYER(K, k), flipped = OF_LAYER(FLIPPED, flipped), pad_h = OF_LAYER(PAD_H, pad_h), pad_w = OF_LAYER(PAD_W, pad_w);
+  const int w_end = (int)arg.w, q_end = (int)arg.q, x_plane = (int)arg.h * w_end, y_plane = (int)arg.p * q_end;
+  const int top = p0 * STRIDE - pad_h, below = top + (rows - 1) * STRIDE + R;
+  const int h0 = top > 0 ? top : 0, h_end = below < (int)arg.h ? below : (int)arg.h;
+  const int x_first = OVER(first, OF_LAYER(MULTIPLIER, multiplier), by_multiplier);
+  const int x_last = OVER(first + planes - 1, OF_LAYER(MULTIPLIER, multiplier), by_multiplier);
+  const index_t x_begin = x_first * (index_t)x_plane + h0 * w_end, y_begin = first * (index_t)y_plane + p0 * q_end;
+  const int x_shift = (int)(x_begin & (VECTOR - 1)), y_shift = (int)(y_begin & (VECTOR - 1));
+  const int x_run = (x_last - x_first) * x_plane + (h_end - h0) * w_end, y_run = (planes - 1) * y_plane + rows * q_end;
+  const int pitch = (int)arg.pitch, plane_pitch = (int)arg.x_rows * pitch;
+
+  LOCAL_MEM_POINTER acc_t* const filter = room;
+  LOCAL_MEM_POINTER acc_t* const out = room + (int)arg.filters;
+  LOCAL_MEM_POINTER acc_t* const in = out + (int)arg.y_room;
+  for (int i = LID_0 * 4; i < (int)arg.x_room; i += THREADS * 4) {
+    const acc_t zeros[4] = {0, 0, 0, 0};
+    LOCAL_STORE_VEC(in + i, zeros)
+  }
+  for (int i = LID_0; i < planes * (R * S); i += THREADS) {
+    const int plane = i / (R * S), tap = i - plane * (R * S), k = first + plane - divided(first + plane, arg.by_k) * k_all;
+    filter[i] = LOAD(w, (index_t)k * (R * S) + (flipped ? R * S - 1 - tap : tap));
+  }
+  local_barrier();
+  for (int start = LID_0 * VECTOR - x_shift; start < x_run; start += AT_ONCE * THREADS * VECTOR) {
+    acc_t v[AT_ONCE][VECTOR];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      const int i = start + j * THREADS * VECTOR;
+      if (i >= x_run) continue;
+      if (x_begin + i + VECTOR <= (index_t)arg.x_size) LOAD_RUN(v[j], x, x_begin + i)
+      else  // the array ends within the vector
+        for (int e = 0; e < VECTOR; ++e) v[j][e] = x_begin + i + e < (index_t)arg.x_size ? LOAD(x, x_begin + i + e) : (acc_t)0;
+    }
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; ++j) {
+      const int i = start + j * THREADS * VECTOR, begun = i > 0 ? i : 0;
+      if (i >= x_run) continue;
+      const int above = divided(begun, arg.by_w), plane = divided(above, arg.by_h);
+      int column = begun - above * w_end, row = above - plane * (int)arg.h;
+      LOCAL_MEM_POINTER acc_t* to = in + plane * plane_pitch + (h0 - top + row) * pitch + pad_w + column;
+#pragma unroll
+      for (int e = 0; e < VECTOR; ++e) {
+        if (i + e < 0 || i + e >= x_run) continue;
+        *to++ = v[j][e];
+        if (++column == w_end) {
+          column = 0, to += pitch - w_end;
+          if (++row == (int)arg.h) row = 0, to += plane_pitch - (int)arg.h * pitch;
+        }
+      }
+    }
+  }
+  local_barrier();
+
+  EPILOGUE_FLAGS
+  const int strips = (int)arg.strips, tasks = ((planes - 1) * strips + (rows + ROWS - 1) / ROWS) * q_end;
+  for (int task = LID_0; task < tasks; task += THREADS) {
+    const int row = divided(task, arg.by_q), column = task - row * q_end, plane = divided(row, arg.by_strips), p = p0 + (row - plane * strips) * ROWS;
+    const int k = first + plane - divided(first + plane, arg.by_k) * k_all;
+    const int of_x = OVER(first + plane, OF_LAYER(MULTIPLIER, multiplier), by_multiplier) - x_first;
+    acc_t taps[R * S], sum[ROWS];
+#pragma unroll
+    for (int i = 0; i < R * S; ++i) taps[i] = filter[plane * (R * S) + i];
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) sum[i] = 0;
+    const LOCAL_MEM_POINTER acc_t* at = in + of_x * plane_pitch + (p - p0) * STRIDE * pitch + column * STRIDE;
+#pragma unroll
+    for (int j = 0; j < MEETS; ++j) {
+      acc_t v[S];
+#pragma unroll
+      for (int s = 0; s < S; ++s) v[s] = at[s];
+#pragma unroll
+      for (int r = 0; r < R; ++r)
+        if (j >= r && (j - r) % STRIDE == 0 && (j - r) / STRIDE < ROWS) {
+#if DTYPE >= 32
+          acc_t part = v[0] * taps[r * S];
+#pragma unroll
+          for (int s = 1; s < S; ++s) part += v[s] * taps[r * S + s];
+          sum[(j - r) / STRIDE] += part;
+#else  // rounding the result loses more
+#pragma unroll
+          for (int s = 0; s < S; ++s) sum[(j - r) / STRIDE] += v[s] * taps[r * S + s];
+#endif
+        }
+      at += pitch;
+    }
+    const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);
+    const int place = plane * y_plane + (p - p0) * q_end + column;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+      const acc_t r = p + i < p0 + rows ? RESIDUAL_AT(y_begin + place + i * q_end) : NOTHING;
+      FINISH(sum[i], times, plus, r)
+    }
+    ACTIVATE(sum, ROWS)
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+      if (p + i < p0 + rows) out[y_shift + place + i * q_end] = sum[i];
+  }
+  local_barrier();
+
+  const index_t to = y_begin - y_shift;
+  for (int i = LID_0 * VECTOR; i < y_shift + y_run; i += THREADS * VECTOR) {
+    if (i >= y_shift && i + VECTOR <= y_shift + y_run) {
+      acc_t v[VECTOR];
+      LOCAL_LOAD_RUN(v, out + i)
+      STORE_RUN(y, to + i, v)
+    } else {  // others' elements lie beside
+      for (int e = 0; e < VECTOR; ++e)
+        if (i + e >= y_shift && i + e < y_shift + y_run) STORE(y, to + i + e, out[i + e]);
+    }
+  }
+}

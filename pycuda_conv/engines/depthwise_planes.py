@@ -1,0 +1,265 @@
+"""Depthwise layers of small filters whose planes lie one behind another, NCHW: ``cu/depthwise_planes.cu``.
+
+A block's share of the input is a run of memory, as is its share of the result, so that both move at memory's speed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import BY_RULE, Config
+from pycuda_conv.engines.geometry import accumulator_bytes, arguments, ceil, needs_64_bits
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+THREADS, ROWS = 128, 8  # of a block; pixels of a thread, one below the other
+VECTOR = 8  # elements that are moved at once, at most
+FILTERS, STRIDES = (3, 5, 7), (1, 2)
+#: KiB of shared memory of a block at most, the quickest in general first.
+UNITS = (24, 12, 48)
+
+
+@dataclass(frozen=True)
+class DepthwisePlanes(Config):
+    """Shared memory that a block may take at most, in KiB, which decides how many planes or rows it has: ``depthwise_planes.cu``."""
+
+    UNIT_KIB: int = UNITS[0]
+
+
+CONFIGS = (DepthwisePlanes,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = False
+
+
+class DepthwisePlanesArguments(NamedTuple):
+    """The struct of ``depthwise_planes.cu``, which says what its members are."""
+
+    planes: int
+    all_planes: int
+    band: int
+    bands: int
+    by_bands: int
+    strips: int
+    by_strips: int
+    k: int
+    by_k: int
+    multiplier: int
+    by_multiplier: int
+    h: int
+    by_h: int
+    w: int
+    by_w: int
+    p: int
+    q: int
+    by_q: int
+    pad_h: int
+    pad_w: int
+    flipped: int
+    filters: int
+    y_room: int
+    x_room: int
+    x_rows: int
+    pitch: int
+    x_size: int
+    has_scale: int
+    has_bias: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+# ---- what runs
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the engine can't run on `device`, or None if it can."""
+    return None if device.backend == "cuda" else "it needs a GPU"
+
+
+def refusal(problem: ConvProblem, config: DepthwisePlanes) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.UNIT_KIB not in UNITS:
+        return f"UNIT_KIB must be one of {', '.join(map(str, UNITS))}"
+    unit = _unit(problem, config)
+    if unit is None:
+        return f"a plane's {ROWS} rows take more than {config.UNIT_KIB} KiB of shared memory"
+    if unit.blocks > GRID_LIMIT:
+        return f"its grid is larger than {GRID_LIMIT:,} blocks"
+    return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the unit, or None if it can."""
+    (_, r, s), (_, stride_h, stride_w) = problem.filter_size, problem.stride
+    if problem.groups != problem.C or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
+        return "it takes one input channel a group and two spatial axes"
+    if problem.padding_before[0] or problem.padding_after[0] or problem.stride[0] != 1:
+        return "it takes one input channel a group and two spatial axes"
+    if r != s or r not in FILTERS or stride_h != stride_w or stride_h not in STRIDES or problem.dilation[1:] != (1, 1):
+        return "it takes filters of 3x3, 5x5 and 7x7, strides of 1 and 2, and no dilation"
+    if problem.direction != "fprop" and (problem.K != problem.C or stride_h != 1):
+        return "of gradients it computes those of the input, of a layer with as many channels out as in and without a stride"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    if problem.N * problem.K >= 2**31:
+        return "it counts planes in 32 bits"
+    return None
+
+
+class _Unit(NamedTuple):
+    """What a block computes."""
+
+    planes: int
+    band: int  # rows of the result
+    bands: int
+    strips: int  # tasks below one another
+    x_rows: int  # of a plane of the input in shared memory, with the zeros above and below
+    blocks: int
+    tasks: int
+    filters: int  # numbers of shared memory: of the filters, of the run of y, of x
+    y_room: int
+    x_room: int
+
+    @property
+    def room(self) -> int:
+        """Numbers of shared memory."""
+        return self.filters + self.y_room + self.x_room
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _unit(problem: ConvProblem, config: DepthwisePlanes) -> _Unit | None:
+    """The unit that fits into the shared memory of `config` and leaves the fewest threads without a task; None where none fits."""
+    numbers = config.UNIT_KIB * 1024 // accumulator_bytes(problem)
+    found = [unit for unit in _units(problem, numbers) if unit.room <= numbers]
+    return max(found, key=lambda unit: (unit.tasks / ceil(unit.tasks, THREADS), unit.tasks)) if found else None
+
+
+def _units(problem: ConvProblem, numbers: int) -> Iterator[_Unit]:
+    """Units of whole planes that fill half of so many numbers or more; where not even one plane fits, bands of one."""
+    (_, h, _), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
+    all_planes, strips, pitch, pad_h = problem.N * problem.K, ceil(p, ROWS), _pitch(problem), _padding(problem)[0]
+
+    def unit(planes: int, band: int, strips: int, x_rows: int) -> _Unit:
+        bands = ceil(p, band)
+        rooms = planes * r * s, planes * band * q + VECTOR, planes * x_rows * pitch + s
+        return _Unit(planes, band, bands, strips, x_rows, ceil(all_planes, planes) * bands, planes * strips * q, *map(_rounded, rooms))
+
+    x_rows = max((strips * ROWS - 1) * stride + r, h + pad_h)
+    most = min(numbers // (x_rows * pitch + p * q + r * s), all_planes)
+    for planes in range(max(1, most // 2), most + 1):
+        yield unit(planes, p, strips, x_rows)
+    if most <= 1:
+        for band in range(ROWS, p, ROWS):
+            yield unit(1, band, band // ROWS, (band - 1) * stride + r)
+
+
+def _padding(problem: ConvProblem) -> tuple[int, int]:
+    """Rows and columns outside the image that the first pixel of the result meets."""
+    (_, pad_h, pad_w), (_, r, s) = problem.padding_before, problem.filter_size
+    return (r - 1 - pad_h, s - 1 - pad_w) if problem.direction == "dgrad" else (pad_h, pad_w)
+
+
+def _pitch(problem: ConvProblem) -> int:
+    """Numbers from one row of the input to the next in shared memory: between them are as many zeros as either side asks for."""
+    pad, w, q = _padding(problem)[1], problem.operand_size[2], problem.result_size[2]
+    return w + max(pad, (q - 1) * problem.stride[2] + problem.filter_size[2] - pad - w)
+
+
+def _rounded(numbers: int) -> int:
+    return ceil(numbers, VECTOR) * VECTOR
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: DepthwisePlanes, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    (_, h, w), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
+    unit = _unit(problem, config)
+    assert unit is not None
+    (pad_h, pad_w), flipped = _padding(problem), int(problem.direction == "dgrad")
+    told = arguments(
+        DepthwisePlanesArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
+        strips=unit.strips, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
+        flipped=flipped, filters=unit.filters, y_room=unit.y_room, x_room=unit.x_room, x_rows=unit.x_rows, pitch=_pitch(problem),
+        x_size=problem.N * problem.C * h * w, **finish(problem),
+    )  # fmt: skip
+    defines = {
+        "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "R": r, "S": s, "STRIDE": stride,
+    }  # fmt: skip
+    layer = finish_constants(told) | {"K": told.k, "MULTIPLIER": told.multiplier, "PAD_H": pad_h, "PAD_W": pad_w, "FLIPPED": told.flipped}
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    shared = unit.room * accumulator_bytes(problem)
+    return Schedule.plain(
+        [[KernelLaunch("depthwise_planes", defines, unit.blocks, THREADS, buffers, (), shared=shared, arguments=told, layer=layer)]]
+    )
+
+
+def filter_key(problem: ConvProblem, config: DepthwisePlanes) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: DepthwisePlanes) -> Hashable:
+    """The same for all."""
+    return DepthwisePlanes
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a filter, a stride and a type."""
+    for taps in FILTERS:
+        yield TextFamily(
+            "depthwise_planes",
+            {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG, "R": (taps,), "S": (taps,), "STRIDE": STRIDES},
+        )
+
+
+# ---- the choice
+
+CLOCK = 1700.0  # cycles a microsecond
+MEMORY = 3.6e6  # bytes a microsecond
+BEGIN = 2.0  # microseconds of a launch
+ALONE = 1.5  # microseconds that a block waits for memory
+RESIDENT = {3: 8, 5: 6, 7: 4}  # blocks of a multiprocessor, as registers allow
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwisePlanes]:
+    """The configurations worth comparing for `problem`."""
+    return (config for config in map(DepthwisePlanes, UNITS) if refusal(problem, config) is None)
+
+
+def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float:
+    """Microseconds that `config` should take: memory, or the multiprocessors' instructions, or a block after the other."""
+    unit = _unit(problem, config)
+    assert unit is not None
+    taps, stride = problem.filter_size[1], problem.stride[1]
+    task = ((ROWS - 1) * stride + taps) * (2 * taps + 4) + ROWS * taps * (taps + 1) + 100  # instructions
+    moved = 12 * (math.prod(problem.operand_size) + math.prod(problem.result_size)) / (32 * 4 * THREADS)
+    warps = THREADS // 32
+    cycles = ceil(unit.tasks, THREADS) * task + moved * unit.planes / (unit.bands if unit.bands > 1 else 1)  # of a scheduler
+    if problem.dtype == "float64":
+        cycles *= 2
+    fit = min(RESIDENT[taps], 227 * 1024 // (unit.room * accumulator_bytes(problem) + 1024))
+    of_each = ceil(unit.blocks, device.multiprocessors)
+    busy = 1.3 * of_each * cycles * warps / 4 / CLOCK
+    waits = ceil(of_each, fit) * (ALONE + cycles / CLOCK)
+    read, written = math.prod(problem.input_shape), math.prod(problem.result_shape)
+    elements = read + written * (2 if problem.has_residual else 1)
+    return BEGIN + max(busy, waits, problem.itemsize * elements / MEMORY)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes] | None:
+    """The configuration that should be the fastest: by rule where it fills the machine and every channel has one result."""
+    found = [(time(problem, config, device), config) for config in configs(problem, device)]
+    if not found:
+        return None
+    us, config = min(found, key=lambda pair: pair[0])
+    return (BY_RULE if problem.K == problem.C else us), config
