@@ -2,17 +2,16 @@
 //
 // The sum, the layouts and the uses are those of direct_tile.cu, for filters of R x S taps without dilation. A block of that one reads a window
 // number by number, each with a place of its own to work out and four borders to look at. Here a block reads whole planes, or a band of
-// whole rows of one: a run of memory, by vectors of 16 bytes, whatever the sizes are; so it writes. In shared memory zeros lie round the
-// image, so that nothing is asked while it is multiplied. The sum of every row of the filter is added up by itself, unless the result has
-// 16 bits: short sums lose less.
+// whole rows of one: a run of memory, by vectors of 16 bytes, whatever the sizes are; so it writes. What is outside the image is
+// looked for where a row passes by, once a thread and row. The sum of every row of the filter is added up by itself, unless the result has 16
+// bits: short sums lose less.
 //
 // Sizes    They are arguments; R, S and STRIDE are defined. With LAYER, the layer's channels and epilogue are constants.
 // Mapping  block -> a unit: PLANES planes of y, or BAND rows of one plane. GID_0 = group of planes * bands + band.
 //          thread -> tasks, THREADS apart: ROWS pixels of a column, one below the other; task = (plane * strips + strip) * Q + column.
 //          The rows of x that a task meets pass by from the top down, S numbers of each, and meet the rows of the filter, all in registers.
 // Memory   shared (LOCAL_ROOM), in acc_t: the filters of the planes, FILTERS numbers; the run of y, Y_ROOM numbers, begun as far
-//          behind a vector's beginning as it lies in memory; planes of x, X_ROWS rows of PITCH numbers each, of which the first PAD_H and the
-//          first PAD_W are outside the image. What is outside on the right are the next row's first numbers.
+//          behind a vector's beginning as it lies in memory; the run of x, likewise.
 //          All loads of a block are on their way at once; several blocks of a multiprocessor load, multiply and store by turns.
 //
 // By hand: nvcc -cubin cu/depthwise_planes.cu
@@ -30,11 +29,10 @@ typedef struct DepthwisePlanesArguments {
   long_t band, bands, by_bands;               // rows of y of a unit; units of a plane, 1 where a unit has several planes
   long_t strips, by_strips;                   // tasks below one another in a unit
   long_t k, by_k, multiplier, by_multiplier;  // channels of y; of them, of a channel of x
-  long_t h, by_h, w, by_w, p, q, by_q;        // sizes of a plane of x and y
+  long_t h, w, p, q, by_q;                    // sizes of a plane of x and y
   long_t pad_h, pad_w;
   long_t flipped;                             // whether the filter's last tap comes first
-  long_t filters, y_room, x_room;             // numbers of shared memory
-  long_t x_rows, pitch;                       // of a plane of x there
+  long_t filters, y_room;                     // numbers of shared memory
   long_t x_size;                              // elements of x
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } DepthwisePlanesArguments;
@@ -78,45 +76,31 @@ KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM d
   const index_t x_begin = x_first * (index_t)x_plane + h0 * w_end, y_begin = first * (index_t)y_plane + p0 * q_end;
   const int x_shift = (int)(x_begin & (VECTOR - 1)), y_shift = (int)(y_begin & (VECTOR - 1));
   const int x_run = (x_last - x_first) * x_plane + (h_end - h0) * w_end, y_run = (planes - 1) * y_plane + rows * q_end;
-  const int pitch = (int)arg.pitch, plane_pitch = (int)arg.x_rows * pitch;
 
   LOCAL_MEM_POINTER acc_t* const filter = room;
   LOCAL_MEM_POINTER acc_t* const out = room + (int)arg.filters;
   LOCAL_MEM_POINTER acc_t* const in = out + (int)arg.y_room;
-  for (int i = LID_0 * 4; i < (int)arg.x_room; i += THREADS * 4) {
-    const acc_t zeros[4] = {0, 0, 0, 0};
-    LOCAL_STORE_VEC(in + i, zeros)
-  }
   for (int i = LID_0; i < planes * (R * S); i += THREADS) {
     const int plane = i / (R * S), tap = i - plane * (R * S), k = first + plane - divided(first + plane, arg.by_k) * k_all;
     filter[i] = LOAD(w, (index_t)k * (R * S) + (flipped ? R * S - 1 - tap : tap));
   }
-  local_barrier();
-  for (int start = LID_0 * VECTOR - x_shift; start < x_run; start += AT_ONCE * THREADS * VECTOR) {
-    acc_t v[AT_ONCE][VECTOR];
+  {
+    const index_t from = x_begin - x_shift;
+    const int count = x_shift + x_run;
+    for (int start = LID_0 * VECTOR; start < count; start += AT_ONCE * THREADS * VECTOR) {
+      acc_t v[AT_ONCE][VECTOR];
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      const int i = start + j * THREADS * VECTOR;
-      if (i >= x_run) continue;
-      if (x_begin + i + VECTOR <= (index_t)arg.x_size) LOAD_RUN(v[j], x, x_begin + i)
-      else  // the array ends within the vector
-        for (int e = 0; e < VECTOR; ++e) v[j][e] = x_begin + i + e < (index_t)arg.x_size ? LOAD(x, x_begin + i + e) : (acc_t)0;
-    }
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int i = start + j * THREADS * VECTOR;
+        if (i < count && from + i + VECTOR <= (index_t)arg.x_size) LOAD_RUN(v[j], x, from + i)
+      }
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; ++j) {
-      const int i = start + j * THREADS * VECTOR, begun = i > 0 ? i : 0;
-      if (i >= x_run) continue;
-      const int above = divided(begun, arg.by_w), plane = divided(above, arg.by_h);
-      int column = begun - above * w_end, row = above - plane * (int)arg.h;
-      LOCAL_MEM_POINTER acc_t* to = in + plane * plane_pitch + (h0 - top + row) * pitch + pad_w + column;
-#pragma unroll
-      for (int e = 0; e < VECTOR; ++e) {
-        if (i + e < 0 || i + e >= x_run) continue;
-        *to++ = v[j][e];
-        if (++column == w_end) {
-          column = 0, to += pitch - w_end;
-          if (++row == (int)arg.h) row = 0, to += plane_pitch - (int)arg.h * pitch;
-        }
+      for (int j = 0; j < AT_ONCE; ++j) {
+        const int i = start + j * THREADS * VECTOR;
+        if (i >= count) continue;
+        if (from + i + VECTOR <= (index_t)arg.x_size) LOCAL_STORE_RUN(in + i, v[j])
+        else  // the array ends within the vector
+          for (int e = 0; from + i + e < (index_t)arg.x_size; ++e) in[i + e] = LOAD(x, from + i + e);
       }
     }
   }
@@ -126,33 +110,35 @@ KERNEL LAUNCH_BOUNDS(THREADS, RESIDENT) void depthwise_planes(const GLOBAL_MEM d
   const int strips = (int)arg.strips, tasks = ((planes - 1) * strips + (rows + ROWS - 1) / ROWS) * q_end;
   for (int task = LID_0; task < tasks; task += THREADS) {
     const int row = divided(task, arg.by_q), column = task - row * q_end, plane = divided(row, arg.by_strips), p = p0 + (row - plane * strips) * ROWS;
-    const int k = first + plane - divided(first + plane, arg.by_k) * k_all;
+    const int k = first + plane - divided(first + plane, arg.by_k) * k_all, h = p * STRIDE - pad_h, left_w = column * STRIDE - pad_w;
     const int of_x = OVER(first + plane, OF_LAYER(MULTIPLIER, multiplier), by_multiplier) - x_first;
     acc_t taps[R * S], sum[ROWS];
 #pragma unroll
     for (int i = 0; i < R * S; ++i) taps[i] = filter[plane * (R * S) + i];
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) sum[i] = 0;
-    const LOCAL_MEM_POINTER acc_t* at = in + of_x * plane_pitch + (p - p0) * STRIDE * pitch + column * STRIDE;
+    int at = x_shift + of_x * x_plane + (h - h0) * w_end + left_w;
 #pragma unroll
-    for (int j = 0; j < MEETS; ++j) {
-      acc_t v[S];
+    for (int j = 0; j < MEETS; ++j) {  // row h + j of x
+      if (h + j >= 0 && h + j < h_end) {
+        acc_t v[S];
 #pragma unroll
-      for (int s = 0; s < S; ++s) v[s] = at[s];
+        for (int s = 0; s < S; ++s) v[s] = left_w + s >= 0 && left_w + s < w_end ? in[at + s] : (acc_t)0;
 #pragma unroll
-      for (int r = 0; r < R; ++r)
-        if (j >= r && (j - r) % STRIDE == 0 && (j - r) / STRIDE < ROWS) {
+        for (int r = 0; r < R; ++r)
+          if (j >= r && (j - r) % STRIDE == 0 && (j - r) / STRIDE < ROWS) {
 #if DTYPE >= 32
-          acc_t part = v[0] * taps[r * S];
+            acc_t part = v[0] * taps[r * S];
 #pragma unroll
-          for (int s = 1; s < S; ++s) part += v[s] * taps[r * S + s];
-          sum[(j - r) / STRIDE] += part;
+            for (int s = 1; s < S; ++s) part += v[s] * taps[r * S + s];
+            sum[(j - r) / STRIDE] += part;
 #else  // rounding the result loses more
 #pragma unroll
-          for (int s = 0; s < S; ++s) sum[(j - r) / STRIDE] += v[s] * taps[r * S + s];
+            for (int s = 0; s < S; ++s) sum[(j - r) / STRIDE] += v[s] * taps[r * S + s];
 #endif
-        }
-      at += pitch;
+          }
+      }
+      at += w_end;
     }
     const acc_t times = SCALE_OF(k), plus = BIAS_OF(k);
     const int place = plane * y_plane + (p - p0) * q_end + column;

@@ -8,7 +8,6 @@ from reference import DTYPES, assert_close, assert_exact, dgrad, fprop, run
 
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import direct, direct_gemm
-from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
 from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
 
@@ -253,10 +252,10 @@ def test_the_planner_chooses_what_is_legal(case):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_depthwise_gradients_without_stride_are_forward_sums_and_long_single_filters_products(dtype):
+def test_depthwise_gradients_without_stride_are_tiles_and_long_single_filters_products(dtype):
     h200 = SimpleNamespace(backend="cuda", multiprocessors=132, capability=(9, 0), name="", model="")
     depthwise = ConvProblem.gradient("input", 2, (8, 96, 56, 56), (96, 1, 5, 5), (8, 96, 56, 56), padding=2, groups=96, dtype=dtype)
-    assert isinstance(engines.choose(depthwise, h200), DepthwisePlanes)
+    assert isinstance(engines.choose(depthwise, h200), Tile)
     audio = ConvProblem.forward(1, (4, 1, 16000), (256, 1, 400), stride=160, padding=199, dtype=dtype)  # no tile holds its pixels
     assert not isinstance(engines.choose(audio, h200), Single)
 

@@ -19,7 +19,6 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS, ROWS = 128, 8  # of a block; pixels of a thread, one below the other
-VECTOR = 8  # elements that are moved at once, at most
 FILTERS, STRIDES = (3, 5, 7), (1, 2)
 #: KiB of shared memory of a block at most, the quickest in general first.
 UNITS = (24, 12, 48)
@@ -52,9 +51,7 @@ class DepthwisePlanesArguments(NamedTuple):
     multiplier: int
     by_multiplier: int
     h: int
-    by_h: int
     w: int
-    by_w: int
     p: int
     q: int
     by_q: int
@@ -63,9 +60,6 @@ class DepthwisePlanesArguments(NamedTuple):
     flipped: int
     filters: int
     y_room: int
-    x_room: int
-    x_rows: int
-    pitch: int
     x_size: int
     has_scale: int
     has_bias: int
@@ -122,60 +116,40 @@ class _Unit(NamedTuple):
     band: int  # rows of the result
     bands: int
     strips: int  # tasks below one another
-    x_rows: int  # of a plane of the input in shared memory, with the zeros above and below
     blocks: int
     tasks: int
-    filters: int  # numbers of shared memory: of the filters, of the run of y, of x
-    y_room: int
-    x_room: int
-
-    @property
-    def room(self) -> int:
-        """Numbers of shared memory."""
-        return self.filters + self.y_room + self.x_room
+    y_room: int  # numbers of shared memory: of the run of y, of all
+    room: int
 
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _unit(problem: ConvProblem, config: DepthwisePlanes) -> _Unit | None:
     """The unit that fits into the shared memory of `config` and leaves the fewest threads without a task; None where none fits."""
-    numbers = config.UNIT_KIB * 1024 // accumulator_bytes(problem)
-    found = [unit for unit in _units(problem, numbers) if unit.room <= numbers]
+    found = list(_units(problem, config.UNIT_KIB * 1024 // accumulator_bytes(problem)))
     return max(found, key=lambda unit: (unit.tasks / ceil(unit.tasks, THREADS), unit.tasks)) if found else None
 
 
 def _units(problem: ConvProblem, numbers: int) -> Iterator[_Unit]:
-    """Units of whole planes that fill half of so many numbers or more; where not even one plane fits, bands of one."""
-    (_, h, _), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
-    all_planes, strips, pitch, pad_h = problem.N * problem.K, ceil(p, ROWS), _pitch(problem), _padding(problem)[0]
-
-    def unit(planes: int, band: int, strips: int, x_rows: int) -> _Unit:
-        bands = ceil(p, band)
-        rooms = planes * r * s, planes * band * q + VECTOR, planes * x_rows * pitch + s
-        return _Unit(planes, band, bands, strips, x_rows, ceil(all_planes, planes) * bands, planes * strips * q, *map(_rounded, rooms))
-
-    x_rows = max((strips * ROWS - 1) * stride + r, h + pad_h)
-    most = min(numbers // (x_rows * pitch + p * q + r * s), all_planes)
+    (_, h, w), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
+    all_planes, strips, vector = problem.N * problem.K, ceil(p, ROWS), 8
+    most = min((numbers - 3 * vector) // (h * w + p * q + r * s), all_planes)
+    # from half of the room on
     for planes in range(max(1, most // 2), most + 1):
-        yield unit(planes, p, strips, x_rows)
-    if most <= 1:
+        y_room, filters = _rounded(planes * p * q + vector), _rounded(planes * r * s)
+        room = filters + y_room + _rounded(planes * h * w + vector)
+        yield _Unit(planes, p, 1, strips, ceil(all_planes, planes), planes * strips * q, y_room, room)
+    if most < 1:
         for band in range(ROWS, p, ROWS):
-            yield unit(1, band, band // ROWS, (band - 1) * stride + r)
-
-
-def _padding(problem: ConvProblem) -> tuple[int, int]:
-    """Rows and columns outside the image that the first pixel of the result meets."""
-    (_, pad_h, pad_w), (_, r, s) = problem.padding_before, problem.filter_size
-    return (r - 1 - pad_h, s - 1 - pad_w) if problem.direction == "dgrad" else (pad_h, pad_w)
-
-
-def _pitch(problem: ConvProblem) -> int:
-    """Numbers from one row of the input to the next in shared memory: between them are as many zeros as either side asks for."""
-    pad, w, q = _padding(problem)[1], problem.operand_size[2], problem.result_size[2]
-    return w + max(pad, (q - 1) * problem.stride[2] + problem.filter_size[2] - pad - w)
+            y_room, filters = _rounded(band * q + vector), _rounded(r * s)
+            room = filters + y_room + _rounded(((band - 1) * stride + r) * w + vector)
+            if room > numbers:
+                return
+            bands = ceil(p, band)
+            yield _Unit(1, band, bands, band // ROWS, all_planes * bands, band // ROWS * q, y_room, room)
 
 
 def _rounded(numbers: int) -> int:
-    return ceil(numbers, VECTOR) * VECTOR
+    return ceil(numbers, 8) * 8
 
 
 # ---- launches
@@ -186,12 +160,15 @@ def schedule(problem: ConvProblem, config: DepthwisePlanes, device: Device, note
     (_, h, w), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
     unit = _unit(problem, config)
     assert unit is not None
-    (pad_h, pad_w), flipped = _padding(problem), int(problem.direction == "dgrad")
+    _, pad_h, pad_w = problem.padding_before
+    flipped = problem.direction == "dgrad"
+    if flipped:
+        pad_h, pad_w = r - 1 - pad_h, s - 1 - pad_w
     told = arguments(
         DepthwisePlanesArguments, planes=unit.planes, all_planes=problem.N * problem.K, band=unit.band, bands=unit.bands,
         strips=unit.strips, k=problem.K, multiplier=problem.K // problem.C, h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
-        flipped=flipped, filters=unit.filters, y_room=unit.y_room, x_room=unit.x_room, x_rows=unit.x_rows, pitch=_pitch(problem),
-        x_size=problem.N * problem.C * h * w, **finish(problem),
+        flipped=int(flipped), filters=_rounded(unit.planes * r * s), y_room=unit.y_room, x_size=problem.N * problem.C * h * w,
+        **finish(problem),
     )  # fmt: skip
     defines = {
         "DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem)), "R": r, "S": s, "STRIDE": stride,
