@@ -255,8 +255,6 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     if isinstance(config, Wgrad):
         buffers = (INPUT, WEIGHT, result)
     shared = room * accumulator_bytes(problem)
-    if isinstance(config, Tile) and device.backend != "cuda":
-        defines |= _common_filter(problem, config)
     if room and device.backend != "cuda":
         defines["ROOM"], shared = STATIC_SHARED_BYTES // accumulator_bytes(problem), 0
     launch = KernelLaunch(kernel, defines, _grid(problem, config), threads, buffers, (), shared=shared, arguments=arguments, layer=layer)
@@ -295,15 +293,11 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
         h, w, p, q, pad_h, pad_w, r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), int(flipped), **finish(problem),
     )
     elements = r * s + halo_h * halo_w
-    return asdict(config), arguments, _constants(problem, arguments), elements
-
-
-def _common_filter(problem: ConvProblem, config: Tile) -> dict[str, int]:
-    """What is compiled into ``direct_tile.cu`` of a common filter on OpenCL; on a GPU ``depthwise_planes.cu`` is for these."""
-    (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
+    layer = _constants(problem, arguments)
     if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
-        return {"R": r, "S": s, "STRIDE_H": stride_h, "STRIDE_W": stride_w, "DIL_H": 1, "DIL_W": 1}
-    return {}
+        names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
+        return asdict(config) | {name: layer[name] for name in names}, arguments, layer, elements
+    return asdict(config), arguments, layer, elements
 
 
 def _batched(problem: ConvProblem, config: Batched) -> Made:
@@ -409,7 +403,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         for tile in _tiles(device):
             of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
             yield TextFamily("direct_tile", of_tile)
-            for taps, stride in product((3, 5, 7), (1, 2)) if tile.TILE_P > 1 and device.backend != "cuda" else ():
+            for taps, stride in product((3, 5, 7), (1, 2)) if tile.TILE_P > 1 else ():
                 elements = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
                 layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1}
                 if elements * acc <= STATIC_SHARED_BYTES:
