@@ -669,7 +669,8 @@ def _wait_until_idle(client: Any, futures: list[Any]) -> None:
     def writing(dask_worker: Any) -> bool:
         return any(task.key in keys for task in dask_worker.state.executing)
 
-    until = time.monotonic() + 30
+    until, idle = time.monotonic() + 30, 0
     with suppress(Exception):  # workers that are gone write nothing
-        while any(client.run(writing).values()) and time.monotonic() < until:
+        while idle < 3 and time.monotonic() < until:  # a task may begin before its worker hears that it is cancelled
+            idle = 0 if any(client.run(writing).values()) else idle + 1
             time.sleep(0.1)
