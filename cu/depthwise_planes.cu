@@ -42,7 +42,7 @@ typedef struct DepthwisePlanesArguments {
 #define VECTOR (DTYPE >= 32 ? 4 : 8)  // elements
 #define AT_ONCE (DTYPE >= 32 ? 4 : 2)    // vectors that a thread loads before it stores any
 #define MEETS ((ROWS - 1) * STRIDE + R)  // rows of x of a task
-#define RESIDENT (DTYPE == 64 ? (R * S <= 9 ? 4 : 2) : R * S <= 9 ? 8 : R * S <= 25 ? 6 : 4)
+#define RESIDENT (DTYPE == 64 ? (R * S <= 9 ? 4 : 2) : R * S <= 9 ? 7 : R * S <= 25 ? 6 : 4)
 
 #if DTYPE >= 32
 #define LOAD_RUN LOAD_VEC

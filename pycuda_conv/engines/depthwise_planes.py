@@ -205,7 +205,7 @@ CLOCK = 1700.0  # cycles a microsecond
 MEMORY = 3.6e6  # bytes a microsecond
 BEGIN = 2.0  # microseconds of a launch
 ALONE = 1.5  # microseconds that a block waits for memory
-RESIDENT = {3: 8, 5: 6, 7: 4}  # blocks of a multiprocessor, as registers allow
+RESIDENT = {3: 7, 5: 6, 7: 4}  # blocks of a multiprocessor, as registers allow
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwisePlanes]:
