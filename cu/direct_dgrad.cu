@@ -11,12 +11,12 @@
 // Sizes    They are arguments. With UNROLLED, R, S, EVERY_H and EVERY_W are defined, and the loops over a plane of the filter are unrolled.
 //          With LAYER, all numbers but the batch, the sizes of images and what follows from these are constants; AXES is their number then.
 // Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds
-//          what they bring in that order.
+//          what they bring in that order; of float64, a tap's or some channels' first: short sums lose less.
 // Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.
 //          thread -> one pixel times BLOCK_C channels.
-// Memory   shared (LOCAL_ROOM): the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums.
+// Memory   shared (LOCAL_ROOM): the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums, of float64 twice.
 // Split    With split > 1 every part goes to a workspace [split][size of x] without the epilogue, and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_dgrad.cu
@@ -51,10 +51,14 @@ typedef struct DgradArguments {
 #ifdef UNROLLED
 #define CHANNELS_OUTSIDE for (int k = 0; k < k_end; ++k)
 #define CHANNELS_INSIDE
+#define END_OF_TAP
+#define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) ADD_UP
 #define UNROLL_TAPS _Pragma("unroll")
 #else
 #define CHANNELS_OUTSIDE
 #define CHANNELS_INSIDE _Pragma("unroll 8") for (int k = 0; k < k_end; ++k)
+#define END_OF_TAP ADD_UP
+#define END_OF_CHANNEL
 #define UNROLL_TAPS
 #endif
 #ifndef AXES
@@ -102,6 +106,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
 
   acc_t sum[BLOCK_C];
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = 0;
+#if DTYPE != 64
+#define few sum
+#define ADD_UP {}
+#else
+  acc_t few[BLOCK_C];
+  for (int j = 0; j < BLOCK_C; ++j) few[j] = 0;
+#define ADD_UP                                           \
+  _Pragma("unroll") for (int c = 0; c < BLOCK_C; ++c) {  \
+    sum[c] += few[c];                                    \
+    few[c] = 0;                                          \
+  }
+#endif
 
   const int k_first = part * (int)arg.run, k_last = k_first + (int)arg.run < kg ? k_first + (int)arg.run : kg;
   for (int k0 = k_first; k0 < k_last; k0 += block_k) {
@@ -114,25 +130,28 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
     local_barrier();
     if (inside) {
       const int k_end = k0 + block_k < k_last ? block_k : k_last - k0;
-      CHANNELS_OUTSIDE
-      for (int t = first_t, o = first_o; t < t_end; t += every_d, o -= back_d)
-        UNROLL_TAPS
-        for (int i = 0; i < (R + EVERY_H - 1) / EVERY_H; ++i) {
-          const int r = first_r + i * EVERY_H, p = first_p - i * back_h;
+      CHANNELS_OUTSIDE {
+        for (int t = first_t, o = first_o; t < t_end; t += every_d, o -= back_d)
           UNROLL_TAPS
-          for (int j = 0; j < (S + EVERY_W - 1) / EVERY_W; ++j) {
-            const int s = first_s + j * EVERY_W, q = first_q - j * back_w;
-            if (r < R && s < S && (unsigned)o < (unsigned)o_end && (unsigned)p < (unsigned)p_end && (unsigned)q < (unsigned)q_end) {
-              const index_t y_at = y_image + k0 * y_plane + ((index_t)o * p_end + p) * q_end + q;
-              const int tap = ((t * R) + r) * S + s;
-              CHANNELS_INSIDE {
-                const acc_t v = LOAD(y, y_at + k * y_plane);
+          for (int i = 0; i < (R + EVERY_H - 1) / EVERY_H; ++i) {
+            const int r = first_r + i * EVERY_H, p = first_p - i * back_h;
+            UNROLL_TAPS
+            for (int j = 0; j < (S + EVERY_W - 1) / EVERY_W; ++j) {
+              const int s = first_s + j * EVERY_W, q = first_q - j * back_w;
+              if (r < R && s < S && (unsigned)o < (unsigned)o_end && (unsigned)p < (unsigned)p_end && (unsigned)q < (unsigned)q_end) {
+                const index_t y_at = y_image + k0 * y_plane + ((index_t)o * p_end + p) * q_end + q;
+                const int tap = ((t * R) + r) * S + s;
+                CHANNELS_INSIDE {
+                  const acc_t v = LOAD(y, y_at + k * y_plane);
 #pragma unroll
-                for (int c = 0; c < BLOCK_C; ++c) sum[c] += v * filter[(k * taps + tap) * BLOCK_C + c];
+                  for (int c = 0; c < BLOCK_C; ++c) few[c] += v * filter[(k * taps + tap) * BLOCK_C + c];
+                }
+                END_OF_TAP
               }
             }
           }
-        }
+        END_OF_CHANNEL
+      }
     }
     local_barrier();
   }

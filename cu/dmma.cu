@@ -5,8 +5,8 @@
 //   A[m, (c,t,r,s)]     = w[w_base + g*w_group + m*w_row + c*w_channel + t*w_t + r*w_r + s*w_s]
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
-// It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. A chain
-// has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
+// It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
+// CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
 // of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows of k would
 // lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
 //
@@ -19,7 +19,7 @@
 //          whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
 //          apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
 //          arrives in the register where the instruction wants it.
-// Registers  32 sums of 8 bytes a thread, of a chain and of all: 128 of 255 registers.
+// Registers  32 sums of 8 bytes a thread; with CHAINS twice, of a chain and of all: 128 of 255 registers.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
@@ -38,6 +38,7 @@ typedef double acc_t;
 #define WARPS_K 1       // warps that share a stage's k
 #define STAGES 6
 #define MIN_BLOCKS 2
+#define CHAINS 1        // sums are cut
 #define A_VEC 2         // elements of A that a copy takes: 2 where k runs contiguously in w and rows begin at 16 bytes
 #define B_IN_ROWS_OF_K 0  // whether x is copied along k, whose elements are neighbours in it, or along pixels
 #define B_VEC 1         // elements of B that a copy takes
@@ -254,7 +255,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   write_table(STAGES - 1);
 
-  double sum[FRAGMENTS_M][FRAGMENTS_N][4], total[FRAGMENTS_M][FRAGMENTS_N][4];
+  double sum[FRAGMENTS_M][FRAGMENTS_N][4];
+#if CHAINS
+  double total[FRAGMENTS_M][FRAGMENTS_N][4];
+#else
+  auto& total = sum;
+#endif
 #pragma unroll
   for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
@@ -262,6 +268,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[i][j][e] = total[i][j][e] = 0;
   auto promote = [&] {  // a long chain of sums would lose more
+#if CHAINS
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
@@ -271,6 +278,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           total[i][j][e] += sum[i][j][e];
           sum[i][j][e] = 0;
         }
+#endif
   };
 
   const int warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M % WARPS_N * WARP_N, warp_k = WARPS_K > 1 ? warp : 0;

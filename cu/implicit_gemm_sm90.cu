@@ -21,7 +21,7 @@
 //          floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64
 //          channels, swizzled.
 // y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
-//          The sums of these registers can't be promoted meanwhile, so only the first stage's hi.hi is multiplied then; the others' follows.
+//          The sums of these registers can't be promoted meanwhile, so only the first stage's hi.hi is multiplied then; the second one's follows.
 //          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
 // Halo     PATCH_ROWS = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
 //          tile's pixels are patches of 8 columns x PATCH_ROWS rows of an image, and x is loaded once for all taps (each pixel once for each tap
@@ -123,9 +123,9 @@ static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
 static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 // parts of a patch, each written while a stage of the next one is multiplied
-constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
-[[maybe_unused]] constexpr int EARLY = PATCH_ROWS ? PARTS : 2;  // stages of three products that are multiplied while the tile before is stored
-static_assert(!PATCH_ROWS || PRODUCTS == 1 || STAGES >= PARTS, "those stages are held");
+[[maybe_unused]] constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
+[[maybe_unused]] constexpr int EARLY = 2;  // stages of three products that are multiplied while the tile before is stored
+static_assert(!PATCH_ROWS || PRODUCTS == 1 || STAGES > EARLY, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
 static_assert(PHASES == 1 || (PHASES == 4 && !PATCH_ROWS && !POINTWISE), "a block meets all phases");
@@ -1090,21 +1090,34 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
   Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], stored >> phase_bits(shapes)), consumer, scale_n, scale_k, scale, bias);
 #if PRODUCTS == 3
-  // Where the tile's second and third stage lie, if they were multiplied while the tile before was stored: their main products are missing.
-  Place put_off[EARLY > 1 ? EARLY - 1 : 1];
-  // The products of the tile's stage that comes next, its `number`th, while registers hold the tile before: a main sum of one stage, for the sum of
-  // several would lose more to cuts, and all cross products.
+  // The products of the tile's stage that comes next, its first or second, while registers hold the tile before. The second one's main products and
+  // half of its cross products are put off: a main sum of two stages would lose more to cuts, and nothing can be promoted yet.
   auto multiply_early = [&](auto number) {
     constexpr int n = decltype(number)::value;
     arrived();
     wgmma_fence();
     const Place of = place();
     if (n == 0) multiply_limbs(main, of, 0, 0, true);
-    else put_off[n > 0 ? n - 1 : 0] = of;
     multiply_limbs(cross, of, 0, 1, n == 0);
-    multiply_limbs(cross, of, 1, 0, false);
+    if (n == 0) multiply_limbs(cross, of, 1, 0, false);
     wgmma_commit();
     advance();
+    if (n == 1) {  // the first stage may be loaded again while the tile before is stored
+      wgmma_wait<1>();
+      give_back(2);
+    }
+  };
+  // where the tile's second stage lies, before the third one is multiplied
+  auto second = [&] {
+    const int stage = at.stage ? at.stage - 1 : STAGES - 1;
+    Place of;
+    of.w = a0 + stage * STAGE_BYTES;
+#if PATCH_ROWS
+    of.x = b0 + x_at.stage * LIMBS * halo_bytes + (shapes.of[0].tap_s > 1 ? dilation_w : dilation_h * halo_w) * SPAN;  // of 3 taps or more
+#else
+    of.x = b0 + stage * STAGE_BYTES;
+#endif
+    return of;
   };
 #else
   // the products of the stage that comes next; `fresh` begins new sums
@@ -1162,7 +1175,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     rows = next;
 #else
     for_all<PARTS>([&](auto part) {
-      if (step < range.last) {
+      constexpr int number = decltype(part)::value;
+      if (number < EARLY && step < range.last) {
         multiply_early(part);
         ++step;
       }
@@ -1202,35 +1216,22 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
     wgmma_arrived(main);
     wgmma_arrived(cross);
     const int early = step - range.first;
-    if (any) give_back(early);
+    if (early == 1) give_back(1);
 #pragma unroll
     for (int i = 0; i < WGMMA_N / 2; ++i) {
       total[i] = any ? main[i] : 0;
       cross[i] = any ? cross[i] : 0;
     }
-#pragma unroll
-    for (int number = 1; number < EARLY; ++number) {
-      if (number >= early) break;
+    auto plain = [](float, float last) { return last; };
+    // The products of a stage and some pairs of limbs. `add` adds the main sum to the total while the cross products are under way.
+    auto multiply_and_add = [&](const Place& of, bool both, auto add) {
       wgmma_fence();
-      multiply_limbs(main, put_off[number - 1], 0, 0, true);
-      wgmma_commit();
-      wgmma_wait<0>();
-      wgmma_arrived(main);
-#pragma unroll
-      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] += main[i];
-      give_back(early - number);
-    }
-    // the next stage, whose main sum `add` adds to the total while the cross products are under way
-    auto multiply_next = [&](auto add) {
-      arrived();
-      wgmma_fence();
-      const Place of = place();
       multiply_limbs(main, of, 0, 0, true);
       wgmma_commit();
-      multiply_limbs(cross, of, 0, 1, false);
+      if (both) multiply_limbs(cross, of, 0, 1, false);
       multiply_limbs(cross, of, 1, 0, false);
       wgmma_commit();
-      advance();
+      if (both) advance();
       wgmma_wait<1>();
       wgmma_arrived(main);
 #pragma unroll
@@ -1239,15 +1240,21 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
       wgmma_arrived(cross);
       give_back(1);
     };
-    for (; step + 1 < range.last; ++step) multiply_next([](float, float last) { return last; });
-    const bool promote_last = step < range.last;
-    if (promote_last) {
+    auto multiply_next = [&](auto add) {
+      arrived();
+      multiply_and_add(place(), true, add);
+    };
+    if (early == 2) multiply_and_add(second(), false, plain);  // what was put off
+    for (; step + 1 < range.last; ++step) multiply_next(plain);
+    if (step < range.last) {
       const Promoted promoted(range.last - range.first);
       multiply_next([&](float so_far, float last) { return promoted.last(so_far, last); });
-    }
-    const float part = promote_last ? 0 : 2048 * lost_in(4);
 #pragma unroll
-    for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i] + give_back_lost(total[i], part), 0x1p-11f, total[i]);
+      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i], 0x1p-11f, total[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < WGMMA_N / 2; ++i) total[i] = fmaf(cross[i] + give_back_lost(total[i], 2048 * lost_in(4)), 0x1p-11f, total[i]);
+    }
 #else
     for (; step < range.last; ++step) {
       multiply_stage(step == range.first);

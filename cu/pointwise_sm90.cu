@@ -7,8 +7,7 @@
 //   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
 //
 // TF32 takes a float32 number's exponent and the first 11 bits of it, so that nothing has to be scaled: Inf, NaN and 1e-38 are numbers
-// like others (a NaN that is one by its last 13 bits alone, which no arithmetic makes, counts as Inf). LIMBS = 2, fp32 accuracy: a number
-// is what TF32 takes of it and the rest, TF32 again; the product of two rests is left out (2^-22). The products of the firsts are added
+// like others. LIMBS = 2, fp32 accuracy: a number is itself rounded to TF32 and the rest, TF32 again; the product of two rests is left out (2^-24). The products of the firsts are added
 // into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross products stay there. Method: Ootomo and
 // Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
 //
@@ -119,12 +118,19 @@ DEVICE uint32_t rounded(float v) {
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
   return bits;
 }
-DEVICE float truncated(float v) { return __uint_as_float(__float_as_uint(v) & ~0x1fffu); }
 // The second limb is so much larger than what the first one leaves, so that it is there as long as v is no subnormal.
 constexpr float LARGER = 512;
 
-// An element of A: the product itself truncates it to the first limb. The second one of Inf and NaN, 0x7fffffff + 0x1000, is next to 0.
-DEVICE uint32_t rest(float v) { return __float_as_uint((v - truncated(v)) * LARGER) + 0x1000; }
+// An element of A: rounded, so that its rest has one bit less, and TF32 takes all of that but 2^-24 of v. What would become Inf is the largest number. So is
+// Inf, and its rest is Inf. The rest of NaN, 0x7fffffff + 0x1000, is next to 0.
+DEVICE float first_limb(float v) {
+  uint32_t bits;
+  float high;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(high) : "f"(__uint_as_float(bits)), "f"(__uint_as_float(0x7f7fe000)));
+  return high;
+}
+DEVICE uint32_t rest(float v, float first) { return __float_as_uint((v - first) * LARGER) + 0x1000; }
 
 // An element of B: rounded, so that what is left out, the products of second limbs, has both signs; but for what would become Inf.
 struct Split {
@@ -188,8 +194,8 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
   }
 }
 
-// What three products' sums lose: the cuts of sums of 4 steps, 0.86e-7, less what the rests of cut numbers gain, which are rounded away from zero.
-[[maybe_unused]] constexpr float PROMOTED = 0.48e-7f * 16 / 15;
+// What three products' sums lose: sums of 4 steps, in the mean.
+[[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
 DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, uint32_t empty, Position& at) {
   total.clear();
@@ -220,8 +226,9 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
         for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            a[i][block][e] = LIMBS == 2 ? __float_as_uint(v[block][e]) : rounded(v[block][e]);
-            low[i][block][e] = rest(v[block][e]);
+            const float first = first_limb(v[block][e]);
+            a[i][block][e] = LIMBS == 2 ? __float_as_uint(first) : rounded(v[block][e]);
+            low[i][block][e] = rest(v[block][e], first);
           }
       }
       wgmma_fence();

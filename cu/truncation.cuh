@@ -27,8 +27,7 @@ struct Promoted {
   // The last stage's sum and, where rounding took something, what to give back of all stages; `so_far` are the others.
   __device__ __forceinline__ float last(float so_far, float last) const {
     const float sum = so_far + last;
-    float part = fabsf(fmaf(last, stages, -sum)) < 0.5f * fabsf(sum) ? steady : other;
-    part = __float_as_uint(sum) & 15 ? part : 0;
-    return fmaf(sum, part, last);
+    const float part = fabsf(fmaf(last, stages, -sum)) < 0.5f * fabsf(sum) ? steady : other;
+    return fmaf(sum, __float_as_uint(sum) & 15 ? part : 0, last);
   }
 };

@@ -1004,13 +1004,13 @@ def tf32(values: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(values), ((bits + 0x1000) & 0xFFFFE000).view(np.float32), values.astype(np.float32))
 
 
-def tf32_limbs(values: np.ndarray, count: int, truncates: bool) -> list[np.ndarray]:
+def tf32_limbs(values: np.ndarray, count: int) -> list[np.ndarray]:
     values = values.astype(np.float32)
     if count == 1:
         return [tf32(values).astype(float)]
     cut = (values.view(np.uint32) & 0xFFFFE000).view(np.float32)
     with np.errstate(invalid="ignore"):
-        high = cut if truncates else np.where(np.isinf(tf32(values)), cut, tf32(values))
+        high = np.where(np.isinf(tf32(values)), cut, tf32(values))
         return [high.astype(float), np.where(np.isfinite(values), tf32((values - high) * np.float32(LARGER)), 0).astype(float)]
 
 
@@ -1021,7 +1021,7 @@ def split_filter(step, memory: Memory) -> None:
     row, c = np.arange(rows)[:, None], np.arange(padded)
     at = row * row_step + np.minimum(c, channels - 1) * channel_step
     values = np.where(c < channels, inside(memory.view(w, "float32"), at), np.float32(0))
-    for i, limb in enumerate(tf32_limbs(values, step.defines["LIMBS"], False)):
+    for i, limb in enumerate(tf32_limbs(values, step.defines["LIMBS"])):
         store(memory.view(limbs, "float32"), (i * rows + row) * padded + c, limb.astype(np.float32))
 
 
@@ -1045,7 +1045,7 @@ def pointwise_product(step, memory: Memory) -> None:
             if define["WGRAD"]:
                 image, pixel = divmod(k, s.boxes)
                 a = boxed(a_map, memory, (32 * pixel, row * 8 * warp_rows, image))[0]
-                b = tf32_limbs(boxed(b_map, memory, (32 * pixel, column * columns, image))[0], limbs, False)
+                b = tf32_limbs(boxed(b_map, memory, (32 * pixel, column * columns, image))[0], limbs)
             else:
                 if turned:
                     boxes = [divmod(s.busy * row + warp, s.boxes) for warp in range(s.busy)]
@@ -1054,7 +1054,7 @@ def pointwise_product(step, memory: Memory) -> None:
                 else:
                     a = boxed(a_map, memory, (32 * k, row * 8 * warp_rows, 0))[0]
                 b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(limbs)]
-            high, *low = tf32_limbs(a, limbs, True)
+            high, *low = tf32_limbs(a, limbs)
             with np.errstate(invalid="ignore", over="ignore"):
                 main += high @ b[0].T
                 for rest in low:

@@ -222,7 +222,7 @@ def test_every_text_compiles_without_spilling_much(tmp_path):
             for step in (launch for launches in dmma.schedule(asked.launched, config, device).whole for launch in launches):
                 if step.file == "dmma" or step.kernel == "dmma":
                     texts.setdefault((arch, step.source()), step)
-    assert len({key for key in texts if key[0] == "sm_90"}) <= 17  # two tiles, two ways to copy A, four to copy B, and the filter's
+    assert len({key for key in texts if key[0] == "sm_90"}) <= 25  # two tiles, one of them for two kinds of sums, two ways to copy A, four to copy B, and the filter's
 
     def compiled(item):
         number, (arch, source) = item

@@ -362,13 +362,13 @@ def test_float64(problem, config):
 
 @pytest.mark.parametrize("tile", [(64, 64), (32, 32)])
 def test_a_long_sum_of_float64_is_no_chain_of_roundings(tile):
-    problem = dmma.problem("y", (1, 1024, 4, 4), (16, 1024, 1, 1))
+    problem = dmma.problem("x", (1, 16, 4, 4), (1024, 16, 1, 1))
     first, second = dmma.operands(problem, dmma.normals)
-    products = second.reshape(16, 1024, 1) * first.reshape(1, 1024, 16)
+    products = second.reshape(1024, 16).T[:, :, None] * first.reshape(1, 1024, 16)
     chain = np.zeros((16, 16))
     for k in range(1024):
         chain += products[:, k]
-    exact = np.einsum("kc,cp->kp", second.reshape(16, 1024).astype(np.longdouble), first.reshape(1024, 16).astype(np.longdouble))
+    exact = np.einsum("kc,cp->kp", second.reshape(1024, 16).T.astype(np.longdouble), first.reshape(1024, 16).astype(np.longdouble))
     got, _ = run_dmma(problem, dmma.Dmma(*tile), make=dmma.normals)
     assert np.linalg.norm((got.reshape(16, 16) - exact).astype(float)) < 0.5 * np.linalg.norm((chain - exact).astype(float))
 

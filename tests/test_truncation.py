@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 import truncation
-from truncation import one_product, shrinkage, three_products
+from truncation import one_product, rounded, shrinkage, three_products, three_tf32_products
 
 import pycuda_conv as pc
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
@@ -28,6 +28,8 @@ def test_the_kernels_constants_are_the_models():
     text = (KERNEL_DIR / "truncation.cuh").read_text()
     for name in ("CUT", "STEADY"):
         assert float(re.search(rf"{name} = ([\d.e-]+)f", text)[1]) * 16 / 15 == getattr(truncation, name)
+    pointwise = (KERNEL_DIR / "pointwise_sm90.cu").read_text()
+    assert float(re.search(r"PROMOTED = ([\d.e-]+)f", pointwise)[1]) * 16 / 15 == truncation.PROMOTED
 
 
 @pytest.mark.parametrize("depth", [64, 128, 192, 576, 1152, 2304])
@@ -38,6 +40,20 @@ def test_three_products_have_no_bias(kind, depth):
     found, error = shrinkage(three_products(x, w), exact)
     before, _ = shrinkage(three_products(x, w, give_back=False), exact)
     assert abs(found) < 1e-8 + 4 * error and before < -4e-8  # 0.8 of the factor itself
+
+
+@pytest.mark.parametrize("depth", [64, 256])
+@pytest.mark.parametrize("kind", ["signed", "relu"])
+def test_three_products_in_tf32_have_no_bias_and_are_closer_than_a_chain(kind, depth):
+    x, w = operands(kind, depth)
+    exact, chain = x.T @ w, np.zeros((SIDE, SIDE))
+    for k in range(depth):
+        chain = rounded(chain + np.multiply.outer(x[k], w[k]))
+    got = three_tf32_products(x, w)
+    found, error = shrinkage(got, exact)
+    before, _ = shrinkage(three_tf32_products(x, w, give_back=False), exact)
+    assert abs(found) < 1e-8 + 4 * error and before < -4e-8
+    assert np.linalg.norm(got - exact) < np.linalg.norm(chain - exact)  # what plain cores make of it
 
 
 @pytest.mark.parametrize("depth", [192, 576, 2304])
@@ -61,7 +77,8 @@ def test_one_product_has_no_bias(depth):
 @pytest.mark.parametrize("depth", [64, 576, 2304])
 def test_small_integers_stay_exact(depth):
     x, w = operands("integers", depth)
-    assert (three_products(x, w) == x.T @ w).all() and (one_product(x, w)[0] == x.T @ w).all()
+    for found in three_products(x, w), three_tf32_products(x, w), one_product(x, w)[0]:
+        assert (found == x.T @ w).all()
 
 
 # ---- on a GPU: a million results

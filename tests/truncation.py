@@ -92,6 +92,38 @@ def three_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.n
     return rounded(total + cross / 2048) / (x_scale * w_scale)
 
 
+def tf32(v: np.ndarray) -> np.ndarray:
+    """To TF32, halves to even."""
+    bits = v.astype(np.float32).view(np.uint32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & ~np.uint32(0x1FFF)).view(np.float32).astype(np.float64)
+
+
+def tf32_limbs(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What pointwise_sm90.cu makes of a number: its first limb, and 512 times its rest."""
+    first = tf32(v)
+    return first, tf32((v - first) * 512)
+
+
+PROMOTED = 0.67e-7 * 16 / 15
+
+
+def three_tf32_products(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> np.ndarray:
+    """pointwise_sm90.cu in fp32, of x, [k, m], and w, [k, n]: 32 of k are promoted."""
+    (x_first, x_rest), (w_first, w_rest) = tf32_limbs(x), tf32_limbs(w)
+    total = cross = None
+    for begin in range(0, len(x), 32):
+        main = None
+        for k in range(begin, min(begin + 32, len(x)), TF32_STEP):
+            of = slice(k, k + TF32_STEP)
+            main = tensor_sum(main, x_first[of], w_first[of], TF32_STEP, -126)
+            for a, b in (x_rest, w_first), (x_first, w_rest):
+                cross = tensor_sum(cross, a[of], b[of], TF32_STEP, -126)
+        total = main if total is None else rounded(total + main)
+    if give_back:
+        cross = rounded(cross + given_back(total, 512 * PROMOTED))
+    return rounded(total + cross / 512)
+
+
 def one_product(x: np.ndarray, w: np.ndarray, give_back: bool = True) -> tuple[np.ndarray, np.ndarray]:
     """One fp16 product, all of k in the tensor core; and the exact product of the operands as they were rounded."""
     (x, _, x_scale), (w, _, w_scale) = limbs(x), limbs(w)

@@ -217,7 +217,7 @@ def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     if config.SPLIT != 1:
         return "sums of patches are not split"
     if products(problem) == 3 and config.STAGES < 3:
-        return "three stages are multiplied while the tile before is stored"
+        return "three stages or more: two are multiplied while the tile before is stored, and the next one arrives"
     if _x_stages(problem, config) < 2:
         return "its shared memory leaves no room for what all taps of two tiles meet"
     return None

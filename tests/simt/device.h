@@ -244,6 +244,17 @@ inline u32 to_tf32(float v) {
   const u32 bits = __float_as_uint(v);
   return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0x1000) & 0xffffe000;
 }
+// halves to even
+inline u32 to_tf32_even(float v) {
+  const u32 bits = bits_as<u32>(v);
+  return (bits & 0x7f800000) == 0x7f800000 ? bits : (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000;
+}
+// the smaller magnitude, negative if one of both is; NaN if one is
+inline float least_magnitude(float a, float b) {
+  const u32 x = bits_as<u32>(a), y = bits_as<u32>(b), sizes[2] = {x & 0x7fffffff, y & 0x7fffffff};
+  if (sizes[0] > 0x7f800000 || sizes[1] > 0x7f800000) return bits_as<float>(0x7fffffffu);
+  return bits_as<float>((sizes[0] < sizes[1] ? sizes[0] : sizes[1]) | ((x ^ y) & 0x80000000));
+}
 }  // namespace ptx
 
 // ---- the kernel, as machine.cpp takes it

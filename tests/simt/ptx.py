@@ -116,7 +116,7 @@ def converted(found: re.Match, to: str, *v: str) -> str:
     if found[1] in ("f16x2", "bf16x2"):
         f = "ptx::to_half" if found[1] == "f16x2" else "ptx::to_bfloat16"
         return f"{to} = (ptx::u32){f}({v[0]}) << 16 | {f}({v[1]})"
-    f = {"f16": "to_half", "bf16": "to_bfloat16", "tf32": "to_tf32", "f32": "from_half" if found[2] == "f16" else "from_bfloat16"}[found[1]]
+    f = {"f16": "to_half", "bf16": "to_bfloat16", "tf32": "to_tf32_even" if found[0].startswith("cvt.rn.") else "to_tf32", "f32": "from_half" if found[2] == "f16" else "from_bfloat16"}[found[1]]
     return f"{to} = ptx::{f}({v[0]})"
 
 
@@ -168,6 +168,7 @@ INSTRUCTIONS = {
     ),
     r"cvt(?:\.rn|\.rna)?\.(f16x2|bf16x2|f16|bf16|tf32|f32)\.(f32|f16|bf16)": converted,
     r"mov\.b(?:16|32|64)": move,
+    r"min\.NaN\.xorsign\.abs\.f32": "{0} = ptx::least_magnitude({1}, {2})",
     r"setp\.ne\.b32": "{0} = {1} != {2}",
     r"selp\.\w32": "{0} = {3} ? {1} : {2}",
 }
