@@ -329,7 +329,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, wide=wide_stores(problem.result_channels, config.BLOCK_N, walk.phase), **finish(problem),
+        **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
     )  # fmt: skip
 
 

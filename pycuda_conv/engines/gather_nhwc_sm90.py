@@ -297,7 +297,7 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
         tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        wide=wide_stores(problem.result_channels, config.BLOCK_N, phase), **finish(problem),
+        wide=wide_stores(problem, config.BLOCK_N, phase), **finish(problem),
     )  # fmt: skip
 
 

@@ -66,8 +66,11 @@ def pixel_cycles(nbytes: int) -> float:
     return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
 
 
-def wide_stores(channels: int, columns: int, phase: Phase) -> int:
-    """How tiles of so many columns write pixels of so many channels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
+    """How tiles of so many columns write pixels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+    channels = problem.result_channels
+    if channels * problem.itemsize % 16 == 0:
+        return 3
     if channels % 4 == 0:
         return 1
     return 2 if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0
