@@ -21,6 +21,9 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_stride
 from pycuda_conv.engines.hopper import (
     BEGIN,
     CLOCK,
+    FINISH,
+    FINISHED,
+    JOINED,
     ROW,
     ROW_CYCLES,
     SHARED_BYTES,
@@ -383,9 +386,6 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
 # Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py says what they are.
 MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside loads
 ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 2.6e6, 0.98, 0.16
-#: Sums that a multiprocessor finishes and stores in a microsecond, and to which it adds a residual. Its few warps wait for each
-#: instruction, so the type hardly matters.
-FINISHED, JOINED = 5.4e3, 2.1e3
 FOLLOW = 0.4  # microseconds of a launch behind another one
 
 
@@ -398,7 +398,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
     sums = config.BLOCK_M * config.BLOCK_N
-    end = sums * (4 / ADDED if shared else 1 / FINISHED)
+    end = sums * 4 / ADDED if shared else FINISH + sums * size / FINISHED
     if problem.has_residual:
         end += sums / JOINED
     slots = at_once(device, config.CLUSTER)

@@ -22,10 +22,12 @@ from pycuda_conv.engines.hopper import (
     BEGIN,
     BESIDE,
     CLOCK,
+    FINISH,
+    FINISHED,
+    JOINED,
     MEMORY,
     ROW,
     SHARED_BYTES,
-    STORED,
     at_once,
     map_type,
     stage_channels,
@@ -345,7 +347,10 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     shared, size = config.CLUSTER > 1, problem.itemsize
     copies = config.BLOCK_M * (COPY_CYCLES[_runs(problem).copy] + (ROUND_CYCLES if size == 4 else 0))
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
-    end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
+    sums = config.BLOCK_M * config.BLOCK_N
+    end = sums * 4 / ADDED if shared else FINISH + sums * size / FINISHED
+    if problem.has_residual:
+        end += sums / JOINED
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
     mean = work * (BESIDE if config.BLOCK_M == 64 and jobs > slots else 1)
