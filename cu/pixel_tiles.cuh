@@ -230,12 +230,13 @@ DEVICE uint32_t word_of(float low, float high) {
 }
 #endif
 
-// A consumer's sums of a tile from its registers, where 16 bytes of y belong to one pixel.
-template <bool added_to>
+// A consumer's sums of a tile from its registers, where 16 bytes of y belong to one pixel. `plain`: nothing finishes them.
+template <bool plain>
 DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
                        const data_t* residual, data_t* y) {
   constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
+  const bool added_to = !plain && MAY_ADD && has_residual(shape);
   const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
   long long at[2];
   bool there[2];
@@ -268,8 +269,8 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
             to[i] = to_float(of_channels[min(channel, (int)shape.rows - 1)]);
           }
       };
-      load(scales, has_scale(shape), scale, 1);
-      load(biases, has_bias(shape), bias, -0.f);
+      load(scales, !plain && has_scale(shape), scale, 1);
+      load(biases, !plain && has_bias(shape), bias, -0.f);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float v[AT_ONCE];
@@ -277,9 +278,10 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         for (int i = 0; i < AT_ONCE; ++i) {
           const Finish<false> finish{{scales[i], biases[i]}};
           const float one = sum[(base / 8 + (from + i) / 2) * 4 + 2 * half + i % 2];
-          v[i] = added_to ? finish.whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish.shifted(shape, one, 1);
+          if (plain) v[i] = one;
+          else v[i] = added_to ? finish.whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish.shifted(shape, one, 1);
         }
-        activate(shape, v);
+        if (!plain) activate(shape, v);
 #if TYPE == 32
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) out[half].words[from + i] = __float_as_uint(v[i]);
@@ -302,7 +304,8 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
                        const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
   if (as_runs) {
-    if (MAY_ADD && has_residual(shape)) store_runs<MAY_ADD>(sum, shape, of, scale, bias, residual, y);
+    const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && (MOMENTS || !activation(shape));
+    if (plain) store_runs<true>(sum, shape, of, scale, bias, residual, y);
     else store_runs<false>(sum, shape, of, scale, bias, residual, y);
     if (!MOMENTS) return;
   }
