@@ -26,7 +26,7 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, SIXTEENS = 2, TILE_PIXELS = WARPS * SIXTEENS * 16;
+constexpr int WARPS = 4, THREADS = 32 * WARPS, SIXTEENS = 2;  // of pixels, of a warp
 constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
