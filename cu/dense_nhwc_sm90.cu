@@ -9,7 +9,8 @@
 //          and behind them a warp one thread of which, the producer, asks for x and w. Persistent, unless a cluster shares a tile.
 // Shared   a ring of STAGES stages, 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. full[stage]: the bytes
 //          have arrived; empty[stage]: the consumer warps have read them. Behind the ring, a tile of 16 pixels x 32 channels of sums for each
-//          warp, pitch 40 floats, from which it writes rows of y; and the warps' moments of two such tiles.
+//          warp, pitch 40 floats, from which it writes rows of y where a pixel of y is no multiple of 16 bytes; and the warps' moments of two such
+//          tiles. Otherwise lanes exchange words of their sums and write 16 bytes of a pixel each.
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
 // w        K-major, rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, the gradient of the input in 16 bits: rows of

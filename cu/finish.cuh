@@ -31,6 +31,7 @@ template <class Arguments> DEVICE int has_residual([[maybe_unused]] const Argume
 struct ScaleAndBias {
   float scale, bias;
   ScaleAndBias() = default;
+  DEVICE ScaleAndBias(float scale, float bias) : scale(scale), bias(bias) {}
   template <class Arguments, class T>
   DEVICE ScaleAndBias(const Arguments& arguments, const T* scales, const T* biases, int k)
       : scale(has_scale(arguments) ? to_float(scales[k]) : 1), bias(has_bias(arguments) ? to_float(biases[k]) : -0.f) {}

@@ -37,6 +37,7 @@ constexpr int MN_BLOCK = 64 * 128, MN_BLOCKS = (BLOCK_N + 63) / 64;  // bytes of
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
 constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
+constexpr bool MAY_ADD = !MOMENTS && BLOCK_N < 256;  // moments are of what nothing is added to; the widest tile has no registers for a residual
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
 static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
 static_assert(!MOMENTS || (CLUSTER == 1), "whole sums that nothing is added to");
@@ -91,10 +92,9 @@ DEVICE int place_of(const Phase& shape, int pixel) {
   return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
-// How channels of y are written: one at a time; four neighbours at once; or, where all of a pixel's are in one chunk and pixels follow one
-// another, as neighbours of a warp's whole run of pixels.
-enum Wide { SINGLE, FOURS, RUN };
-
+// How channels of y are written: one at a time; four neighbours at once; where all of a pixel's are in one chunk and pixels follow one
+// another, as neighbours of a warp's whole run of pixels; or 16 bytes at once, from the registers of the sums.
+enum Wide { SINGLE, FOURS, RUN, SIXTEEN_BYTES };
 // Four neighbouring channels of y, and what finishes their sums.
 struct Four {
   int first, count;  // how many there are
@@ -108,9 +108,9 @@ struct Four {
     struct alignas(4 * sizeof(data_t)) Vector {
       data_t v[4];
     };
-    const bool there = place >= 0 && count > 0, wide = (int)shape.wide == FOURS;  // no branch: several stores are made at once
+    const bool there = place >= 0 && count > 0, wide = (int)shape.wide % 2 == 1;  // FOURS, or more; no branch: several stores are made at once
     const long long at = place * shape.rows + first;
-    const bool added_to = !MOMENTS && BLOCK_N < 256 && has_residual(shape);  // moments are of what nothing is added to; the widest tile has no registers
+    const bool added_to = MAY_ADD && has_residual(shape);
     Vector added = {}, out;
     float v[4];
     if (added_to && wide && there) added = *(const Vector*)(residual + at);
@@ -136,7 +136,7 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
   };
   const int count = min(16, (int)shape.pixels - pixel) * (int)shape.rows;
   const long long first = (long long)pixel * shape.rows;  // 16 pixels begin at a multiple of 32 bytes
-  const bool added_to = !MOMENTS && has_residual(shape);
+  const bool added_to = MAY_ADD && has_residual(shape);
   for (int i = threadIdx.x % 32 * 2; i < count; i += 64) {
     float v[2];
     Pair out;
@@ -191,14 +191,128 @@ DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& o
 }
 #endif
 
-// A consumer's sums of a tile, by way of its warps' staging tiles.
+// Words of two lanes whose numbers differ in the bit `beside` change places: the lower lane has a of both then, the other b of both.
+DEVICE void swap_words(uint32_t& a, uint32_t& b, int beside) {
+  const bool upper = threadIdx.x & beside;
+  const uint32_t got = __shfl_xor_sync(~0u, upper ? a : b, beside);
+  a = upper ? got : a;
+  b = upper ? b : got;
+}
+
+// What wgmma leaves to four lanes of a row of sums, turned to runs of 16 bytes, and back.
+constexpr int EIGHTS = 8 / (int)sizeof(data_t);  // of columns, of each of which a lane has two neighbours in a row
+struct Run {
+  uint32_t words[4];
+  DEVICE void turn() {
+    if (EIGHTS == 4) {
+      swap_words(words[0], words[1], 1);
+      swap_words(words[2], words[3], 1);
+      swap_words(words[0], words[2], 2);
+      swap_words(words[1], words[3], 2);
+    } else {
+      swap_words(words[0], words[2], 1);
+      swap_words(words[1], words[3], 1);
+    }
+  }
+  // the channel that a lane's run begins at, among those of the four lanes
+  static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
+};
+
+#if TYPE == 16
+DEVICE uint32_t word_of(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *(const uint32_t*)&both;
+}
+#elif TYPE == 17
+DEVICE uint32_t word_of(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *(const uint32_t*)&both;
+}
+#endif
+
+// A consumer's sums of a tile from its registers, where 16 bytes of y belong to one pixel. `plain`: nothing finishes them.
+template <bool plain>
+DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
+                       const data_t* residual, data_t* y) {
+  constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
+  static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
+  const bool added_to = !plain && MAY_ADD && has_residual(shape);
+  const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
+  long long at[2];
+  bool there[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int place = __shfl_sync(~0u, own, threadIdx.x % 32 / 4 + 8 * half);
+    there[half] = place >= 0;
+    at[half] = place * shape.rows + first;
+  }
+  for_all<BLOCK_N / GROUP>([&](auto group) {
+    constexpr int base = decltype(group)::value * GROUP;
+    const bool real = first + base < (int)shape.rows;
+    Run added[2] = {}, out[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (added_to && there[half] && real) added[half] = *(const Run*)(residual + at[half] + base);
+    if (added_to)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) added[half].turn();
+    for_all<2 * EIGHTS / AT_ONCE>([&](auto part) {
+      constexpr int from = decltype(part)::value * AT_ONCE;
+      float scales[AT_ONCE], biases[AT_ONCE];
+      auto load = [&](float (&to)[AT_ONCE], bool there, const data_t* of_channels, float otherwise) {  // a branch for all of them
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) to[i] = otherwise;
+        if (there)
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i) {
+            const int channel = of.channel + base + (from + i) / 2 * 8 + (int)threadIdx.x % 4 * 2 + i % 2;
+            to[i] = to_float(of_channels[min(channel, (int)shape.rows - 1)]);
+          }
+      };
+      load(scales, !plain && has_scale(shape), scale, 1);
+      load(biases, !plain && has_bias(shape), bias, -0.f);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float v[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const Finish<false> finish{{scales[i], biases[i]}};
+          const float one = sum[(base / 8 + (from + i) / 2) * 4 + 2 * half + i % 2];
+          if (plain) v[i] = one;
+          else v[i] = added_to ? finish.whole(shape, one, 1, to_float(((const data_t*)added[half].words)[from + i])) : finish.shifted(shape, one, 1);
+        }
+        if (!plain) activate(shape, v);
+#if TYPE == 32
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) out[half].words[from + i] = __float_as_uint(v[i]);
+#else
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i += 2) out[half].words[(from + i) / 2] = word_of(v[i], v[i + 1]);
+#endif
+      }
+    });
+#pragma unroll
+    for (int half = 0; half < 2; ++half) out[half].turn();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (there[half] && real) store_word(y + at[half] + base, *(const uint4*)out[half].words);
+  });
+}
+
+// A consumer's sums of a tile, by way of its warps' staging tiles or not.
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
                        const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
+  const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
+  if (as_runs) {
+    const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && (MOMENTS || !activation(shape));
+    if (plain) store_runs<true>(sum, shape, of, scale, bias, residual, y);
+    else store_runs<false>(sum, shape, of, scale, bias, residual, y);
+    if (!MOMENTS) return;
+  }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
   for_all<BLOCK_N / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
-    const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
     __syncwarp();  // the last chunk has been read
 #pragma unroll
     for (int i = 0; i < CHUNK / 8; ++i)
@@ -210,7 +324,8 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     __syncwarp();
     if (BLOCK_N == CHUNK && (int)shape.wide == RUN) {
       store_run(staging, shape, of.pixel + 16 * warp, scale, bias, residual, y);
-    } else {
+    } else if (!as_runs) {
+      const Four four(shape, of.channel + base + 4 * (lane % 8), scale, bias);
       constexpr int BATCH = BLOCK_N > 160 ? 1 : 4;  // fours of rows that are read before the first of them is written, if there are registers
 #pragma unroll(BATCH == 1 ? 1 : 4)
       for (int down = 0; down < 16; down += 4 * BATCH) {

@@ -68,6 +68,27 @@ def test_blocks_of_many_tiles_and_of_one(multiprocessors):
     check(DENSE[2], MODES[-1], DenseNhwc(64, 32, 2), multiprocessors=multiprocessors)
 
 
+#: Tiles whose pixels are multiples of 16 bytes, which are stored from registers, and of which they are not; the widest, which finishes two sums at a time.
+FINISHED = [(case, mode, config) for mode in MODES for case in (DENSE[0], DENSE[2], DENSE[10], DENSE[11]) for config in (DenseNhwc(64, 64, 2), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 256, 2))]
+
+
+@pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids(FINISHED))
+def test_channels_last_tiles_finish_their_sums(case, mode, config):
+    """Bias, scale and residual, with ReLU and with GELU."""
+    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
+    residual = config.BLOCK_N < 256
+    problem = replace(asked(case, mode), has_scale=True, has_residual=residual, activation="relu")
+    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
+    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float) * residual
+    also = r if residual else None
+    assert_exact(simt.computed(problem, config, x, w, b, s, also, seeds=(1,)), np.maximum(ref, 0), config)
+    w = w / w.dtype.type(32)
+    before = case.reference(x, w, b) + r.astype(float) * residual
+    got = simt.computed(replace(asked(case, mode), has_residual=residual, activation="gelu"), config, x, w, b, None, also, seeds=(1,))
+    ref = activated(before, "gelu")
+    assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, config)
+
+
 # ---- implicit_gemm_sm90.cu, pack.cu, direct_gemm.cu, direct_reduce.cu
 
 

@@ -21,14 +21,17 @@ from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_stride
 from pycuda_conv.engines.hopper import (
     BEGIN,
     CLOCK,
+    FINISHED,
     ROW,
     ROW_CYCLES,
     SHARED_BYTES,
     at_once,
+    finished_time,
     image_map,
     load_base,
     map_type,
     pixel_cycles,
+    read_bytes,
     stage_channels,
     unsupported,
     wide_stores,
@@ -329,7 +332,7 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, wide=wide_stores(problem.result_channels, config.BLOCK_N, walk.phase), **finish(problem),
+        **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
     )  # fmt: skip
 
 
@@ -382,10 +385,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
 
 # Fitted to 221 times of 70 problems, 16 bits and TF32, on an H200: root mean square of the error 14%. hopper.py says what they are.
 MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside loads
-ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 2.6e6, 0.98, 0.16
-#: Sums that a multiprocessor finishes and stores in a microsecond, and to which it adds a residual. Its few warps wait for each
-#: instruction, so the type hardly matters.
-FINISHED, JOINED = 5.4e3, 2.1e3
+ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 3.6e6, 0.98, 0.16
+WIDEST_FINISHED = 14e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
 
 
@@ -397,10 +398,9 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
     loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
+    rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
-    end = sums * (4 / ADDED if shared else 1 / FINISHED)
-    if problem.has_residual:
-        end += sums / JOINED
+    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
     us = 0.0
     for group in _launches(walks):
@@ -411,7 +411,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
             mean *= BESIDE
         rounds = ceil(sum(jobs), slots)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
-    moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     lies = problem.direction == "fprop" or mn_major
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return max(us, BEGIN + moved / MEMORY) + transposed

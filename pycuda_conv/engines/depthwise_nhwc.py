@@ -471,12 +471,16 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     What is read and written once takes its time, and so do the instructions: measured on an H200, neither hides the other. Both take longer
     where blocks do not fill the machine. While the last blocks end, it is half empty.
     """
+    waits = 0.0  # of a thread, for one tap after another
+    if isinstance(config, Depthwise) and not (_unrolled(problem) and problem.K == problem.groups):
+        waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
     if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
-        return 3 + problem.macs / 2e6 * 132 / device.multiprocessors
+        return 3 + max(waits, problem.macs / 2e6 * 132 / device.multiprocessors)
     if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel
         narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
-        return 3 + narrow * problem.macs / (LOOPS_OF_FILTER if _of_filter(problem) else LOOPS) * 132 / device.multiprocessors
+        loops = LOOPS_OF_FILTER if _of_filter(problem) else LOOPS
+        return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     at_once = work.blocks * multiprocessors
@@ -494,6 +498,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
 
 #: Multiplications a microsecond of 132 multiprocessors, where loops are not unrolled.
 LOOPS, LOOPS_OF_FILTER = 3.1e6, 2.2e6
+#: Microseconds that a thread waits for a tap there, and for each element of its tile: images of few pixels take as long as that.
+TAP_WAIT, ELEMENT_WAIT = 0.27, 0.083
 
 
 class _Work(NamedTuple):

@@ -20,14 +20,14 @@ from pycuda_conv.engines.hopper import (
     ADDED,
     AGAIN,
     BEGIN,
-    BESIDE,
     CLOCK,
     MEMORY,
     ROW,
     SHARED_BYTES,
-    STORED,
     at_once,
+    finished_time,
     map_type,
+    read_bytes,
     stage_channels,
     unsupported,
     wide_stores,
@@ -297,7 +297,7 @@ def _arguments(problem: ConvProblem, config: GatherNhwc) -> GatherPhase:
         tap_s=runs.taps[2], **by_axis("dilation_", phase.dilation), depth=depth, height=high, width=wide, channels=problem.operand_channels,
         pixels=problem.N * plane, **by_axis("stride_", phase.stride), **by_axis("low_", [-pad for pad in phase.pad]), load_plane=plane,
         load_pq=height * width, load_q=width, plane=plane, pq=height * width, q=width, **written,
-        wide=wide_stores(problem.result_channels, config.BLOCK_N, phase), **finish(problem),
+        wide=wide_stores(problem, config.BLOCK_N, phase), **finish(problem),
     )  # fmt: skip
 
 
@@ -324,9 +324,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-#: Cycles of a multiprocessor for a row of a stage that is copied, by the bytes of a copy; and to round it.
-COPY_CYCLES, ROUND_CYCLES = {16: 4.5, 4: 10.0}, 2.0
-MULTIPLIED = 1.5  # of the tensor core's cycles: what products take beside loads
+#: Cycles of a multiprocessor for a row of a stage that is copied, by the bytes of a copy; and to round it. On an H200 16-bit tiles took
+#: 6.1 to 8.7 of copies of 16 bytes, the same whether two small ones shared a multiprocessor or not.
+COPY_CYCLES, ROUND_CYCLES = {16: 6.6, 4: 15.0}, 2.0
+MULTIPLIED = 2.1  # of the tensor core's cycles: what products take beside loads
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[GatherNhwc]:
@@ -345,14 +346,14 @@ def time(problem: ConvProblem, config: GatherNhwc, device: Device) -> float:
     shared, size = config.CLUSTER > 1, problem.itemsize
     copies = config.BLOCK_M * (COPY_CYCLES[_runs(problem).copy] + (ROUND_CYCLES if size == 4 else 0))
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, copies) / CLOCK
-    end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if shared else size / STORED)
+    sums = config.BLOCK_M * config.BLOCK_N
+    end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N)
     slots, jobs = at_once(device, config.CLUSTER), math.prod(_tiles(problem, config)) * config.CLUSTER
     work = ceil(_stages(problem), config.CLUSTER) * step + end
-    mean = work * (BESIDE if config.BLOCK_M == 64 and jobs > slots else 1)
     rounds = ceil(jobs, slots)
-    us = BEGIN + max(work, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
+    us = BEGIN + max(work, rounds * work + (AGAIN * (rounds - 1) if shared else 0))
     elements = math.prod(problem.filter_size) * problem.operand_channels
-    moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+    moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     lies = problem.direction == "fprop" and elements * size % 16 == 0
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY
     return max(us, BEGIN + moved / MEMORY) + transposed

@@ -22,6 +22,9 @@ ROW_CYCLES = 3.1  # of a tensor load, for each row
 FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same of rows shorter than 128 bytes, of a multiple of 32 bytes, and of others
 MEMORY = 3.5e6  # bytes a microsecond
 STORED = 18.6e3  # bytes of a 16-bit result a microsecond and multiprocessor
+#: Of tiles that cu/pixel_tiles.cuh stores: bytes of the result a microsecond and multiprocessor, from registers; sums by way of shared
+#: memory, in which the type hardly matters; and elements of a residual that a microsecond adds.
+FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
 BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of blocks, where they do not persist
 ADDED = 17.7e3  # bytes of sums a microsecond and multiprocessor that a cluster adds up
 BESIDE = 0.8  # of the time of two small tiles one after the other, if they share a multiprocessor
@@ -66,8 +69,37 @@ def pixel_cycles(nbytes: int) -> float:
     return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
 
 
-def wide_stores(channels: int, columns: int, phase: Phase) -> int:
-    """How tiles of so many columns write pixels of so many channels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = FINISHED) -> float:
+    """Microseconds that a tile of so many pixels and channels takes at its end: columns that are there are finished and stored.
+
+    Where a pixel is no multiple of 16 bytes all columns go through shared memory.
+    """
+    channels, sums = problem.result_channels, rows * columns
+    if channels * problem.itemsize % 16:
+        us = sums / STAGED
+    else:
+        sums = rows * channels // math.ceil(channels / columns)
+        us = sums * problem.itemsize / rate
+    return us + (sums / JOINED if problem.has_residual else 0.0)
+
+
+def read_bytes(problem: ConvProblem) -> float:
+    """Bytes of the input that are read: those of rows, columns and slices that the taps step over are not."""
+    part = 1.0
+    if problem.direction == "fprop":
+        for taps, stride in zip(problem.filter_size[:2], problem.stride[:2], strict=True):
+            part *= min(1.0, taps / stride)
+        # neighbouring columns share lines of memory unless a pixel's channels fill some
+        if problem.operand_channels * problem.itemsize >= ROW:
+            part *= min(1.0, problem.filter_size[2] / problem.stride[2])
+    return part * problem.itemsize * problem.N * problem.operand_channels * math.prod(problem.operand_size)
+
+
+def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
+    """How tiles of so many columns write pixels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+    channels = problem.result_channels
+    if channels * problem.itemsize % 16 == 0:
+        return 3
     if channels % 4 == 0:
         return 1
     return 2 if channels <= columns == CHUNK and phase.step == (1, 1, 1) else 0

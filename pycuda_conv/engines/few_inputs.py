@@ -1,0 +1,307 @@
+"""Convolutions of channels-last arrays with few channels, on tensor cores: ``cu/few_inputs.cu``.
+
+The other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here the channels of a row of
+taps, which are neighbours in memory, follow one another in the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "FewInputs", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
+]  # fmt: skip
+
+WARPS = 4  # of a block
+TILE_PIXELS = 128  # of a block
+COLUMNS = (16, 32, 64, 128)  # of a tile
+CHANNELS = (16, 32, 48, 64)  # of the result, of a block
+WORD = 4  # bytes
+STEP_WORDS = 8  # words of gemm k that are multiplied at once
+MOST_CHANNELS = 8  # of problems that it is for: more of them fill rows of the other engines
+BANKS = 128  # bytes that shared memory reads at once
+
+
+@dataclass(frozen=True)
+class FewInputs(Config):
+    """Channels of the result of a block of ``few_inputs.cu``, and columns of its tiles."""
+
+    BLOCK_N: int = 64
+    COLUMNS: int = 32
+
+
+CONFIGS = (FewInputs,)
+LAYOUTS = ("NHWC",)
+TENSOR_CORES = True
+
+
+class FewInputsArguments(NamedTuple):
+    """The struct of ``few_inputs.cu``, which says what its members are."""
+
+    workers: int
+    by_workers: int
+    tiles: int
+    tiles_w: int
+    by_tiles_w: int
+    tiles_h: int
+    by_tiles_h: int
+    out_d: int
+    by_out_d: int
+    columns: int
+    by_columns: int
+    rows: int
+    k: int
+    steps: int
+    words: int
+    row_words: int
+    by_row_words: int
+    run: int
+    tap_s: int
+    by_tap_s: int
+    tap_r: int
+    by_tap_r: int
+    c: int
+    by_c: int
+    w_k: int
+    w_c: int
+    w_tap: int
+    tap_first: int
+    tap_step: int
+    depth: int
+    height: int
+    width: int
+    patch: int
+    patch_rows: int
+    by_patch_rows: int
+    patch_columns: int
+    by_patch_columns: int
+    pitch: int
+    stride_d: int
+    stride_h: int
+    stride_w: int
+    low_d: int
+    low_h: int
+    low_w: int
+    dilation_d: int
+    dilation_h: int
+    dilation_w: int
+    p: int
+    q: int
+    table_at: int
+    patch_at: int
+    copy_at: int
+    wide: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.layout != "NHWC" or problem.groups != 1 or problem.direction not in ("fprop", "dgrad"):
+        return "it takes arrays with their channels last, of one group"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
+        return "it computes gradients of convolutions without stride"
+    if problem.dilation[2] > 1 and problem.dilation[2] * problem.operand_channels * problem.itemsize % WORD:
+        return "taps that are apart begin at multiples of 4 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts elements in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: FewInputs) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.BLOCK_N not in CHANNELS or config.COLUMNS not in COLUMNS:
+        return f"BLOCK_N must be one of {', '.join(map(str, CHANNELS))}, and COLUMNS one of {', '.join(map(str, COLUMNS))}"
+    tile = _tile(problem, config)
+    if tile.shared > SHARED_BYTES:
+        return f"the filter and a patch of the input take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if tile.tiles * tile.chunks > GRID_LIMIT:
+        return f"it has more than {GRID_LIMIT:,} tiles"
+    return None
+
+
+class _Tile(NamedTuple):
+    """The tile of a configuration."""
+
+    rows: int
+    tiles_w: int
+    tiles_h: int
+    tiles: int  # of a chunk of channels
+    chunks: int
+    run: int  # elements of a row of taps, or of a tap, whose words follow one another
+    row_words: int
+    words: int  # of gemm k
+    steps: int
+    patch_rows: int  # of a slice
+    patch: int  # rows of all slices
+    patch_columns: int  # elements
+    pitch: int
+    table_at: int
+    patch_at: int
+    copy_at: int
+    shared: int
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
+    (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, problem.operand_channels, problem.itemsize
+    _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
+    _, dilation_h, dilation_w = problem.dilation
+    each, rows = WORD // size, TILE_PIXELS // config.COLUMNS
+    run = channels * (s if dilation_w == 1 else 1)
+    row_words = ceil(run, each)
+    words = t * r * (1 if dilation_w == 1 else s) * row_words
+    steps = ceil(words, STEP_WORDS)
+    patch_rows = (rows - 1) * stride_h + (r - 1) * dilation_h + 1
+    patch_columns = ((config.COLUMNS - 1) * stride_w + (s - 1) * dilation_w + 1) * channels
+    pitch = ceil(patch_columns + each - 1, each) * each  # the last word may have an element behind the row
+    table_at = steps * config.BLOCK_N * STEP_WORDS * WORD
+    patch_at = table_at + steps * STEP_WORDS * 2 * WORD
+    nbytes = ceil(t * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
+    twice = size == 2 and stride_w * channels % 2 == 1
+    tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
+    return _Tile(
+        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, ceil(problem.result_channels, config.BLOCK_N), run, row_words, words,
+        steps, patch_rows, t * patch_rows, patch_columns, pitch, table_at, patch_at, nbytes if twice else 0,
+        patch_at + nbytes * (2 if twice else 1),
+    )  # fmt: skip
+
+
+def _resident(tile: _Tile) -> int:
+    """Blocks that a multiprocessor has room for."""
+    return max(1, min(4, 2 * SHARED_BYTES // (tile.shared + 1024)))
+
+
+def _workers(tile: _Tile, device: Device) -> int:
+    """Blocks that share the tiles of a chunk of channels."""
+    return min(tile.tiles, max(1, ceil(device.multiprocessors * _resident(tile), tile.chunks)))
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
+    _, k, c = filter_strides(problem)
+    last = (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+    plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
+    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, last)]])
+
+
+def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int]) -> KernelLaunch:
+    """The launch, of a filter with so many elements from one channel of the result, one of the input, and one tap to the next."""
+    tile, forward = _tile(problem, config), problem.direction == "fprop"
+    depth, height, width = problem.operand_size
+    o, p, q = problem.result_size
+    reach = [(n - 1) * d for n, d in zip(problem.filter_size, problem.dilation, strict=True)]
+    # the gradient is a convolution with the taps in reverse
+    low = [-pad if forward else pad - far for pad, far in zip(problem.padding_before, reach, strict=True)]
+    taps = math.prod(problem.filter_size)
+    w_k, w_c, w_tap = filter_steps
+    neighbours = 8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4
+    workers = _workers(tile, device)
+    told = arguments(
+        FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o, columns=config.COLUMNS,
+        rows=tile.rows, k=problem.result_channels, steps=tile.steps, words=tile.words, row_words=tile.row_words, run=tile.run,
+        tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2], tap_r=problem.filter_size[1], c=problem.operand_channels,
+        w_k=w_k, w_c=w_c, w_tap=w_tap, tap_first=0 if forward else taps - 1, tap_step=1 if forward else -1, depth=depth, height=height,
+        width=width, patch=tile.patch, patch_rows=tile.patch_rows, patch_columns=tile.patch_columns, pitch=tile.pitch,
+        **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", low), **by_axis("dilation_", problem.dilation),
+        p=p, q=q, table_at=tile.table_at, patch_at=tile.patch_at, copy_at=tile.copy_at,
+        wide=int(problem.result_channels % neighbours == 0), **finish(problem),
+    )  # fmt: skip
+    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N}
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    return KernelLaunch(
+        "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
+        layer=finish_constants(told),
+    )  # fmt: skip
+
+
+def filter_key(problem: ConvProblem, config: FewInputs) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
+    """All tiles add up gemm k in its order."""
+    return FewInputs
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the type and the channels of a block."""
+    yield TextFamily("few_inputs", {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS})
+
+
+# ---- the choice
+
+CLOCK = 1700.0  # cycles a microsecond
+BEGIN = 3.0  # microseconds of a launch with its first loads
+MEMORY = 3.3e6  # bytes a microsecond
+STEP_CYCLES = 6.0  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
+EIGHT_CYCLES = 1.6
+LOAD_CYCLES = 7.0  # of a multiprocessor, for what a warp's 32 lanes load of a patch
+STORE_CYCLES = 5.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
+TILE_CYCLES = 3000.0  # of a block, for a tile: loads, barriers
+FILTER_CYCLES = 12.0  # of a block, for 32 words of the filter
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
+    """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none for many channels."""
+    if problem.operand_channels > MOST_CHANNELS or why_not(problem):
+        return
+    channels = problem.result_channels
+    for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
+        tiles = [FewInputs(block, columns) for columns in COLUMNS]
+        found = [tile for tile in tiles if refusal(problem, tile) is None]
+        if found:
+            yield from found
+            return
+
+
+def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
+    """Microseconds that `config` should take: a block's tiles, each its loads, products and stores; or memory."""
+    tile, eights = _tile(problem, config), config.BLOCK_N // 8
+    products = WARPS * tile.steps * (STEP_CYCLES + EIGHT_CYCLES * 2 * eights)
+    loading = ceil(tile.patch * tile.patch_columns, 32) * LOAD_CYCLES
+    storing = TILE_PIXELS // 16 * eights * STORE_CYCLES
+    workers = _workers(tile, device)
+    together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
+    busy = products + loading + storing
+    each = max(TILE_CYCLES + busy / 2, together * busy)
+    filled = TILE_CYCLES + tile.steps * eights * 64 / 32 * FILTER_CYCLES
+    us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    return BEGIN + max(us, moved / MEMORY)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

@@ -1,0 +1,250 @@
+"""Convolutions of channels-last arrays with few channels (``few_inputs.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import simt
+from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
+from test_implicit_gemm import (
+    H200,
+    NVCC,
+    Arrays,
+    asked,
+    bound,
+    check_compiled,
+    check_not_finite,
+    check_on_gpu,
+    dtype_of,
+    ids_of,
+    side_by_side,
+    torch,  # noqa: F401 -- a fixture
+)
+from test_kernels import check_refused
+
+from pycuda_conv import ConvProblem, Plan, engines
+from pycuda_conv.engines import few_inputs as fi
+from pycuda_conv.engines.few_inputs import FewInputs
+from pycuda_conv.tools import families
+
+on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
+
+#: Tails of channels, rows and columns; pixels that begin at odd elements, and rows of taps that end there; strides, padding, dilation, one to three axes; taps that
+#: are beside one another and apart; gradients, which take the taps in reverse.
+CASES = [
+    fprop((2, 3, 19, 40), (20, 3, 3, 3), stride=2, padding=1), fprop((1, 3, 15, 37), (24, 3, 3, 3), padding=1), fprop((1, 1, 20, 33), (16, 1, 7, 7), stride=2, padding=3),
+    fprop((2, 4, 9, 12), (70, 4, 4, 4), stride=4), fprop((1, 3, 9, 50), (33, 3, 5, 5), padding=2), fprop((2, 1, 300), (32, 1, 10), stride=5), fprop((1, 2, 90), (13, 2, 3), padding=1),
+    fprop((1, 3, 5, 12, 14), (40, 3, 3, 3, 3), padding=1), fprop((1, 4, 14, 15), (12, 4, 3, 3), dilation=2, padding=2), fprop((1, 5, 14, 15), (9, 5, 2, 3), dilation=(2, 1), stride=(3, 1), padding=1),
+    fprop((1, 2, 11, 12), (48, 2, 3, 2), padding=((0, 2), (3, 1))), fprop((40, 1, 3, 3), (128, 1, 1, 1)),
+    dgrad((2, 3, 9, 8), (3, 40, 3, 3), padding=1), dgrad((1, 1, 12, 20), (1, 16, 5, 5), padding=2), dgrad((1, 4, 7, 9), (4, 20, 3, 2), dilation=(2, 3), padding=1), dgrad((1, 2, 3, 4, 9), (2, 24, 1, 3, 3), padding=(0, 1, 1)),
+]  # fmt: skip
+
+
+def tiles(case: Case, mode: str) -> list[FewInputs]:
+    """All that run it."""
+    every = (FewInputs(block, columns) for block in fi.CHANNELS for columns in fi.COLUMNS)
+    return [config for config in every if fi.refusal(asked(case, mode), config) is None]
+
+
+#: Each case in each mode, with a tile of its own.
+RUNS = [(case, mode, tiles(case, mode)[(5 * i + 3 * j) % len(tiles(case, mode))]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
+
+
+def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=seeds, **options), case.reference(*arrays), config)
+
+
+@on_cpu
+@pytest.mark.parametrize(("case", "mode", "config"), RUNS, ids=ids_of(RUNS))
+def test_integers_are_exact(case, mode, config):
+    check(case, mode, config, (1,))
+    check(case, mode, config, (2,), filter_last=True)
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", MODES)
+def test_random_data(mode):
+    for case in (CASES[0], CASES[4], CASES[12]):
+        arrays = case.normals(dtype_of(mode), seed=1)
+        ref = case.reference(*arrays)
+        for config in tiles(case, mode)[::5]:
+            assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
+
+
+@on_cpu
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+def test_blocks_of_many_tiles_and_of_one(multiprocessors):
+    for case in (CASES[0], CASES[7]):
+        check(case, MODES[-1], FewInputs(32, 16), (1,), multiprocessors=multiprocessors)
+
+
+@on_cpu
+def test_all_tiles_give_the_same_bits():
+    case, mode = CASES[4], MODES[-1]
+    arrays = case.normals(dtype_of(mode), seed=3)
+    found = {simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes() for config in tiles(case, mode)}
+    assert len(found) == 1
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("channels", [24, 19])
+def test_the_epilogue(mode, channels):
+    """Bias, scale, residual and ReLU; then each activation, with a residual and without; of pixels that are written at once, and not."""
+    case, config = fprop((2, 3, 7, 9), (channels, 3, 3, 3), padding=1), FewInputs(32, 16)
+    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
+    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
+    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
+    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
+    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
+    w = w / w.dtype.type(32)
+    for i, activation in enumerate(ACTIVATIONS if channels == 24 else ACTIVATIONS[:2]):
+        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
+        also = r if problem.has_residual else None
+        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
+        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
+        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+
+
+@on_cpu
+@pytest.mark.parametrize(("old", "new"), [
+    ("__syncthreads();  // the patch before has been read", ""), ("__syncthreads();\n\n    float sum", "float sum"), ("mask = 0xffff;", "mask = ~0u;"), ("further = (int)arg.copy_at", "further = 0"),
+    ("if (i >= (int)arg.words) at = mask = 0;", "if (i >= (int)arg.words) at = 0;"), ("* 8 * TOGETHER + column / 2 * NEIGHBOURS", "* 8 * TOGETHER + column / 2 * 4"),
+])  # fmt: skip
+def test_a_broken_kernel_is_noticed(old, new):
+    case = fprop((2, 3, 31, 80), (20, 3, 3, 3), padding=1)
+    arrays = list(case.normals("float16", seed=2))
+    arrays[0][0, 1, 5, 5] = np.inf  # what is beside a row of taps must not meet it
+    problem, config = asked(case, "fp16 last"), FewInputs(32, 16)
+    with np.errstate(all="ignore"):
+        right = simt.computed(problem, config, *arrays, seeds=(1,), multiprocessors=1)
+        with pytest.raises((AssertionError, pytest.fail.Exception)):
+            wrong = simt.computed(problem, config, *arrays, seeds=range(1, 6), multiprocessors=1, broken=(old, new))
+            assert wrong.tobytes() == right.tobytes()
+
+
+FINITE = [replace(fprop((2, 3, 9, 10), (24, 3, 3, 3), padding=1), bias=False), replace(dgrad((2, 3, 6, 5), (3, 24, 3, 3), padding=1), bias=False)]
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FINITE, ids=str)
+def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
+    check_not_finite(case, mode, lambda x, w, b: simt.computed(asked(case, mode), FewInputs(32, 16), x, w, b, seeds=(1,)))
+
+
+# ---- what is legal, and the choice
+
+BASE = CASES[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "mode", "config", "reason"),
+    [
+        (replace(BASE, options={"groups": 3}, weight_shape=(21, 1, 3, 3)), "fp16 last", FewInputs(), "of one group"), (BASE, "fp16", FewInputs(), "takes arrays in the layouts"),
+        (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE, "fp32 last", FewInputs(), "precision='tf32'"),
+        (dgrad((2, 3, 4, 4), (3, 8, 3, 3), stride=2), "fp16 last", FewInputs(), "without stride"), (fprop((1, 3, 9, 9), (4, 3, 3, 3), dilation=3), "fp16 last", FewInputs(), "multiples of 4 bytes"),
+        (fprop((1, 4, 2**15, 2**14), (4, 4, 3, 3)), "fp16 last", FewInputs(), "in 32 bits"), (BASE, "fp16 last", FewInputs(24), "BLOCK_N must be one of 16, 32, 48, 64"),
+        (BASE, "fp16 last", FewInputs(64, 48), "COLUMNS one of 16"), (fprop((1, 4, 40, 40), (64, 4, 30, 30)), "fp16 last", FewInputs(), "bytes of shared memory"),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+
+
+def test_other_devices_do_not_have_it():
+    for capability, backend in (((7, 5), "cuda"), ((0, 0), "opencl")):
+        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+        assert engines.refusal(asked(BASE, "fp16 last"), FewInputs(), device) is not None
+
+
+def test_the_choice_is_legal_and_its_texts_are_listed():
+    """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
+    listed, r, met = list(fi.texts(H200)), random.Random(4), 0
+    for family in ("last", "first", "dense 3x3", "odd", "audio", "volume"):
+        for _ in range(12):
+            layer = families.layer(r, family)
+            for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("fprop", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC"))):
+                try:
+                    problem = families.problem(layer, direction, *kind).launched
+                except ValueError:
+                    continue
+                found = list(fi.configs(problem, H200))
+                if not found:
+                    assert fi.choose(problem, H200) is None
+                    continue
+                assert fi.choose(problem, H200)[1] in found
+                program = fi.schedule(problem, r.choice(found), H200)
+                for launch in (launch for step in (*program.whole, *program.filter_last) for launch in step):
+                    assert any(launch in one for one in listed), launch.defines
+                    assert 0 < launch.grid and launch.shared <= fi.SHARED_BYTES and launch.arguments.workers <= launch.arguments.tiles
+                    met += 1
+    assert met > 50
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_first_layers_choose_it(dtype):
+    problem = ConvProblem.forward(2, (32, 3, 224, 224), (32, 3, 3, 3), stride=2, padding=1, dtype=dtype, layout="NHWC")
+    assert isinstance(engines.choose(problem, H200), FewInputs)
+
+
+def test_layers_of_many_channels_do_not():
+    problem = ConvProblem.forward(2, (8, 128, 56, 56), (128, 128, 3, 3), padding=1, dtype="float16", layout="NHWC")
+    assert not isinstance(engines.choose(problem, H200), FewInputs)
+
+
+# ---- the kernel, compiled
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
+def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
+    steps = {}
+    for mode in MODES:
+        for block in fi.CHANNELS:
+            problem, config = asked(BASE, mode), FewInputs(block)
+            ((launch,),) = fi.schedule(problem, config, H200).whole
+            launch = replace(launch, arch=arch)
+            steps[launch.source()] = launch, f"{problem} {config}"
+    check_compiled(steps, tmp_path, 160)  # before the first tile, and where an activation is called
+
+
+# ---- on the GPU
+
+
+@cache
+def plans() -> dict:
+    """The plans of all runs."""
+    return side_by_side("few inputs", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    case, mode, _ = run
+    plan = plans()[str(run)]
+    if dtype_of(mode) == "float32":
+        check_on_gpu(torch, plan, case, mode)
+    else:
+        arrays = case.integers(dtype_of(mode))
+        assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+        arrays = case.normals(dtype_of(mode))
+        ref = case.reference(*arrays)
+        assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
+    assert on_gpu.launch().tobytes() == on_gpu.launch(filter_last=True).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FINITE, ids=str)
+def test_what_is_not_finite_on_the_gpu(torch, case, mode):  # noqa: F811
+    plan = Plan(asked(case, mode), "cuda", config=FewInputs(32, 16))
+    check_not_finite(case, mode, lambda *arrays: Arrays(torch, plan, *arrays).launch())
