@@ -201,7 +201,7 @@ DEVICE void swap_words(uint32_t& a, uint32_t& b, int beside) {
 
 // What wgmma leaves to four lanes of a row of sums, turned to runs of 16 bytes, and back.
 constexpr int EIGHTS = 8 / (int)sizeof(data_t);  // of columns, of each of which a lane has two neighbours in a row
-struct Run {
+struct alignas(16) Run {
   uint32_t words[4];
   DEVICE void turn() {
     if (EIGHTS == 4) {

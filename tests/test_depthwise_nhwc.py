@@ -44,7 +44,7 @@ def last(case, dtype, **options):
 
 def configs(problem, device):
     found = list(depthwise_nhwc.configs(problem.launched, device))
-    assert found and engines.choose(problem, device) == found[0]
+    assert found and (device.backend == "cuda" or engines.choose(problem, device) == found[0])  # GPUs have other engines for so few pixels
     return found
 
 
