@@ -49,9 +49,12 @@
 // Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
 //          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
 // Mending  the consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way, and compute some of the
-//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums, nor FUSED_SPLIT: direct_gemm.cu.
-// Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32 and
-//          direct_reduce.cu adds them in order.
+//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums that others add, nor FUSED_SPLIT:
+//          direct_gemm.cu.
+// Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32. A block that is through takes
+//          a ticket for each of its tiles, and the one that has a tile's last adds its parts, in their order, finishes and mends them: JOINS. Tickets
+//          count to splits and are zero again then; pack.cu has set them to zero first. Where parts are many, one block would read them for too
+//          long: joins is 0, and direct_reduce.cu adds them.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
 //          that writes every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. With a stride of 2
 //          along w a block takes the same tile of two phases, of even and odd columns, one after the other (INTERLEAVE_COLUMNS): a thread has the
@@ -100,6 +103,7 @@
 #include "limbs.cuh"
 #endif
 #define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
+#define JOINS (OUT == 32 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
@@ -183,6 +187,12 @@ struct Shapes {
 struct Maps {
   CUtensorMap of[PHASES];
 };
+#if JOINS
+// What becomes of a split sum whose parts are added here, if joins: y's type (32 float, 16 half, 17 bfloat16), and what finishes it.
+struct JoinArguments {
+  long long joins, type, has_bias, has_scale, has_residual, activation, slope;
+};
+#endif
 #if MENDS
 struct Mends {
   MendPhase of[PHASES];
@@ -1291,23 +1301,116 @@ DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags
   return found != 0;
 }
 
-// What the block stored, once more where limbs were too few. The warps of the consumers share it.
-__device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, [[maybe_unused]] int* redone, out_t* y) {
+// A tile that the block stored, once more where limbs were too few. The warps of the consumers share it.
+__device__ __noinline__ void mend_tile(const GemmPhase& shape, const MendFinish& what, const Tile& of, const Mends& mends, int phase,
+                                       const MendOperands& operands, [[maybe_unused]] int* redone, out_t* y) {
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+  for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
+    const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
+    if (m >= (int)shape.rows_group) continue;
+    const int pixel = PATCH_ROWS ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
+    const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
+    [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, what, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
+#if MOMENTS
+    if (again && lane == 0) redone[blockIdx.x] = 1;
+#endif
+  }
+}
+
+__device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, int* redone, out_t* y) {
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
     const int phase = phase_of(shapes, tile);
-    const GemmPhase& shape = shapes.of[phase];
-    const Tile of(shape, tile >> phase_bits(shapes));
-    for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
-      const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
-      if (m >= (int)shape.rows_group) continue;
-      const int pixel = PATCH_ROWS ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
-      const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
-      [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
-#if MOMENTS
-      if (again && lane == 0) redone[blockIdx.x] = 1;
+    mend_tile(shapes.of[phase], MendFinish(shapes.of[phase]), Tile(shapes.of[phase], tile >> phase_bits(shapes)), mends, phase, operands, redone, y);
+  }
+}
 #endif
+
+#if JOINS
+// The sums of a tile's parts, finished. A thread takes VEC neighbours at a time.
+template <class T>
+DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const T* bias, const T* scale, const T* residual,
+                      T* y) {
+  constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC;
+  struct alignas(VEC * sizeof(T)) Vector {
+    T v[VEC];
+  };
+  for (int i = threadIdx.x - 128; i < ALL; i += 128 * CONSUMERS) {
+    const int across = i % ACROSS * VEC, down = i / ACROSS, m = of.m + (NHWC ? across : down), pixel = of.pixel + (NHWC ? down : across);
+    if (m >= (int)shape.rows_group || pixel >= of.end) continue;
+    const int k = of.group * (int)shape.rows_group + m;
+    const Divided of_image(pixel, shape.plane, shape.by_plane);
+    const long long inside = plane_offset<DENSE>(shape, of_image.rest);
+    const long long at = NHWC ? (of_image.quotient * shape.out_size + inside) * shape.rows + k : of_image.quotient * shape.out_image + k * shape.out_row + inside;
+    float v[VEC] = {};
+    const float* from = parts + at;
+#pragma unroll 8
+    for (int part = 0; part < (int)shape.splits; ++part) {
+      if (VEC == 4) {
+        const float4 more = __ldcg((const float4*)from);
+        v[0] += more.x;
+        v[VEC / 4] += more.y;
+        v[VEC / 2] += more.z;
+        v[VEC * 3 / 4] += more.w;
+      } else {
+        v[0] += __ldcg(from);
+      }
+      from += shape.out_part;
     }
+    Vector added = {}, out;
+    if (has_residual(join)) added = *(const Vector*)(residual + at);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) {
+      const Finish<false> finish{ScaleAndBias(join, scale, bias, k + (NHWC ? e : 0))};
+      v[e] = finish.whole(join, v[e], 1, has_residual(join) ? to_float(added.v[e]) : -0.f);
+    }
+    activate(join, v);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<T>(v[e]);
+    *(Vector*)(y + at) = out;
+  }
+}
+
+struct JoinOperands {
+  const float* parts;
+  unsigned* tickets;
+  const void *bias, *scale, *residual;
+  void* y;
+};
+
+// The block's tiles whose last part it stored. Only the consumers' threads come here, when all they stored is there.
+__device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
+#if MENDS
+                                        , const Mends& mends, const MendOperands& flagged, bool any_flag
+#endif
+) {
+  __shared__ bool last;
+  __threadfence();
+  named_barrier(STORED, 128 * CONSUMERS);
+  for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
+    const int phase = phase_of(shapes, tile), number = tile >> phase_bits(shapes);
+    const GemmPhase& shape = shapes.of[phase];
+    const Tile of(shape, number);
+    const Divided down(number, shape.tiles_m, shape.by_tiles_m);
+    const int whole = (divided(down.quotient, shape.by_splits) * (int)shape.tiles_m + down.rest) << phase_bits(shapes) | phase;
+    if (threadIdx.x == 128) last = atomicInc(operands.tickets + whole, (unsigned)shape.splits - 1) == (unsigned)shape.splits - 1;
+    named_barrier(STORED, 128 * CONSUMERS);
+    const bool mine = last;
+    if (mine) {
+      __threadfence();
+#if BF16
+      typedef element<17> y_t;
+#else
+      typedef element<16> y_t;
+#endif
+      if (PRODUCTS == 3 || (!BF16 && join.type == 32))
+        add_parts(shape, join, of, operands.parts, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual, (out_t*)operands.y);
+      else
+        add_parts(shape, join, of, operands.parts, (const y_t*)operands.bias, (const y_t*)operands.scale, (const y_t*)operands.residual, (y_t*)operands.y);
+    }
+    named_barrier(STORED, 128 * CONSUMERS);
+#if MENDS
+    if (mine && any_flag) mend_tile(shape, MendFinish(join), of, mends, phase, flagged, nullptr, (out_t*)operands.y);
+#endif
   }
 }
 #endif
@@ -1337,9 +1440,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                        int* __restrict__ redone,
 #endif
 #endif
+#if JOINS
+                       void* __restrict__ joined, unsigned* __restrict__ tickets,
+#endif
                        const __grid_constant__ Shapes shapes
 #if MENDS
                        , const __grid_constant__ Mends mends
+#endif
+#if JOINS
+                       , const __grid_constant__ JoinArguments join
 #endif
                        ) {
   extern __shared__ uint8_t dynamic[];
@@ -1380,7 +1489,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 #if MENDS
   __shared__ int any_flag;
-  const bool whole = shapes.of[0].splits == 1;  // else mending is left to what adds the parts
+#if JOINS
+  const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else mending is left to what adds the parts
+#else
+  const bool mends_own = true;
+#endif
   if (threadIdx.x == 0) any_flag = 0;
 #endif
   __syncthreads();
@@ -1419,7 +1532,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     registers_up<PINGPONG ? 240 : 232>();
 #if MENDS
-    if (whole && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
+    if (mends_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
 #endif
 #if TENSOR_STORE
     const CUtensorMap* const to = &map_y;
@@ -1435,12 +1548,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #else
     int* const redone = nullptr;
 #endif
-    if (!whole) return;
+    if (!mends_own) return;
 #if TENSOR_STORE
     if (threadIdx.x % 128 == 0) bulk_wait<0>();
 #endif
+    const MendOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
+#endif
+#if JOINS
+    if (join.joins) {
+#if TENSOR_STORE && !MENDS
+      if (threadIdx.x % 128 == 0) bulk_wait<0>();
+#endif
+      join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined}
+#if MENDS
+                 , mends, operands, any_flag
+#endif
+      );
+      return;
+    }
+#endif
+#if MENDS
     named_barrier(STORED, 128 * CONSUMERS);
-    if (any_flag) mend_tiles(shapes, mends, {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k}, redone, y);
+    if (any_flag) mend_tiles(shapes, mends, operands, redone, y);
 #endif
   }
 #endif

@@ -31,6 +31,14 @@ struct MendOperands {
   const float *x_scales, *w_scales;
 };
 
+// What finishes a sum; slope: a float's bits.
+struct MendFinish {
+  long long has_bias, has_scale, has_residual, activation, slope;
+  template <class Arguments>
+  DEVICE explicit MendFinish(const Arguments& of)
+      : has_bias(of.has_bias), has_scale(of.has_scale), has_residual(of.has_residual), activation(of.activation), slope(of.slope) {}
+};
+
 // A summand's channel and tap: the innermost axis first.
 struct Summand {
   int c, t, r, s;
@@ -53,7 +61,8 @@ DEVICE float load_stored(const float* from) {  // what other warps of the block 
 
 // The channels m0, ... of `group` of a lane's pixel of the launch, -1 for none, which were stored. Returns whether some were computed again.
 template <bool nhwc, bool dense, class Shape>
-DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& phase, const MendOperands& of, float* y, int group, int m0, int pixel) {
+DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& arrays, const MendPhase& phase, const MendOperands& of, float* y, int group,
+                 int m0, int pixel) {
   const bool there = pixel >= 0;
   const Divided of_image(there ? pixel : 0, shape.plane, shape.by_plane), slice(of_image.rest, shape.pq, shape.by_pq);
   const Divided row(slice.rest, shape.q, shape.by_q);
@@ -63,13 +72,13 @@ DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& 
   if (!__any_sync(~0u, x_flag | w_flag)) return false;
   const long long place = image * shape.out_image + (long long)plane_offset<dense>(shape, of_image.rest) * (nhwc ? (int)shape.rows : 1) + k0 * shape.out_row;
   y += place;  // of channel k0
-  const bool known = !(has_scale(shape) || has_residual(shape) || activation(shape));  // the sums can be told from the results
+  const bool known = !(has_scale(what) || has_residual(what) || activation(what));  // the sums can be told from the results
   const int gemm_k = (int)arrays.channels * (int)phase.taps_t * (int)phase.taps_r * (int)phase.taps_s;
   const int channels = gemm_k ? (int)arrays.channels : 0;  // a phase may have no taps
   float found[MENDED];
 #pragma unroll
   for (int i = 0; i < MENDED; ++i) found[i] = load_stored(y + min(i, count - 1) * shape.out_row);
-  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = has_bias(shape) ? of.bias[own] : 0;
+  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = has_bias(what) ? of.bias[own] : 0;
   unsigned mine = 0, suspects = 0;
   bool any = false;
 #pragma unroll 1
@@ -136,9 +145,9 @@ DEVICE bool mend(const Shape& shape, const MendArrays& arrays, const MendPhase& 
   for (int i = 0; i < count; ++i) {
     if (!(mine >> i & 1)) continue;
     Finish<false> finish;
-    finish.of = ScaleAndBias(shape, of.scale, of.bias, k0 + i);
-    float v[] = {finish.whole(shape, kept[i], 1, has_residual(shape) ? of.residual[place + i * shape.out_row] : 0)};
-    activate(shape, v);
+    finish.of = ScaleAndBias(what, of.scale, of.bias, k0 + i);
+    float v[] = {finish.whole(what, kept[i], 1, has_residual(what) ? of.residual[place + i * shape.out_row] : 0)};
+    activate(what, v);
     y[i * shape.out_row] = v[0];
   }
   return true;

@@ -22,6 +22,7 @@
 //                a thread reads 8 channels of some pixels, VECTOR neighbours at once, a warp 32 times as many, and turns them to whole rows
 //                of channels in shared memory: [limb][pixel][chunk of 8], chunks swizzled so that neither side meets a bank conflict.
 //                Channels last input needs no turning, unless it is folded by single channels. Extremes go to parts[image][tile].
+//                It also sets the tickets of the product that follows to zero.
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
 // finalize_scales  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
@@ -95,6 +96,7 @@ struct PackArguments {
   long long window, by_window;                            // packed channels of a pixel, where those that a tap row meets are loaded as one pixel's, or 0
   long long shift;                                        // rows of fold_r before the filter's first one
   long long packed_r, by_packed_r, filter_r, filter_s;    // taps of the packed filter along r; of w, along r and s
+  long long tickets;                                      // so many are set to zero
 };
 
 // Room to turn a tile of an image, or as many channels of a filter's row as fit, whichever a block packs.
@@ -548,9 +550,11 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
 #else
          MagnitudeRange* __restrict__ parts, int* __restrict__ guesses,
 #endif
-         uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, const __grid_constant__ PackArguments shape) {
+         uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, unsigned* __restrict__ tickets,
+         const __grid_constant__ PackArguments shape) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += gridDim.x * THREADS) tickets[i] = 0;
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
   const int filter_rows = (int)shape.filter_rows, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;

@@ -189,7 +189,7 @@ def filter_rows(step, s, memory: Memory) -> None:
     if not s.filter_rows:
         return
     define = step.defines
-    _, source, _, _, _, packed, scales, flags = step.buffers
+    _, source, _, _, _, packed, scales, flags, _ = step.buffers
     kind, channels, kc, taps = ELEMENT[define["IN"]], s.channels, 8 << s.piece_bits, s.taps
     check_filter(step, s, kc)
     w, target = memory.view(source, kind), memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
@@ -309,6 +309,8 @@ def pack(step, memory: Memory) -> None:
     def in_clusters(blocks: int) -> int:
         return ceil(blocks, cluster) * cluster if cluster else blocks
 
+    if s.tickets:
+        store(memory.view(step.buffers[-1], "uint32"), np.arange(s.tickets), 0)
     blocks = step.grid - in_clusters(s.filter_rows)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
     assert blocks in (0, in_clusters(rows * (s.each if cluster else s.tiles))) and s.lines == rows
@@ -538,7 +540,9 @@ def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
     mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
-    assert len(step.structs) == (2 * room + 1 if mends else room) and room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
+    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("PATCH_ROWS", "PINGPONG", "MOMENTS"))
+    assert len(step.structs) == (2 * room + 1 if mends else room) + may_join
+    assert room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
     tiles = {named(one).tiles for one in whole}
     turns = phases // 2 if step.defines["INTERLEAVE_COLUMNS"] else phases
@@ -548,13 +552,35 @@ def product(step, memory: Memory) -> None:
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory)
-    define, before = step.defines, memory.mended
-    if mends and named(whole[0]).splits == 1:
+    define, before, joined = step.defines, memory.mended, may_join and bool(step.structs[-1].joins)
+    if joined:
+        assert not step.layer, "constants of the layer would finish the parts, too"
+        whole = [join(one, named(one), step.structs[-1], number, len(whole), memory) for number, one in enumerate(whole)]
+    if mends and (named(whole[0]).splits == 1 or joined) and named(whole[0]).scaled:
         for one, phase in zip(whole, step.structs[room : room + phases], strict=True):
-            mend_own(one, named(one), phase, step.structs[-1], memory)
+            mend_own(one, named(one), phase, step.structs[2 * room], memory)
         if define["MOMENTS"]:
             store(memory.view(step.buffers[-1], "int32"), np.arange(step.grid), 0)
             store(memory.view(step.buffers[-1], "int32"), 0, int(memory.mended > before))
+
+
+def join(step, s, a, number: int, phases: int, memory: Memory):
+    """Add the parts of a phase's sums, by as many tickets as there are tiles; as a step whose result they are."""
+    *_, y, tickets = step.buffers
+    kind, define = ELEMENT[a.type], step.defines
+    assert s.tiles % s.splits == 0 and s.splits > 1 and not (s.has_bias or s.has_scale or s.has_residual or s.activation)
+    taken = inside(memory.view(tickets, "uint32"), np.arange(s.tiles // s.splits) * phases + number)
+    assert not taken.any(), "tickets that nobody has set to zero"
+    k = np.arange(s.rows)[:, None]
+    image, inner = np.divmod(np.arange(s.pixels), s.plane)
+    offset = inner if define["DENSE"] else s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
+    at = (image * s.out_size + offset) * s.rows + k if define["NHWC"] else image * s.out_image + k * s.out_row + offset
+    total = sum(inside(memory.view(step.buffers[6], "float32"), part * s.out_part + at).astype(float) for part in range(s.splits))
+    *_, bias, scale, residual, _ = step.buffers[:7]
+    asked = {"HAS_SCALE": a.has_scale, "HAS_BIAS": a.has_bias, "HAS_RESIDUAL": a.has_residual, "ACTIVATION": (a.activation, a.slope)}
+    store(memory.view(y, kind), at, finished(asked, memory, kind, total, scale, bias, residual, np.broadcast_to(k, at.shape), at).astype(kind))
+    finishes = s._replace(**{name: getattr(a, name) for name in ("has_bias", "has_scale", "has_residual", "activation", "slope")})
+    return replace(step, arguments=finishes, buffers=(*step.buffers[:6], y, *step.buffers[7:]))
 
 
 def multiplied(step, memory: Memory) -> None:

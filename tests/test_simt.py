@@ -127,6 +127,14 @@ def test_images_of_few_tiles_settle_their_scale_while_they_are_packed(tiles, mon
     assert_close(got[0][:3], want, 3e-6 * size, config)
 
 
+#: Sums in parts that blocks of the product add: stored by threads and by TMA, of phases one by one and in pairs, of several launches, of folded taps, of groups, of three axes.
+JOINED = [
+    (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 3)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2, 4)),
+    (fprop((3, 20, 11, 6), (70, 20, 3, 2), stride=2), "tf32 last", ImplicitGemm(128, 64, 3, 2)), (fprop((1, 40, 6, 8), (130, 40, 3, 3), padding=1), "tf32", ImplicitGemm(128, 64, 3, 5)),
+    (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2, 2)),
+    (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2, 2)),
+    (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2, 8)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2, 16)),
+]  # fmt: skip
 #: Tiles that are stored from registers, by threads and by TMA, in patches, of phases one by one and in pairs, by turns, of folded taps and of groups.
 MENDED = [
     (fprop((2, 40, 7, 9), (21, 40, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 40, 7, 9), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 64, 2)),
@@ -135,6 +143,7 @@ MENDED = [
     (dgrad((2, 24, 5, 6), (24, 40, 4, 4), stride=2, padding=1), "fp32", ImplicitGemm(64, 64, 2)), (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=3), "fp32", ImplicitGemm(64, 64, 2)),
     (dgrad((2, 24, 5, 6), (24, 20, 3, 3), stride=2), "fp32 last", ImplicitGemm(64, 64, 2)), (fprop((2, 3, 15, 14), (20, 3, 5, 5), stride=2, padding=2), "fp32", ImplicitGemm(64, 64, 2)),
     (fprop((2, 48, 6, 7), (40, 24, 3, 3), padding=1, groups=2), "fp32", ImplicitGemm(64, 64, 2)), (fprop((2, 24, 3, 5, 6), (20, 24, 2, 3, 3), padding=1), "fp32", ImplicitGemm(64, 64, 2)),
+    *JOINED,
 ]  # fmt: skip
 CHANGED = {
     "2^-40 to 2^40": lambda x, w, rng: x.__imul__(np.float32(2) ** rng.integers(-40, 40, x.shape)),
@@ -167,6 +176,28 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
         with np.errstate(all="ignore"):
             wrong = ~((np.abs(y - want) <= rounded * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
         assert not wrong.any(), f"{kind}: {np.argwhere(wrong)[:5]}"
+
+
+@pytest.mark.parametrize("blocks", [1, 4, 132])
+@pytest.mark.parametrize(("case", "mode", "config"), JOINED, ids=ids(JOINED))
+def test_blocks_add_the_parts_of_split_sums(case, mode, config, blocks):
+    """Exactly, in two launches, whoever comes last; and with what was packed before."""
+    problem = asked(case, mode)
+    program = emulator.program_of(problem, config, blocks)
+    packing, *products = [step for stage in program.whole for step in stage]
+    assert packing.kernel == "pack" and {step.kernel for step in products} == {"implicit_gemm_sm90"}
+    assert packing.arguments.tickets == sum(-(-step.structs[0].tiles // config.SPLIT << step.structs[0].phase_bits) + 3 & ~3 for step in products)
+    check(case, mode, config, (1, 2, 3), multiprocessors=blocks)
+    check(case, mode, config, (4,), kept=True, multiprocessors=blocks)
+
+
+@pytest.mark.parametrize(("mode", "activation"), [("fp16", "relu"), ("bf16", None), ("fp16", None)])
+def test_blocks_add_parts_of_16_bits(mode, activation):
+    case = fprop((2, 40, 7, 8), (24, 40, 3, 3), padding=1)
+    problem = replace(asked(case, mode), activation=activation)
+    assert [step.kernel for stage in emulator.program_of(problem, ImplicitGemm(64, 64, 3, 4), 132).whole for step in stage] == ["pack", "implicit_gemm_sm90"]
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(problem, ImplicitGemm(64, 64, 3, 4), *arrays, seeds=(1, 2)), activated(case.reference(*arrays), activation), mode)
 
 
 def test_flagged_results_need_to_be_computed_once_more():
@@ -465,6 +496,7 @@ DENSE_RUN = (DENSE[2], "fp16 last", DenseNhwc(64, 32, 3))  # it writes runs of p
 WIDE_RUN = (DENSE[0], "fp16 last", DenseNhwc(64, 32, 3))  # it writes four channels at once
 SPLIT_RUN = implicit.RAWS[1]  # its warps write what wgmma reads
 STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes boxes
+JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
     (DENSE_RUN, "barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);", "", "more than its 1 arrivals"),
@@ -480,6 +512,8 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),
+    (JOIN_RUN, "== (unsigned)shape.splits - 1;", "== 0;", "elements differ"),
+    (JOIN_RUN, "tickets[i] = 0;", "tickets[i] = 1;", "elements differ"),
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from pycuda_conv.engines.packing import (
     arithmetic,
     assemble,
     filter_sizes,
+    flagged,
     overhead,
     packed_key,
     packed_layout,
@@ -35,13 +36,14 @@ from pycuda_conv.engines.packing import (
     written_so,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
-from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
+JOINED_BYTES = 512 << 10  # of a tile's parts, which one block reads
 CONVERTERS = 7  # warps that split what all taps of a tile meet
 KEPT_PIECE = 1024  # bytes of a warp beside the sums it keeps of the first of two phases, to turn those of both to rows
 __all__ = [
@@ -370,16 +372,39 @@ def _schedule(
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
-        return [
-            _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w, filter_last)
-            for group in _launches(problem, walks)
-        ]
+        launches, (arena, first) = [], operands.tickets
+        for group in _launches(problem, walks):
+            place = (arena, first) if joins(problem, config) else None
+            launches.append(
+                _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w, filter_last, place)
+            )
+            first += 4 * _results(problem, config, group)
+        return launches
 
     high = config.BLOCK_N // 8 if config.splits_images else 0
+    tickets = sum(_results(problem, config, group) for group in _launches(problem, _form(problem)[1])) if joins(problem, config) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high,
-        clusters=True, mends=_may_mend(problem, config) and config.SPLIT == 1,
+        clusters=True, mends=_may_mend(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
     )
+
+
+def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
+    """Whether blocks of the product add the parts of split sums: where images are packed before, and one block reads a tile's parts soon."""
+    packed, _ = _form(problem)
+    if config.SPLIT == 1 or config.takes_turns or packed.as_is or _parts_bytes(config) > JOINED_BYTES:
+        return False
+    return problem.dtype == "float32" or not flagged(problem, packed)  # nothing else mends 16 bits
+
+
+def _parts_bytes(config: ImplicitGemm) -> int:
+    """Of a tile."""
+    return 4 * config.SPLIT * config.BLOCK_M * config.BLOCK_N
+
+
+def _results(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> int:
+    """Tiles of a launch of some phases, those that share their sums counted once; filled up to 16 bytes of tickets."""
+    return ceil(math.prod(_tiles(problem, config, walks[0].phase)) * problem.groups * len(walks), 4) * 4
 
 
 def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -507,8 +532,9 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], x_limbs: tuple[int, int],
     buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None, filter_last: bool,
+    tickets: Place | None,
 ) -> KernelLaunch:
-    """The launch of some phases."""
+    """The launch of some phases; it adds the parts of split sums with `tickets`."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
@@ -534,11 +560,17 @@ def _product(
         maps.append(_result_map(problem, config, buffers[6]))
     bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None)}
     phases = tuple(_arguments(problem, config, packed, walk, bits) for walk in walks)
-    mends = mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last) if _may_mend(problem, config) else ()
+    structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
+    if _may_mend(problem, config):
+        structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
+    if defines["OUT"] == FLOAT and not (config.halo or config.takes_turns or moments):  # its text may add parts
+        buffers += RESULT, tickets or RESULT
+        kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
+        structs += (JoinArguments(joins=int(tickets is not None), type=ELEMENTS[problem.dtype], **kept),)
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
-        arguments=(*phases, *phases[-1:] * unused, *mends), layer=finish_constants(phases[0]),
+        arguments=structs, layer={} if tickets else finish_constants(phases[0]),  # of the parts, or of the sum
     )
 
 
@@ -645,6 +677,18 @@ class GemmPhase(NamedTuple):
     raw_channel: int
 
 
+class JoinArguments(NamedTuple):
+    """What the kernel is told of split sums, which its text explains."""
+
+    joins: int
+    type: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
 def _arguments(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, of_launch: Mapping[str, int]
 ) -> GemmPhase:
@@ -702,7 +746,7 @@ def filter_key(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
 
 def sum_order(problem: ConvProblem, config: ImplicitGemm) -> Hashable:
     """The order of gemm k, where it is cut and added up in fp32; and of what scale is: that of a patch depends on the tile."""
-    how = config.SPLIT, config.loader
+    how = config.SPLIT, config.loader, joins(problem, config)
     return (*how, config.BLOCK_N) if config.splits_images else how
 
 
@@ -970,7 +1014,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         rounds = ceil(tiles * len(works), _grid(problem, group, tiles, multiprocessors))
         # phases come by turns, so that blocks have as much of each
         us += max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
-    return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, packs_filter=not lying)
+    joined = _parts_bytes(config) if joins(problem, config) else 0
+    return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, not lying, joined)
 
 
 #: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.

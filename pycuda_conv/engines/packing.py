@@ -303,7 +303,8 @@ def why_not(problem: ConvProblem) -> str | None:
 class Operands:
     """The packed operands: where they, their scales and flags lie, and the launches that make them.
 
-    `prepare` packs the filter, `images` the images, `both` does the two in as few launches.
+    `prepare` packs the filter, `images` the images, `both` does the two in as few launches. Packing the images also sets the `tickets`
+    of blocks that add the parts of split sums to zero.
     """
 
     x_limbs: tuple[int, int]
@@ -312,6 +313,7 @@ class Operands:
     w_limbs: tuple[int, int]
     w_scales: tuple[int, int]
     w_flags: tuple[int, int]
+    tickets: tuple[int, int]
     prepare: list[list[KernelLaunch]]
     images: list[list[KernelLaunch]]
     both: list[list[KernelLaunch]]
@@ -400,6 +402,7 @@ class PackArguments(NamedTuple):
     by_packed_r: int
     filter_r: int
     filter_s: int
+    tickets: int
 
 
 @dataclass(frozen=True)
@@ -486,7 +489,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
         piece_bits=(pieces - 1).bit_length(), channel_blocks=channel_blocks, row_blocks=row_blocks(problem, packed),
         row_pieces=channel_blocks * pieces, fitting=fitting, part_pieces=fitting // 8, parts=_filter_parts(problem, packed),
         window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0, packed_r=packed.taps[1],
-        filter_r=r, filter_s=s,
+        filter_r=r, filter_s=s, tickets=0,
     )  # fmt: skip
     straight = problem.layout == "NHWC" and (not packed.level or read % 8 == 0)  # to memory
     return PackedArray(defines, told, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
@@ -553,9 +556,9 @@ def packs_filter_last(problem: ConvProblem) -> bool:
 
 
 def pack_operands(
-    problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool
+    problem: ConvProblem, packed: PackedLayout, scratch: Arena, multiprocessors: int, filter_last: bool, clusters: bool, tickets: int
 ) -> Operands:
-    """Pack the operands, the images into `scratch`; with `clusters` on a GPU that has them."""
+    """Pack the operands, the images into `scratch`; with `clusters` on a GPU that has them. So many `tickets` are set to zero with them."""
     checked, count, written = flagged(problem, packed), limbs(problem), problem.result_channels
     kept = Arena(PACKED)
     filter_rows = problem.groups * filter_sizes(problem, packed)[0] * 64
@@ -596,11 +599,12 @@ def pack_operands(
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
 
     filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
+    tickets_at = scratch.take(4 * tickets) if tickets else nowhere
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
         noted = (x_scales, x_flags) if images.settles else (parts, guesses)
-        buffers = (INPUT, WEIGHT, x_limbs, *noted, w_limbs, w_scales, w_flags)
-        told = images.arguments._replace(filter_rows=filter_rows)
+        buffers = (INPUT, WEIGHT, x_limbs, *noted, w_limbs, w_scales, w_flags, tickets_at)
+        told = images.arguments._replace(filter_rows=filter_rows, tickets=tickets if blocks else 0)
         if filter_last:
             told = told._replace(w_c=1, w_tap=told.channels)
         shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
@@ -614,7 +618,7 @@ def pack_operands(
             rows = rows.in_cluster()
         w_parts, w_guesses = at(rows, kept)
         noted = (w_scales, w_flags) if rows.settles else (w_parts, w_guesses)
-        buffers = (WEIGHT, WEIGHT, w_limbs, *noted, w_limbs, w_scales, w_flags)
+        buffers = (WEIGHT, WEIGHT, w_limbs, *noted, w_limbs, w_scales, w_flags, nowhere)
         pack_w, pack_x = [
             KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
         ], pack(0, images.blocks)
@@ -625,7 +629,7 @@ def pack_operands(
         prepare = [pack(filter_rows, 0)]
         alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks), settle_x] for n in (0, filter_rows))
     prepare, alone, both = ([step for step in steps if step] for steps in (prepare, alone, both))
-    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, prepare, alone, both, kept.used)
+    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, tickets_at, prepare, alone, both, kept.used)
 
 
 def filter_sizes(problem: ConvProblem, packed: PackedLayout) -> tuple[int, int, int]:
@@ -644,20 +648,21 @@ def assemble(
     problem: ConvProblem, split: int, multiprocessors: int,
     products: Callable[[PackedLayout, Sequence[PhaseAddressing], Operands, Place, MomentsLayout], list[KernelLaunch]],
     moments: Moments | None = None, packs_images: bool = True, filter_last: bool = False, windows: bool = False, patch_rows: int = 0,
-    clusters: bool = False, mends: bool = False,
+    clusters: bool = False, mends: bool = False, tickets: int = 0,
 ) -> Schedule:
     """The launches of a problem: `products` makes those of its phases; others pack, add a split sum, and take the exact path.
 
     Without `packs_images` these stay what they are; with `filter_last` the filter's channels are its last axis, see
     :func:`packs_filter_last`; `windows`: see :func:`packing`. With `patch_rows` the product splits them itself, patches of 8 columns and
     so many rows of the result at a time, each of which has a scale and a flag. `clusters`: the GPU has clusters of blocks. With `mends`
-    the product itself computes once more what is flagged. What `products` is given last is the place of `moments`.
+    the product itself computes once more what is flagged; with `tickets`, of which it takes so many, it also adds the parts of a split sum,
+    and the images have to be packed. What `products` is given last is the place of `moments`.
     """
     packed, walks = packed_layout(problem, windows)
     if not packs_images:
         packed = replace(packed, as_is=True)
     scratch = Arena(WORKSPACE)
-    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters)
+    operands = pack_operands(problem, packed, scratch, multiprocessors, filter_last, clusters, tickets)
     if patch_rows:
         units = problem.groups * problem.N * math.prod(problem.result_size) // (8 * patch_rows)
         operands = replace(operands, x_scales=scratch.take(4 * units), x_flags=scratch.take(4 * units))
@@ -666,7 +671,7 @@ def assemble(
         target = scratch.take(4 * split * math.prod(problem.result_shape))
     layout = MomentsLayout(moments, scratch, multiprocessors)
     after = [products(packed, walks, operands, target, layout)]
-    if split > 1:
+    if split > 1 and not tickets:
         after.append([reduce_launch(problem, split, target)])
     checked = flagged(problem, packed)
     if mends:
@@ -755,6 +760,7 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
 
 
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
+JOIN_TIME, JOIN_RATE = 1.0, 80e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 FEW, FEW_TIME = 32, 0.008  # pixels of a block that packs few, and the microseconds that it adds to such a launch
 
 
@@ -765,8 +771,13 @@ def _filter_blocks(problem: ConvProblem, packed: PackedLayout) -> int:
 
 
 @lru_cache(maxsize=256)  # the same for many tiles
-def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True) -> float:
-    """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches."""
+def overhead(
+    problem: ConvProblem, packed: PackedLayout, split: int, packs_images: bool, packs_filter: bool = True, joined: int = 0
+) -> float:
+    """Microseconds that all but the products should take, for the models of time: packing, adding a split sum, launches.
+
+    `joined`: bytes of the parts that a block of the product adds, where no launch does.
+    """
     moved = 0.0
     if packs_filter:  # a tap's channels are filled up, and what is much is read from memory again
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
@@ -774,10 +785,15 @@ def overhead(problem: ConvProblem, packed: PackedLayout, split: int, packs_image
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
-    if split > 1:
+    adding = 0.0
+    if joined:
+        moved += math.prod(problem.result_shape) * 4 * split
+        adding = JOIN_TIME + joined / JOIN_RATE
+    elif split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
+        adding = 2.0
     few = 0.0
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
         few = FEW_TIME * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    return (2 if split > 1 else 0) + max(moved / 3.5e6, few) + 1.5 * launches
+    return adding + max(moved / 3.5e6, few) + 1.5 * launches

@@ -90,6 +90,12 @@ template <class T, class V> T atomicAdd(T* at, V v) {
   *at = old + (T)v;
   return old;
 }
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  const unsigned old = *at;
+  *at = old >= most ? 0 : old + 1;
+  return old;
+}
+inline void __threadfence() {}
 template <class T, class V> T atomicMax(T* at, V v) {
   const T old = *at;
   if (old < (T)v) *at = (T)v;
