@@ -508,7 +508,7 @@ BROKEN = [  # (what is run, what the kernel's text has, what stands there instea
     (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),
     (DENSE_RUN, "min(16, (int)shape.pixels - pixel)", "16", "bytes from the start of buffer 3, which has"),
-    (WIDE_RUN, "place >= 0 && count > 0", "count > 0", "byte -.* of buffer 3, which has .*, was written"),
+    (WIDE_RUN, "if (there[half] && real) store_word", "if (real) store_word", "byte -.* of buffer 3, which has .*, was written"),
     (SPLIT_RUN, "    fence_for_bulk();\n    __syncwarp();", "    __syncwarp();", WRITES),
     (STORE_RUN, "  fence_for_bulk();\n  named_barrier", "  named_barrier", WRITES),
     (STORE_RUN, "  if (threadIdx.x % 128 == 0) bulk_wait_read<0>();", "", "ends with bulk stores that it did not wait for"),

@@ -390,7 +390,7 @@ def _schedule(
 
 
 def joins(problem: ConvProblem, config: ImplicitGemm) -> bool:
-    """Whether blocks of the product add the parts of split sums: where images are packed before, and one block reads a tile's parts soon."""
+    """Whether blocks of the product add the parts of split sums: where images are packed before, and a tile has few parts."""
     packed, _ = _form(problem)
     if config.SPLIT == 1 or config.takes_turns or packed.as_is or _parts_bytes(config) > JOINED_BYTES:
         return False
