@@ -90,11 +90,11 @@ struct Tables {
 
 DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
 
-// Copies so many bytes, or zeros: then nothing is read, wherever `from` points.
+// Copies so many bytes, or zeros: then nothing is read, wherever `from` points; but 16 bytes need an address that is a multiple of 16 even so.
 template <int bytes>
 DEVICE void copy(uint32_t to, const double* from, bool some) {
   const int size = some ? bytes : 0;
-  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size));
+  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"((unsigned long long)from & ~15ull), "r"(size));
   else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size));
 }
 DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import simt
 from hypothesis import given
 from hypothesis import strategies as st
 from reference import NVCC, assert_close, assert_exact, nvcc
@@ -337,3 +338,20 @@ def test_candidates_of_a_layer_with_a_part_of_the_epilogue_are_measured():
     asked = ConvProblem.forward(2, x, w, (128,), padding=1, dtype="float64", activation="relu")
     plans = [Plan(asked, get_device("cuda"), config=Dmma(*tile, split)) for tile in dmma.TILES for split in (1, 2)]
     assert all(us > 0 for us in device_times(plans))
+
+
+# ---- gradients of filters, on the simulated machine
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("options", [{}, {"padding": "same"}, {"dilation": 2}, {"groups": 2}], ids=str)
+@pytest.mark.parametrize(("x_shape", "w_shape"), [((2, 4, 6), (6, 4, 2)), ((2, 4, 7, 6), (6, 4, 3, 2)), ((2, 4, 5, 7, 6), (6, 4, 2, 3, 2))], ids=str)
+def test_gradients_of_filters_of_few_pixels(x_shape, w_shape, options):
+    """Rows of k that pairs of numbers fit into; copies that bring nothing; padding behind the image alone."""
+    from test_gradients import gradient
+
+    w_shape = (w_shape[0], w_shape[1] // options.get("groups", 1), *w_shape[2:])
+    y_shape = ConvProblem.forward(len(w_shape) - 2, x_shape, w_shape, **options).result_shape
+    asked = ConvProblem.gradient("weight", len(w_shape) - 2, x_shape, w_shape, y_shape, dtype="float64", **options)
+    x, w, dy = (integers(shape, seed).astype(np.float64) for seed, shape in enumerate((x_shape, w_shape, y_shape)))
+    assert_exact(simt.computed(asked, Dmma(32, 32), x, dy, seeds=(1,)), gradient("weight", x, w, dy, **options))

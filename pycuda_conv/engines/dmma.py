@@ -224,7 +224,8 @@ class _Form:
         if problem.layout == "CNHW":
             # k runs along rows of dy and of x; pairs of pixels can be copied where no tap shifts them
             even = taps % 2 == 0
-            return cls(False, 1 + even, 1, 1 + (even and unshifted and problem.operand_size == problem.filter_size), True)
+            unshifted = unshifted and problem.operand_size == problem.filter_size and problem.result_size == (1, 1, 1)
+            return cls(False, 1 + even, 1, 1 + (even and unshifted), True)
         cuts = problem.direction == "dgrad"
         packs = problem.layout == "NHWC" or cuts
         a_vec = 1 + ((channels if packs else channels * taps) % 2 == 0)

@@ -219,7 +219,7 @@ void async_fence() {
   current->wrote.clear();
 }
 void copy(u32 to, u64 from, int size, int some) {
-  if (to % size || (some && from % size)) simt::fail("a copy of %d bytes from %#lx to %u: both must be multiples of that", size, from, to);
+  if (to % size || from % size) simt::fail("a copy of %d bytes from %#lx to %u: both must be multiples of that", size, from, to);
   Transfer t{Transfer::COPY, current->block, current, current->copies, 0, size, 0, false, {{to, (char*)from, 0, some}}};
   begin(std::move(t));
 }
