@@ -6,9 +6,9 @@
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
 // It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
-// CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own. As there, the gradient
-// of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows of k would
-// lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
+// CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own.
+// As there, the gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows
+// of k would lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.

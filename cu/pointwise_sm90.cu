@@ -7,9 +7,9 @@
 //   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
 //
 // TF32 takes a float32 number's exponent and the first 11 bits of it, so that nothing has to be scaled: Inf, NaN and 1e-38 are numbers
-// like others. LIMBS = 2, fp32 accuracy: a number is itself rounded to TF32 and the rest, TF32 again; the product of two rests is left out (2^-24). The products of the firsts are added
-// into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross products stay there. Method: Ootomo and
-// Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
+// like others. LIMBS = 2, fp32 accuracy: a number is itself rounded to TF32 and the rest, TF32 again; the product of two rests is left out
+// (2^-24). The products of the firsts are added into fp32 registers every 32 of k, because the tensor core's sum truncates; the two cross
+// products stay there. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256). LIMBS = 1: what TF32 takes, rounded.
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of 128 * BLOCKS rows x BLOCK_N columns.
 //          Tile order, fastest first: columns, rows, split: blocks that share A run together.

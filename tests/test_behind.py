@@ -568,7 +568,7 @@ def test_other_batches_and_the_layers_of_a_common_network_are_likely(empty, monk
     related += [replace(problem, input_size=(1, n, n), output_size=(1, n, n)) for n in (28, 55, 57, 112)]
     found, own = likely(problem, empty), sources(problem, empty)
     again = likely(replace(problem, C=48), empty)
-    assert 0 < len(found) < 32 and len(again) < max(len(found), 2)  # the network once
+    assert 0 < len(found) < 32 and len(again) < max(len(found), 3)  # the network once
     assert not own & found
     assert any(waits(one, empty) for one in related)
     monkeypatch.setattr(Empty, "known", found | own)

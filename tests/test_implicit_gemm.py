@@ -650,7 +650,9 @@ def check_steps(program, kernel: str) -> None:
         if step.kernel == kernel:
             phases = step.defines.get("PHASES", 1)
             mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
-            assert len(step.structs) == (2 * phases + 1 if mends else phases) and set(step.defines) == defaults and step.source()
+            d = step.defines
+            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["PATCH_ROWS"] or d["PINGPONG"] or d["MOMENTS"])  # its text may add parts
+            assert len(step.structs) == (2 * phases + 1 if mends else phases) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 
@@ -981,7 +983,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
-    check_compiled(steps, tmp_path, 48)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
+    check_compiled(steps, tmp_path, 56)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
 
 
 def check_compiled(steps: dict, folder, most: int = 0) -> None:

@@ -64,14 +64,15 @@ def test_measured_choices_never_leave_the_list(monkeypatch):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 1995), ("sm_80", 1061), ("opencl", 325)])
+@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 1995), ("sm_80", 1066), ("opencl", 325)])
 def test_the_list_is_short(architecture, most):
     """But for kernels of arrays of 2^31 elements."""
     assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
 
 
 @pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
-def test_what_mends_float32_is_one_kernel_for_all_sizes(layout):
+def test_what_mends_float32_is_one_kernel_for_all_sizes(monkeypatch, layout):
+    monkeypatch.setattr(implicit_gemm_sm90, "JOINED_BYTES", 0)  # parts that are joined are mended there
     device, found = device_of("sm_90a"), set()
     for size in (56, 55, 28, 7):
         for taps in (1, 3):

@@ -758,7 +758,7 @@ def test_where_torch_makes_the_result_on_another_gpu_python_makes_the_call(warm,
 
 def test_where_torch_lends_no_memory_a_tensor_is_made(warm, monkeypatch):
     changed(monkeypatch, warm, 4, 1 << 60)
-    images, filters = torch.randn(1, 256, 14, 14), torch.randn(256, 256, 3, 3)
+    images, filters = torch.randn(8, 256, 14, 14), torch.randn(256, 256, 3, 3)
     assert pc.plan.cached_plan(ConvProblem.forward(2, images.shape, filters.shape, padding=1), warm.device).workspace_bytes
     with torch.no_grad():
         warm.again(lambda: pc.conv2d(images, filters, padding=1))
