@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from alike import check_numbers_on_gpu, random_problems
 from reference import DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     AWKWARD,
@@ -19,7 +20,6 @@ from test_implicit_gemm import (
     check_moments,
     check_not_finite,
     check_noticed,
-    check_on_gpu,
     check_scenario,
     check_steps,
     data,
@@ -35,7 +35,6 @@ from test_kernels import check_refused
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import dense_nhwc_sm90 as dn
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
-from pycuda_conv.tools import families
 
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
 
@@ -141,23 +140,17 @@ def test_other_gpus_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of every family: what is chosen, and each candidate's launches."""
     listed, r, met = list(dn.texts(H200)), random.Random(3), 0
-    for family in ("dense 3x3", "dense 1x1", "small batch", "volume", "upsampling", "odd"):
-        for _ in range(6):
-            layer = families.layer(r, family)
-            for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float32", "tf32", "NHWC"))):
-                try:
-                    problem = families.problem(layer, direction, *kind).launched
-                except ValueError:
-                    continue
-                if dn.why_not(problem):
-                    assert dn.choose(problem, H200) is None
-                    continue
-                found = list(dn.configs(problem, H200))
-                assert found and dn.choose(problem, H200)[1] in found and all(dn.refusal(problem, config) is None for config in found)
-                program = dn.schedule(problem, r.choice(found), H200)
-                for launch in (launch for step in (*program.whole, *program.filter_last) for launch in step):
-                    assert any(launch in one for one in listed), launch.defines
-                    met += 1
+    kinds = (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float32", "tf32", "NHWC")))
+    for problem in random_problems(r, ("dense 3x3", "dense 1x1", "small batch", "volume", "upsampling", "odd"), 6, kinds):
+        if dn.why_not(problem):
+            assert dn.choose(problem, H200) is None
+            continue
+        found = list(dn.configs(problem, H200))
+        assert found and dn.choose(problem, H200)[1] in found and all(dn.refusal(problem, config) is None for config in found)
+        program = dn.schedule(problem, r.choice(found), H200)
+        for launch in (launch for step in (*program.whole, *program.filter_last) for launch in step):
+            assert any(launch in one for one in listed), launch.defines
+            met += 1
     assert met > 50
 
 
@@ -253,14 +246,7 @@ def plans() -> dict:
 def test_on_the_gpu(torch, run):  # noqa: F811
     case, mode, _ = run
     plan = plans()[str(run)]
-    if "tf32" in mode:
-        check_on_gpu(torch, plan, case, mode)
-    else:
-        arrays = case.integers(dtype_of(mode))
-        assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-        arrays = case.normals(dtype_of(mode))
-        ref = case.reference(*arrays)
-        assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    check_numbers_on_gpu(torch, plan, case, mode)
     on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
     found = on_gpu.launch().tobytes()
     assert found == on_gpu.launch().tobytes() == on_gpu.launch(kept=True).tobytes() == on_gpu.launch(filter_last=True).tobytes()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import simt
+from alike import first_runs
 from reference import ACTIVATIONS, DTYPES, EPS, activated, assert_close, assert_exact, dgrad, fprop
 from reference import run as run_plan
 from test_few_pixels import H200, NVCC, check_compiled, check_refused
@@ -46,17 +47,7 @@ def text_of(case, dtype, config):
     return tuple(launch.defines.values())
 
 
-def first_runs() -> list:
-    """The first run of each text and of each case."""
-    found, met = [], set()
-    for run in RUNS:
-        new = {text_of(*run), str(run[0])} - met
-        met |= new
-        found += [run] if new else []
-    return found
-
-
-SOME = first_runs()
+SOME = first_runs(RUNS, text_of)
 
 
 def test_the_runs_have_every_text():
@@ -88,7 +79,7 @@ def test_random_data(number, dtype):
 
 @on_cpu
 def test_the_epilogue():
-    """Bias, scale, residual, which is the result's own memory in place, and each activation."""
+    """Bias, scale, each activation, with a residual and without."""
     case, rng = CASES[1], np.random.default_rng(1)
     k = (case.channels,)
     for i, activation in enumerate(("relu", *ACTIVATIONS)):

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import simt
 import truncation
-from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
+from alike import check_epilogue, check_numbers_on_gpu, random_problems
+from reference import Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
     MODES,
@@ -22,7 +23,6 @@ from test_implicit_gemm import (
     bound,
     check_compiled,
     check_not_finite,
-    check_on_gpu,
     check_scenario,
     data,
     dtype_of,
@@ -36,7 +36,6 @@ from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_channels as fc
 from pycuda_conv.engines.few_channels import FewChannels
 from pycuda_conv.runtime.base import KERNEL_DIR
-from pycuda_conv.tools import families
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
@@ -115,18 +114,7 @@ FINISHED = [run for run in FINISHED if run[1] in MODES]
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids_of(FINISHED))
 def test_the_epilogue(case, mode, config):
     """Bias, scale, residual and ReLU; then each activation, with a residual and without."""
-    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
-    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
-    w = w / w.dtype.type(32)
-    for i, activation in enumerate(ACTIVATIONS):
-        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
-        also = r if problem.has_residual else None
-        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
-        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+    check_epilogue(case, mode, config)
 
 
 @on_cpu
@@ -217,24 +205,18 @@ def test_float64_and_other_devices_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
     listed, r, met = list(fc.texts(H200)), random.Random(4), 0
-    for family in ("last", "upsampling", "first", "dense 3x3", "odd", "audio"):
-        for _ in range(8):
-            layer = families.layer(r, family)
-            for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC")), ("dgrad", ("float32", "fp32", "NCHW"))):
-                try:
-                    problem = families.problem(layer, direction, *kind).launched
-                except ValueError:
-                    continue
-                found = list(fc.configs(problem, H200))
-                if not found:
-                    assert fc.choose(problem, H200) is None
-                    continue
-                assert fc.choose(problem, H200)[1] in found
-                program = fc.schedule(problem, r.choice(found), H200)
-                for launch in (launch for step in (*program.whole, *(program.filter_last or ())) for launch in step):
-                    assert any(launch in one for one in listed), launch.defines
-                    assert 0 < launch.grid and launch.shared <= fc.SHARED_BYTES and launch.arguments.workers <= launch.arguments.tiles
-                    met += 1
+    kinds = (("fprop", ("float32", "tf32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC")), ("dgrad", ("float32", "fp32", "NCHW")))
+    for problem in random_problems(r, ("last", "upsampling", "first", "dense 3x3", "odd", "audio"), 8, kinds):
+        found = list(fc.configs(problem, H200))
+        if not found:
+            assert fc.choose(problem, H200) is None
+            continue
+        assert fc.choose(problem, H200)[1] in found
+        program = fc.schedule(problem, r.choice(found), H200)
+        for launch in (launch for step in (*program.whole, *(program.filter_last or ())) for launch in step):
+            assert any(launch in one for one in listed), launch.defines
+            assert 0 < launch.grid and launch.shared <= fc.SHARED_BYTES and launch.arguments.workers <= launch.arguments.tiles
+            met += 1
     assert met > 50
 
 
@@ -283,14 +265,7 @@ def plans() -> dict:
 def test_on_the_gpu(torch, run):  # noqa: F811
     case, mode, _ = run
     plan = plans()[str(run)]
-    if dtype_of(mode) == "float32":
-        check_on_gpu(torch, plan, case, mode)
-    else:
-        arrays = case.integers(dtype_of(mode))
-        assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-        arrays = case.normals(dtype_of(mode))
-        ref = case.reference(*arrays)
-        assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    check_numbers_on_gpu(torch, plan, case, mode)
     if "last" in mode:
         on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
         assert on_gpu.launch().tobytes() == on_gpu.launch(filter_last=True).tobytes()

@@ -9,7 +9,8 @@ from functools import cache
 import numpy as np
 import pytest
 import simt
-from reference import ACTIVATIONS, DTYPES, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
+from alike import check_epilogue, check_numbers_on_gpu, random_problems
+from reference import ACTIVATIONS, DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
     NVCC,
@@ -18,7 +19,6 @@ from test_implicit_gemm import (
     bound,
     check_compiled,
     check_not_finite,
-    check_on_gpu,
     dtype_of,
     ids_of,
     side_by_side,
@@ -29,7 +29,6 @@ from test_kernels import check_refused
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_inputs as fi
 from pycuda_conv.engines.few_inputs import FewInputs
-from pycuda_conv.tools import families
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
@@ -98,18 +97,7 @@ def test_all_tiles_give_the_same_bits():
 def test_the_epilogue(mode, channels):
     """Bias, scale, residual and ReLU; then each activation, with a residual and without; of pixels that are written at once, and not."""
     case, config = fprop((2, 3, 7, 9), (channels, 3, 3, 3), padding=1), FewInputs(32, 16)
-    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
-    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
-    w = w / w.dtype.type(32)
-    for i, activation in enumerate(ACTIVATIONS if channels == 24 else ACTIVATIONS[:2]):
-        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
-        also = r if problem.has_residual else None
-        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
-        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+    check_epilogue(case, mode, config, ACTIVATIONS if channels == 24 else ACTIVATIONS[:2])
 
 
 @on_cpu
@@ -168,24 +156,18 @@ def test_other_devices_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
     listed, r, met = list(fi.texts(H200)), random.Random(4), 0
-    for family in ("last", "first", "dense 3x3", "odd", "audio", "volume"):
-        for _ in range(12):
-            layer = families.layer(r, family)
-            for direction, kind in (("fprop", ("float32", "tf32", "NHWC")), ("fprop", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC"))):
-                try:
-                    problem = families.problem(layer, direction, *kind).launched
-                except ValueError:
-                    continue
-                found = list(fi.configs(problem, H200))
-                if not found:
-                    assert fi.choose(problem, H200) is None
-                    continue
-                assert fi.choose(problem, H200)[1] in found
-                program = fi.schedule(problem, r.choice(found), H200)
-                for launch in (launch for step in (*program.whole, *program.filter_last) for launch in step):
-                    assert any(launch in one for one in listed), launch.defines
-                    assert 0 < launch.grid and launch.shared <= fi.SHARED_BYTES and launch.arguments.workers <= launch.arguments.tiles
-                    met += 1
+    kinds = (("fprop", ("float32", "tf32", "NHWC")), ("fprop", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC")))
+    for problem in random_problems(r, ("last", "first", "dense 3x3", "odd", "audio", "volume"), 12, kinds):
+        found = list(fi.configs(problem, H200))
+        if not found:
+            assert fi.choose(problem, H200) is None
+            continue
+        assert fi.choose(problem, H200)[1] in found
+        program = fi.schedule(problem, r.choice(found), H200)
+        for launch in (launch for step in (*program.whole, *program.filter_last) for launch in step):
+            assert any(launch in one for one in listed), launch.defines
+            assert 0 < launch.grid and launch.shared <= fi.SHARED_BYTES and launch.arguments.workers <= launch.arguments.tiles
+            met += 1
     assert met > 50
 
 
@@ -230,14 +212,7 @@ def plans() -> dict:
 def test_on_the_gpu(torch, run):  # noqa: F811
     case, mode, _ = run
     plan = plans()[str(run)]
-    if dtype_of(mode) == "float32":
-        check_on_gpu(torch, plan, case, mode)
-    else:
-        arrays = case.integers(dtype_of(mode))
-        assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-        arrays = case.normals(dtype_of(mode))
-        ref = case.reference(*arrays)
-        assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    check_numbers_on_gpu(torch, plan, case, mode)
     on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
     assert on_gpu.launch().tobytes() == on_gpu.launch(filter_last=True).tobytes()
 

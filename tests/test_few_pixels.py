@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import simt
 import truncation
-from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact, dgrad, fprop
+from alike import check_epilogue, first_runs, random_problems
+from reference import Case, assert_close, assert_exact, dgrad, fprop
 from test_few_channels import tf32
 from test_implicit_gemm import (
     H200,
@@ -37,7 +38,6 @@ from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import few_pixels_sm90 as fp
 from pycuda_conv.engines.few_pixels_sm90 import FewPixels
 from pycuda_conv.runtime.base import KERNEL_DIR
-from pycuda_conv.tools import families
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = [mode for mode in MODES if "last" not in mode]
@@ -70,17 +70,7 @@ def text_of(case: Case, mode: str, config) -> tuple[int, ...]:
     return tuple(fp._defines(asked(case, mode), config).values())
 
 
-def first_runs() -> list:
-    """The first run of each text and of each case."""
-    found, met = [], set()
-    for run in RUNS:
-        new = {text_of(*run), str(run[0])} - met
-        met |= new
-        found += [run] if new else []
-    return found
-
-
-SOME = first_runs()
+SOME = first_runs(RUNS, text_of)
 
 
 def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
@@ -131,18 +121,7 @@ FINISHED = [run for run in FINISHED if run[1] in MODES]
 @pytest.mark.parametrize(("case", "mode", "config"), FINISHED, ids=ids_of(FINISHED))
 def test_the_epilogue(case, mode, config):
     """Bias, scale, residual and ReLU; then each activation, with a residual and without."""
-    problem = replace(asked(case, mode), has_scale=True, has_residual=True, activation="relu")
-    rng, dtype, k = np.random.default_rng(1), dtype_of(mode), (case.channels,)
-    x, w, b, s, r = (rng.integers(-3, 4, shape).astype(dtype) for shape in (case.input_shape, case.weight_shape, k, k, problem.result_shape))
-    ref = case.reference(x, w) * s.astype(float)[:, None, None] + b.astype(float)[:, None, None] + r.astype(float)
-    assert_exact(simt.computed(problem, config, x, w, b, s, r, seeds=(1,)), np.maximum(ref, 0))
-    w = w / w.dtype.type(32)
-    for i, activation in enumerate(ACTIVATIONS):
-        problem = replace(asked(case, mode), has_residual=i % 2 == 0, activation=activation)
-        also = r if problem.has_residual else None
-        before = case.reference(x, w, b) + (0 if also is None else also.astype(float))
-        got, ref = simt.computed(problem, config, x, w, b, None, also, seeds=(1,)), activated(before, activation)
-        assert_close(got, ref, 2.0**-20 * np.abs(before) + EPS[dtype] * np.abs(ref) + 2.0**-22, activation)
+    check_epilogue(case, mode, config)
 
 
 @on_cpu
@@ -256,24 +235,18 @@ def test_float64_and_other_devices_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers: what is chosen, and each candidate's launches."""
     listed, r, met = list(fp.texts(H200)), random.Random(4), 0
-    for family in ("small batch", "dense 3x3", "dense 1x1", "odd", "audio"):
-        for _ in range(8):
-            layer = families.layer(r, family)
-            for direction, kind in (("fprop", ("float32", "tf32", "NCHW")), ("dgrad", ("float16", "fp32", "NCHW")), ("fprop", ("float32", "fp32", "NCHW"))):
-                try:
-                    problem = families.problem(layer, direction, *kind).launched
-                except ValueError:
-                    continue
-                found = list(fp.configs(problem, H200))
-                if not found:
-                    assert fp.choose(problem, H200) is None
-                    continue
-                assert fp.choose(problem, H200)[1] in found
-                for config in found:
-                    ((launch,),) = fp.schedule(problem, config, H200).whole
-                    assert any(launch in one for one in listed), launch.defines
-                    assert 0 < launch.grid and launch.grid % config.CLUSTER == 0 and launch.shared + fp.STATIC_SHARED <= fp.MOST_SHARED
-                    met += 1
+    kinds = (("fprop", ("float32", "tf32", "NCHW")), ("dgrad", ("float16", "fp32", "NCHW")), ("fprop", ("float32", "fp32", "NCHW")))
+    for problem in random_problems(r, ("small batch", "dense 3x3", "dense 1x1", "odd", "audio"), 8, kinds):
+        found = list(fp.configs(problem, H200))
+        if not found:
+            assert fp.choose(problem, H200) is None
+            continue
+        assert fp.choose(problem, H200)[1] in found
+        for config in found:
+            ((launch,),) = fp.schedule(problem, config, H200).whole
+            assert any(launch in one for one in listed), launch.defines
+            assert 0 < launch.grid and launch.grid % config.CLUSTER == 0 and launch.shared + fp.STATIC_SHARED <= fp.MOST_SHARED
+            met += 1
     assert met > 50
 
 

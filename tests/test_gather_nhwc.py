@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import simt
+from alike import check_numbers_on_gpu
 from reference import DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -16,7 +17,6 @@ from test_implicit_gemm import (
     asked,
     check_compiled,
     check_not_finite,
-    check_on_gpu,
     check_steps,
     dtype_of,
     ids_of,
@@ -189,14 +189,7 @@ def plans() -> dict:
 def test_on_the_gpu(torch, run):  # noqa: F811
     case, mode, _ = run
     plan = plans()[str(run)]
-    if "tf32" in mode:
-        check_on_gpu(torch, plan, case, mode)
-    else:
-        arrays = case.integers(dtype_of(mode))
-        assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
-        arrays = case.normals(dtype_of(mode))
-        ref = case.reference(*arrays)
-        assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    check_numbers_on_gpu(torch, plan, case, mode)
     on_gpu = Arrays(torch, plan, *case.normals(dtype_of(mode), seed=2))
     found = on_gpu.launch().tobytes()
     assert found == on_gpu.launch().tobytes() == on_gpu.launch(kept=True).tobytes() == on_gpu.launch(filter_last=True).tobytes()

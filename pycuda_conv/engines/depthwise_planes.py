@@ -19,6 +19,7 @@ from pycuda_conv.problem import DTYPE_CODES, ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
 THREADS, ROWS = 128, 8  # of a block; pixels of a thread, one below the other
+VECTOR = 8  # elements that are moved at once, at most
 FILTERS, STRIDES = (3, 5, 7), (1, 2)
 #: KiB of shared memory of a block at most, the quickest in general first.
 UNITS = (24, 12, 48)
@@ -130,26 +131,29 @@ def _unit(problem: ConvProblem, config: DepthwisePlanes) -> _Unit | None:
 
 
 def _units(problem: ConvProblem, numbers: int) -> Iterator[_Unit]:
+    """Units of whole planes that fill half of so many numbers or more; where not even one plane fits, bands of one."""
     (_, h, w), (_, p, q), (_, r, s), stride = problem.operand_size, problem.result_size, problem.filter_size, problem.stride[1]
-    all_planes, strips, vector = problem.N * problem.K, ceil(p, ROWS), 8
-    most = min((numbers - 3 * vector) // (h * w + p * q + r * s), all_planes)
-    # from half of the room on
+    all_planes = problem.N * problem.K
+
+    def unit(planes: int, band: int, x_rows: int) -> _Unit:
+        bands, strips = ceil(p, band), ceil(band, ROWS)
+        y_room = _rounded(planes * band * q + VECTOR)
+        room = _rounded(planes * r * s) + y_room + _rounded(planes * x_rows * w + VECTOR)
+        return _Unit(planes, band, bands, strips, ceil(all_planes, planes) * bands, planes * strips * q, y_room, room)
+
+    most = min((numbers - 3 * VECTOR) // (h * w + p * q + r * s), all_planes)
     for planes in range(max(1, most // 2), most + 1):
-        y_room, filters = _rounded(planes * p * q + vector), _rounded(planes * r * s)
-        room = filters + y_room + _rounded(planes * h * w + vector)
-        yield _Unit(planes, p, 1, strips, ceil(all_planes, planes), planes * strips * q, y_room, room)
+        yield unit(planes, p, h)
     if most < 1:
         for band in range(ROWS, p, ROWS):
-            y_room, filters = _rounded(band * q + vector), _rounded(r * s)
-            room = filters + y_room + _rounded(((band - 1) * stride + r) * w + vector)
-            if room > numbers:
+            found = unit(1, band, (band - 1) * stride + r)
+            if found.room > numbers:
                 return
-            bands = ceil(p, band)
-            yield _Unit(1, band, bands, band // ROWS, all_planes * bands, band // ROWS * q, y_room, room)
+            yield found
 
 
 def _rounded(numbers: int) -> int:
-    return ceil(numbers, 8) * 8
+    return ceil(numbers, VECTOR) * VECTOR
 
 
 # ---- launches
@@ -220,13 +224,12 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
     taps, stride = problem.filter_size[1], problem.stride[1]
     task = ((ROWS - 1) * stride + taps) * (2 * taps + 4) + ROWS * taps * (taps + 1) + 100  # instructions
     moved = 12 * (math.prod(problem.operand_size) + math.prod(problem.result_size)) / (32 * 4 * THREADS)
-    warps = THREADS // 32
-    cycles = ceil(unit.tasks, THREADS) * task + moved * unit.planes / (unit.bands if unit.bands > 1 else 1)  # of a scheduler
+    cycles = ceil(unit.tasks, THREADS) * task + moved * unit.planes / unit.bands  # of a scheduler, of which each has a warp of the block
     if problem.dtype == "float64":
         cycles *= 2
     fit = min(RESIDENT[taps], 227 * 1024 // (unit.room * accumulator_bytes(problem) + 1024))
     of_each = ceil(unit.blocks, device.multiprocessors)
-    busy = 1.3 * of_each * cycles * warps / 4 / CLOCK
+    busy = 1.3 * of_each * cycles / CLOCK
     waits = ceil(of_each, fit) * (ALONE + cycles / CLOCK)
     read, written = math.prod(problem.input_shape), math.prod(problem.result_shape)
     elements = read + written * (2 if problem.has_residual else 1)

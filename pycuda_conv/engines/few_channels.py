@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import Strides, arguments, ceil, filter_strides, read_strides, written_strides
+from pycuda_conv.engines.geometry import (
+    Strides,
+    arguments,
+    ceil,
+    filter_last_strides,
+    filter_strides,
+    read_strides,
+    written_strides,
+)
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, products
 from pycuda_conv.engines.texts import FLAG, TextFamily
@@ -259,13 +267,11 @@ def _wide_loads(problem: ConvProblem) -> bool:
 
 def schedule(problem: ConvProblem, config: FewChannels, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    taps = math.prod(problem.filter_size)
     _, k, c = filter_strides(problem)
     plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
     if problem.layout != "NHWC":
         return plain
-    width = problem.weight_shape[1]
-    last = (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+    last = filter_last_strides(problem)
     return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, last)]])
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
 from pycuda_conv.engines.texts import TextFamily
@@ -209,9 +209,8 @@ def _workers(tile: _Tile, device: Device) -> int:
 
 def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
     _, k, c = filter_strides(problem)
-    last = (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+    last = filter_last_strides(problem)
     plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
     return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, last)]])
 

@@ -136,6 +136,12 @@ def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
     return (written * read * taps, *((read * taps, taps) if problem.direction == "fprop" else (taps, written * taps)))
 
 
+def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
+    """As :func:`filter_strides` of one group, and from one tap to the next, of a filter whose second axis is last in memory."""
+    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
+    return (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
+
+
 # ---- dgrad as forward convolutions
 
 

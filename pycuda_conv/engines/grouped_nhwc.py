@@ -17,7 +17,7 @@ from typing import NamedTuple
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, row_major
+from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
 from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
@@ -288,12 +288,10 @@ class GroupedPhase(NamedTuple):
 
 def schedule(problem: ConvProblem, config: GroupedNhwc, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
     group, row, channel = filter_strides(problem)
     steps = _products(problem, config, device, (group, row, channel, 1))
-    # with its second axis last
-    last = (taps * width, 1) if problem.direction == "fprop" else (1, taps * width)
-    return Schedule([], steps, steps, 0, 0, filter_last=_products(problem, config, device, (group, *last, width)))
+    last = _products(problem, config, device, (group, *filter_last_strides(problem)))
+    return Schedule([], steps, steps, 0, 0, filter_last=last)
 
 
 def _products(problem: ConvProblem, config: GroupedNhwc, device: Device, lying: tuple[int, int, int, int]) -> list[list[KernelLaunch]]:

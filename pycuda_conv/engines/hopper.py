@@ -21,13 +21,11 @@ CLOCK = 1850.0  # cycles a microsecond
 ROW_CYCLES = 3.1  # of a tensor load, for each row
 FILLED_CYCLES, ODD_CYCLES = 4.7, 9.0  # the same of rows shorter than 128 bytes, of a multiple of 32 bytes, and of others
 MEMORY = 3.5e6  # bytes a microsecond
-STORED = 18.6e3  # bytes of a 16-bit result a microsecond and multiprocessor
 #: Of tiles that cu/pixel_tiles.cuh stores: bytes of the result a microsecond and multiprocessor, from registers; sums by way of shared
 #: memory, in which the type hardly matters; and elements of a residual that a microsecond adds.
 FINISHED, STAGED, JOINED = 22e3, 5.4e3, 4.5e3
 BEGIN, AGAIN = 3.0, 0.65  # microseconds of a launch with its first loads, and of each further round of blocks, where they do not persist
 ADDED = 17.7e3  # bytes of sums a microsecond and multiprocessor that a cluster adds up
-BESIDE = 0.8  # of the time of two small tiles one after the other, if they share a multiprocessor
 
 
 def unsupported(device: Device) -> str | None:

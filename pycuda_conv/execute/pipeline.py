@@ -856,7 +856,7 @@ def gpus_that_pay(
     """
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
     if nbytes < LEAST_SHARED_BYTES:
-        return 1, bool
+        return 1, lambda seconds: None
     with gpus[0] as first:
         ordinary = [not (a.flags.c_contiguous and a.dtype.isnative and first.is_pinned(a)) for a in (x, y)]
     kernels = _kernel_seconds(plan)
