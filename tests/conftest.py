@@ -4,6 +4,8 @@ The same test bodies run on every device of the machine: PoCL on a laptop, a GPU
 here is skipped and says why.
 """
 
+import contextlib
+import fcntl
 import gc
 import importlib.util
 import os
@@ -41,6 +43,7 @@ def why_no_opencl() -> str | None:
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
+    config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -61,6 +64,28 @@ def pytest_runtest_setup(item):
             _reason["cuda"] = why_no_cuda()
         if _reason["cuda"]:
             pytest.skip(_reason["cuda"])
+
+
+@contextlib.contextmanager
+def _gpu_locked(alone):
+    """The GPU for a test, together with tests of other processes or not. Who waits to be alone is next: others queue up behind it."""
+    from reference import kept_folder
+
+    with contextlib.ExitStack() as stack:
+        first, gpu = (stack.enter_context(open(kept_folder() / f"{name}.lock", "w")) for name in ("next", "gpu"))
+        fcntl.flock(first, fcntl.LOCK_EX)
+        fcntl.flock(gpu, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(first, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    if item.get_closest_marker("gpu") and HAS_PYCUDA:
+        with _gpu_locked(alone=item.get_closest_marker("gpu_alone") is not None):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

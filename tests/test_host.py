@@ -1267,6 +1267,7 @@ def test_without_page_locked_memory_results_are_ordinary_arrays_of_the_same_valu
 # ---- nothing is left behind
 
 
+@pytest.mark.gpu_alone
 @needs_torch
 def test_many_calls_leave_memory_as_it_was(gpus, cut):
     """PYCUDA_CONV_SOAK=10000 for a long one."""
