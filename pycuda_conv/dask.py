@@ -392,6 +392,10 @@ def graph(
         result_channels = weight.chunks[1 - along]
     result_chunks = (*x.chunks[:lead], result_channels, *(axis.result_chunks for axis in axes))
     _check_chunk_size(problem, axes)
+    filters: tuple[Any, Any] = weight, weight_index
+    if weight.npartitions == 1:
+        # a filter of one chunk is no axis to sum along, so dask makes one task of a chunk's convolution and what comes before and after it
+        filters, channels_in = (weight.to_delayed(optimize_graph=False).item(), None), channels_out
     arguments: list[Any] = []
     result_index = (*images, channels_out, *space)
     others = {name: array for name, array in others.items() if array is not None}
@@ -400,7 +404,7 @@ def graph(
         arguments += [_as_dask(array).rechunk(chunks), index]
     return da.blockwise(
         _Chunks(problem, lead, place, tuple(others), repeated), result_index,
-        _with_neighbours(x, axes, lead, place), (*images, channels_in, *space), weight, weight_index, _Where(axes), space, *arguments,
+        _with_neighbours(x, axes, lead, place), (*images, channels_in, *space), *filters, _Where(axes), space, *arguments,
         adjust_chunks={channels_out: result_channels, **{s: axis.result_chunks for s, axis in zip(space, axes, strict=True)}},
         align_arrays=False, token=f"conv{'_transpose' * transposed}{ndim}d", dtype=x.dtype, meta=_meta(x, x.ndim),
     )

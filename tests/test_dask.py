@@ -414,6 +414,17 @@ def test_refused_when_the_graph_is_built(call, error, words):
         call()
 
 
+@pytest.mark.parametrize("groups", [1, 8])
+def test_a_chunk_that_needs_no_neighbour_is_one_task(groups):
+    """With what comes before and after it; the filter in one chunk is another task."""
+    w = draw(8, 16 // groups, 3, 3)
+    lazy = pc.conv2d(da.full((4, 16, 9, 8), 3, chunks=(1, 16, 9, 8), dtype="f4") - 1, w, groups=groups, device="opencl") * 2
+    (done,) = dask.optimize(lazy)
+    assert len(dict(done.__dask_graph__())) == 4 + 1
+    if not why_no_opencl():
+        assert np.array_equal(lazy.compute(), 2 * pc.conv2d(np.full((4, 16, 9, 8), 2, "f"), w, groups=groups, device="opencl"))
+
+
 # ---- clusters
 
 
@@ -502,7 +513,7 @@ def test_two_workers_are_faster_than_one(client):
 
     def run(number, **where):
         """The clock's seconds, those of the core that had the most to do, and how many cores other processes took."""
-        x = da.full((24, 16, 128, 128), number, chunks=(1, 16, 128, 128), dtype="f4")  # a new number: dask knows old results
+        x = da.full((24, 16, 128, 128), number, chunks=(2, 16, 128, 128), dtype="f4")  # a new number: dask knows old results
         total = pc.conv2d(x, w, padding=3, device="opencl").sum()
         before, start = [spent(process) for process in own], time.perf_counter()
         idle = psutil.cpu_times().idle
