@@ -1,9 +1,10 @@
 """Measure dask arrays of numpy chunks on the GPUs of this machine: ours, copies alone, and dask with CuPy's convolution.
 
-    python scripts/bench_dask.py --gigabytes 64 --planes 16 --threads 4 --runs 1
+    python scripts/bench_dask.py --gigabytes 64 --planes 16 --threads 8 --runs 1
 
 The chunks are one array in memory, again and again, and of each result one number is kept: so the disk and the memory for results do not
-count. GB/s are those of the input and the result together; the best run is shown. "Copies alone" are ours, without a convolution.
+count. GB/s are those of the input and the result together; the best run is shown. "Copies alone" are ours, without a convolution; "joined
+alone" are chunks that get their neighbours' rows on the host, and nothing else.
 """
 
 import argparse
@@ -18,7 +19,8 @@ import dask.array as da
 import numpy as np
 
 import pycuda_conv as pc
-from pycuda_conv.dask import ChunkPlace
+from pycuda_conv import ConvProblem
+from pycuda_conv import dask as ours
 from pycuda_conv.execute.pipeline import copy_only
 
 
@@ -45,7 +47,7 @@ def measure(name: str, y: da.Array, nbytes: int, threads: int, runs: int) -> flo
 
 def copies_alone(devices: Any) -> Callable[[np.ndarray], np.ndarray]:
     """A chunk goes to the GPU with the least to do and back."""
-    place = ChunkPlace(devices=devices)
+    place = ours.ChunkPlace(devices=devices)
 
     def there_and_back(block: np.ndarray) -> np.ndarray:
         with place.taken() as gpu:
@@ -55,6 +57,14 @@ def copies_alone(devices: Any) -> Callable[[np.ndarray], np.ndarray]:
         return y
 
     return there_and_back
+
+
+def joined(x: da.Array, w: np.ndarray) -> da.Array:
+    """Chunks with their neighbours' rows, as :func:`pycuda_conv.dask.convolve` makes them for a GPU."""
+    ndim = w.ndim - 2
+    problem = ConvProblem.forward(ndim, x.shape, w.shape, padding="same")
+    axes = [ours._axis(problem, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[2:])]
+    return ours._with_neighbours(x, axes, 1, ours.ChunkPlace(devices="all"))
 
 
 def cupy_convolve(w: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -81,12 +91,14 @@ def main() -> None:
             "one GPU": convolve(x, w, padding="same", device=0), "all GPUs": convolve(x, w, padding="same", devices="all"),
             "copies alone, one GPU": x.map_blocks(copies_alone([0]), dtype="f4"),
             "copies alone, all GPUs": x.map_blocks(copies_alone("all"), dtype="f4"),
-            "CuPy's convolve": da.map_overlap(cupy_convolve(w), x, **overlap),
         }
+        if x.numblocks[2:] != (1,) * len(depth):
+            ways["joined alone"] = joined(x, w)
+        ways["CuPy's convolve"] = da.map_overlap(cupy_convolve(w), x, **overlap)
         for threads in arguments.threads:
             rates = {way: measure(f"{name}: {way}", y, 2 * x.nbytes, threads, arguments.runs) for way, y in ways.items()}
-            ours, theirs = rates["one GPU"], rates["CuPy's convolve"]
-            print(f"{name}: one GPU {ours / theirs:.1f} times CuPy's, all {rates['all GPUs'] / ours:.2f} times one", flush=True)
+            one, several, theirs = rates["one GPU"], rates["all GPUs"], rates["CuPy's convolve"]
+            print(f"{name}: one GPU {one / theirs:.1f} times CuPy's, all {several / theirs:.1f}, which is {several / one:.2f} times one")
 
 
 if __name__ == "__main__":

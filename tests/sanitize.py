@@ -13,11 +13,14 @@ from itertools import product
 
 import numpy as np
 import test_dense_nhwc as dense
+import test_depthwise_planes as planes
+import test_dmma as doubles
 import test_epilogue as epilogue
 import test_few_channels as few
 import test_few_inputs as first_layers
 import test_few_pixels as pixels
 import test_fft as fft
+import test_gather_nhwc as gather
 import test_grouped_nhwc as grouped
 import test_grouped_nhwc_wgrad as grouped_wgrad
 import test_lines as lines
@@ -94,12 +97,19 @@ def main(wanted: str = "") -> int:
     device = get_device("cuda")
     bad = 0
     runs = [(case, config, dtype[0] if dtype else "float32", "") for case, config, *dtype in (*RUNS, *AWKWARD)]
+    runs += [(case, config, dtype, "") for case, dtype, config in planes.RUNS[::8]]
     for case, config, dtype, parts in [*runs, *epilogue.RUNS]:
         line = f"{config} {case} {dtype} {parts}"
         if wanted in line:
             problem = case.problem(dtype)
             plan = Plan(epilogue.finishing(problem, parts) if parts else problem, device, config=config)
             good = run(plan, epilogue.arrays(case, dtype, parts, integers=True) if parts else case.integers(dtype))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
+    for problem, config in doubles.RUNS[::11]:
+        line = f"{config} {problem} float64"
+        if wanted in line:
+            good = run(Plan(problem, device, config=config), (*doubles.operands(problem, np.ones), np.ones(problem.K) if problem.has_bias else None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     for case in fft.CASES:
@@ -112,7 +122,7 @@ def main(wanted: str = "") -> int:
                 good = run(Plan(case.problem(), device, config=fft.config_of(case)), arrays)
                 print("ok " if good else "BAD", line + kind, flush=True)
                 bad += not good
-    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
+    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *gather.RUNS[::17], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
     for case, mode, config, parts in runs if device.capability == (9, 0) else ():
         arrays = epilogue.arrays(case, dtype_of(mode), parts, integers=True) if parts else case.integers(dtype_of(mode))
         problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)
