@@ -24,6 +24,7 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.base import tokenize
+from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 from dask.layers import ArrayBlockwiseDep
 
@@ -393,8 +394,9 @@ def graph(
     result_chunks = (*x.chunks[:lead], result_channels, *(axis.result_chunks for axis in axes))
     _check_chunk_size(problem, axes)
     filters: tuple[Any, Any] = weight, weight_index
-    if weight.npartitions == 1:
-        # a filter of one chunk is no axis to sum along, so dask makes one task of a chunk's convolution and what comes before and after it
+    if weight.npartitions == 1 and not isinstance(weight.dask.layers[weight.name], Blockwise):
+        # The filter has no axis to sum along then, so dask makes one task of a chunk's convolution and what comes before and after it.
+        # What is still to be computed would be made part of that task, wrongly.
         filters, channels_in = (weight.to_delayed(optimize_graph=False).item(), None), channels_out
     arguments: list[Any] = []
     result_index = (*images, channels_out, *space)

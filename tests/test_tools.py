@@ -710,8 +710,9 @@ def test_bench_measures_each_mode_on_its_arrays(command, device, torch, rich, tm
         assert strides == ((100, 1, 20, 4) if "nhwc" in mode else (100, 25, 5, 1))
         for name in ("ratios", "roofline"):
             assert "</svg>" in (tmp_path / f"{name}-{mode}.svg").read_text()[-12:]
-    limits = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3, "float64": 1e-15}
-    assert all(r["error"] < limits[p.dtype] and r["torch_error"] < limits[p.dtype] for r, (p, *_) in zip(facts["rows"], seen, strict=True))
+    limits = {"fp32": 1e-6, "tf32": 2e-3, "fp16": 1e-3, "bf16": 8e-3, "fp64": 1e-15}
+    far = {r["mode"]: (r["error"], r["torch_error"]) for r in facts["rows"] if max(r["error"], r["torch_error"]) >= limits[r["mode"].partition("-")[0]]}
+    assert not far
     with (tmp_path / "b.csv").open(newline="") as file:
         assert [(r["mode"], float(r["kept_us"])) for r in csv.DictReader(file)] == [(r["mode"], r["kept_us"]) for r in facts["rows"]]
 
