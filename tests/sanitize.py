@@ -1,13 +1,14 @@
 """Every kernel once, on arrays of their exact size, for NVIDIA's memory checker; not a test of values.
 
     compute-sanitizer --tool memcheck  python tests/sanitize.py
-    compute-sanitizer --tool racecheck python tests/sanitize.py Gemm
+    compute-sanitizer --tool racecheck python tests/sanitize.py 'Gemm|Pointwise'
     compute-sanitizer --tool initcheck python tests/sanitize.py
 
-Runs the cases whose line contains the argument, all of them without one. Each array is an allocation of its own, so that
+Runs the cases in whose line the argument, a regular expression, is found, all of them without one. Each array is an allocation of its own, so that
 a read or write past its end is seen; no pool, no torch.
 """
 
+import re
 import sys
 from itertools import product
 
@@ -93,14 +94,15 @@ def batch_norm(pixels: Pixels, activation: str | None = "relu") -> bool:
     return good
 
 
-def main(wanted: str = "") -> int:
+def main(pattern: str = "") -> int:
+    wanted = re.compile(pattern).search
     device = get_device("cuda")
     bad = 0
     runs = [(case, config, dtype[0] if dtype else "float32", "") for case, config, *dtype in (*RUNS, *AWKWARD)]
     runs += [(case, config, dtype, "") for case, dtype, config in planes.RUNS[::8]]
     for case, config, dtype, parts in [*runs, *epilogue.RUNS]:
         line = f"{config} {case} {dtype} {parts}"
-        if wanted in line:
+        if wanted(line):
             problem = case.problem(dtype)
             plan = Plan(epilogue.finishing(problem, parts) if parts else problem, device, config=config)
             good = run(plan, epilogue.arrays(case, dtype, parts, integers=True) if parts else case.integers(dtype))
@@ -108,14 +110,14 @@ def main(wanted: str = "") -> int:
             bad += not good
     for problem, config in doubles.RUNS[::11]:
         line = f"{config} {problem} float64"
-        if wanted in line:
+        if wanted(line):
             good = run(Plan(problem, device, config=config), (*doubles.operands(problem, np.ones), np.ones(problem.K) if problem.has_bias else None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     for case in fft.CASES:
         line = f"{fft.config_of(case)} {case}"
         for kind in (" transformed", " flagged"):
-            if wanted in line + kind:
+            if wanted(line + kind):
                 arrays = case.integers("float32")
                 if kind == " flagged":
                     arrays[0][0] *= 2.0**70
@@ -128,7 +130,7 @@ def main(wanted: str = "") -> int:
         problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)
         for kind in ["", " flagged"][: 1 + (dtype_of(mode) == "float32")]:
             line = f"{config} {case} {mode} {parts}{kind}"
-            if wanted in line:
+            if wanted(line):
                 if kind:  # an image and a filter that the guarded kernels compute
                     arrays[0].flat[0] = arrays[1].flat[0] = 2.0**61
                 good = run(Plan(problem, device, config=config), arrays)
@@ -137,32 +139,32 @@ def main(wanted: str = "") -> int:
     filters = [(*case, config, precision) for case in pointwise.FILTERS for config in pointwise.FILTER_TILES for precision in ("fp32", "tf32")]
     for x_shape, k, config, precision in filters[::5] if device.capability == (9, 0) else ():
         line = f"{config} gradient by the filter {x_shape} {k} {precision}"
-        if wanted in line:
+        if wanted(line):
             given = pointwise.filters_arrays(x_shape, k, np.ones)
             good = run(Plan(pointwise.filters_problem(x_shape, k, precision), device, config=config), (*given, None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     for case, config, layout in product(patches.CASES, (*patches.CONFIGS, *patches.SLICED), ("NCHW", "NHWC")):
         line = f"{config} gradient by the filter {case} {layout}"
-        if wanted in line and not (layout == "NHWC" and config in patches.SLICED):
+        if wanted(line) and not (layout == "NHWC" and config in patches.SLICED):
             problem = patches.problem(case, layout)
             good = run(Plan(problem, device, config=config), (*patches.operands(problem, np.ones, "float32"), None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     for case, dtype, config in (*wgrad.RUNS[::7], *grouped_wgrad.RUNS[::19]) if device.capability == (9, 0) else ():
         line = f"{config} gradient by the filter {case} {dtype}"
-        if wanted in line:
+        if wanted(line):
             given = (np.moveaxis(a, 1, -1) for a in case.integers(dtype))
             good = run(Plan(case.problem(dtype), device, config=config), (*given, None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
-    if wanted in "copy_strided":
+    if wanted("copy_strided"):
         good = copy_strided()
         print("ok " if good else "BAD", "copy_strided", flush=True)
         bad += not good
     for layout, k, plane, dtype in product(("NCHW", "NHWC"), (8, 65), (1, 15, 24), ("float16", "float32", "float64")):
         line = f"batch_norm {layout} {k} {plane} {dtype}"
-        if wanted in line:
+        if wanted(line):
             good = batch_norm(Pixels(dtype, layout, 30, k, plane))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
