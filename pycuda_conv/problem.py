@@ -500,20 +500,43 @@ class ConvProblem:
 
     @property
     def launched(self) -> ConvProblem:
-        """The problem that the kernels compute: this one, or for wgrad a forward convolution on the same memory.
+        """The problem that the kernels compute: this one, or one on the same memory. For some volumes it is a convolution of images.
+
+        For wgrad it is a forward convolution:
 
         ``dw[k,c,r,s] = sum over n,p,q of dy[n,k,p,q] * x[n, c, p*stride - padding + r*dilation, q*stride - padding + s*dilation]``
         is a convolution of C images, which have N channels, with the K filters dy, whose taps (p,q) lie `stride` apart and
         whose result's pixels (r,s) lie `dilation` apart. In all three arrays what it calls channels come before its images
         in memory, outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
-        if self.direction != "wgrad":
+        own = self._of_images() if self.ndim == 3 else self
+        if own.direction != "wgrad":
+            return own
+        return replace(
+            own, direction="fprop", batched=True, N=own.C // own.groups, C=own.N * own.groups, filter_size=own.output_size,
+            output_size=own.filter_size, stride=own.dilation, dilation=own.stride,
+            layout="CHWN" if own.layout == "NHWC" else "CNHW",
+        )
+
+    def _of_images(self) -> ConvProblem:
+        """A convolution of volumes as one of images that is the same in memory, if there is one.
+
+        If the filter has no depth and channels are last, slices are images of a larger batch. If it has nothing but depth, slices are rows
+        of an image.
+        """
+        each = zip(self.filter_size, self.stride, self.padding_before, self.padding_after, self.input_size, self.output_size, strict=True)
+        free_d, *free = (how == [1, 1, 0, 0] and read == written for *how, read, written in each)
+        (d, h, w), (o, p, q) = self.input_size, self.output_size
+        if free_d and not all(free) and (self.layout == "NHWC" or d == 1):
+            dilation = (1, *self.dilation[1:])
+            return replace(self, ndim=2, batched=True, N=self.N * d, input_size=(1, h, w), output_size=(1, p, q), dilation=dilation)
+        if free_d or not all(free):
             return self
         return replace(
-            self, direction="fprop", batched=True, N=self.C // self.groups, C=self.N * self.groups, filter_size=self.output_size,
-            output_size=self.filter_size, stride=self.dilation, dilation=self.stride,
-            layout="CHWN" if self.layout == "NHWC" else "CNHW",
-        )
+            self, ndim=2, input_size=(1, d, h * w), filter_size=(1, self.filter_size[0], 1), output_size=(1, o, p * q),
+            stride=(1, self.stride[0], 1), dilation=(1, self.dilation[0], 1), padding_before=(0, self.padding_before[0], 0),
+            padding_after=(0, self.padding_after[0], 0),
+        )  # fmt: skip
 
     def _shape(self, channels: int, size: Size3) -> tuple[int, ...]:
         return ((self.N,) if self.batched else ()) + (channels, *size[-self.ndim :])
