@@ -6,6 +6,9 @@
 // Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes, which is what wgmma wants of 16-bit operands whose k is not the
 // fastest axis. It takes no TF32 operands so. There warps load fragments from the same rows for mma.sync; TMA rounds float32 on the way.
 //
+// Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row of TMA is BLOCK_K pixels of a channel of an image, so
+//          wgmma's operands lie along k. A stage is of one image, and an image's last one is filled up with zeros.
+//
 // Mapping  CLUSTER blocks -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions, each block over a part of the run.
 //          In a block DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them a warp one
 //          thread of which, the producer, asks for dy and x. If a consumer has twice 64 rows, it is a warpgroup, which hands most of its
@@ -29,14 +32,20 @@
 #define STAGES 5
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
 #define CLUSTER 1  // blocks that share a tile
+#define PLANES 0   // NCHW
 #endif
 #if TYPE == 17
 #define WGMMA_TYPE "bf16"
 #else
 #define WGMMA_TYPE "f16"
 #endif
+#if PLANES
+#define WGMMA_MN_MAJOR_A "0"
+#define WGMMA_MN_MAJOR_B "0"
+#else
 #define WGMMA_MN_MAJOR_A "1"
 #define WGMMA_MN_MAJOR_B "1"
+#endif
 #include "cluster.cuh"
 #include "fragments.cuh"
 #include "truncation.cuh"
@@ -48,12 +57,13 @@ constexpr int CHANNELS = 128 / (int)sizeof(data_t);                             
 constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
 constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
-constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = BLOCK_BYTES / STEPS;  // of CHANNELS channels
+constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // of CHANNELS channels
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
 constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may go on while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
 constexpr int WARPS = 4 * CONSUMERS, ROWS = BLOCK_M / CLUSTER;  // that write; rows of the tile that a block writes
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
+static_assert(!PLANES || TYPE != 32, "16-bit numbers");
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
@@ -71,6 +81,7 @@ struct WgradNhwcArguments {
   long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
   long long size;                                             // elements of dw
+  long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
 // What a block has to do: of group `group`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
@@ -116,6 +127,27 @@ struct Ring {
 
 // ---- the producer
 
+#if PLANES
+DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
+                    const Ring& ring) {
+  const int k = of.group * (int)arg.rows + of.row, c = of.group * (int)arg.columns + of.block * CHANNELS;
+  Position at;
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t dy = ring.stages + at.stage * STAGE_BYTES, x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.full + 8 * at.stage;
+    const Divided of_image(step, arg.image_stages, arg.by_image_stages);
+    const int pixel = of_image.rest * BLOCK_K, image = of_image.quotient;
+    barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+    barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
+#pragma unroll
+    for (int i = 0; i < DY_BLOCKS; ++i)
+      if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, pixel, k + CHANNELS * i, image);
+#pragma unroll
+    for (int i = 0; i < X_BLOCKS; ++i)
+      if (i < of.x_blocks) load_box(x + i * BLOCK_BYTES, map_x, arrived, pixel, c + CHANNELS * i, image);
+    at.next();
+  }
+}
+#else
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
   int c[X_BLOCKS];
@@ -144,6 +176,7 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
     at.next();
   }
 }
+#endif
 
 // ---- sums to dw, or to a part of it: ROWS rows, the first at `sums`, channel `row` of the group; a warp every WARPS-th of them
 
@@ -277,8 +310,9 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
     barrier_wait(ring.full + 8 * at.stage, at.parity);
-    const uint64_t dy = wgmma_mn_major_descriptor(stage + down * PRODUCTS * BLOCK_BYTES);
-    const uint64_t x = wgmma_mn_major_descriptor(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
+    auto described = [](uint32_t at) { return PLANES ? wgmma_descriptor<128>(at) : wgmma_mn_major_descriptor(at); };
+    const uint64_t dy = described(stage + down * PRODUCTS * BLOCK_BYTES);
+    const uint64_t x = described(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
     const bool fresh = step == range.first;
     wgmma_fence();
 #pragma unroll
@@ -328,7 +362,7 @@ DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& 
   const int row = of.row + cluster_rank() * ROWS;
   if (arg.splits > 1)
     store_rows(own, arg, of, row, (float*)to + of.split * arg.size);
-  else if (arg.taps == 1)
+  else if (PLANES || arg.taps == 1)
     store_rows(own, arg, of, row, (data_t*)to);
   else
     store_taps(own, arg, of, row, (data_t*)to);

@@ -929,7 +929,7 @@ def wgrad_product(step, memory: Memory) -> None:
     for described in step.maps:
         check_map(described, memory)
         assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" else kind)
-    assert dy_map.box == (wide, wide, 1) and (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2
+    assert dy_map.box == (wide, wide, 1) and (x_map.box == dy_map.box if define["PLANES"] else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2)
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
     assert step.block == threads.get(rows, {}).get(columns, 2 * rows + 32) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
@@ -967,6 +967,16 @@ def block_of(step) -> int:
 def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: int, block: int, total: np.ndarray) -> None:
     """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
     wide = dy_map.box[0]
+    if x_map.box == dy_map.box:  # PLANES
+        image, pixel = stage // s.image_stages, stage % s.image_stages * wide
+        a, b = np.full((len(total), wide), np.nan), np.full((total.shape[1], wide), np.nan)
+        for to, described, channels, first in (a, dy_map, s.rows, row), (b, x_map, s.columns, block * wide):
+            for i in range(0, len(to), wide):
+                if first + i < channels:
+                    to[i : i + wide] = boxed(described, memory, (pixel, group * channels + first + i, image))[0]
+        with np.errstate(invalid="ignore", over="ignore"):
+            total += a @ b.T
+        return
     image, inner = divmod(wide * stage, s.load_plane)
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
     start = (*start[: s.rank], image)

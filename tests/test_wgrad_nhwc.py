@@ -32,6 +32,7 @@ class Filter:
     padding: tuple = (0,)  # or pairs
     dilation: tuple = (1,)
     groups: int = 1
+    layout: str = "NHWC"
 
     @property
     def ndim(self) -> int:
@@ -49,10 +50,10 @@ class Filter:
         rows = zip(self.x[2:], self.w[2:], self.each(self.stride), self.pairs, self.each(self.dilation), strict=True)
         return (self.x[0], self.w[0], *((n + sum(p) - d * (f - 1) - 1) // s + 1 for n, f, s, p, d in rows))
 
-    def problem(self, dtype: str = "float16", layout: str = "NHWC", precision: str | None = None) -> ConvProblem:
+    def problem(self, dtype: str = "float16", layout: str | None = None, precision: str | None = None) -> ConvProblem:
         options = {"stride": self.each(self.stride), "padding": self.pairs, "dilation": self.each(self.dilation), "groups": self.groups}
         options["precision"] = precision or ("tf32" if dtype == "float32" else "fp32")
-        return ConvProblem.gradient("weight", self.ndim, self.x, self.w, self.dy, dtype=dtype, layout=layout, **options)
+        return ConvProblem.gradient("weight", self.ndim, self.x, self.w, self.dy, dtype=dtype, layout=layout or self.layout, **options)
 
     def legal(self, config: WgradNhwc, dtype: str = "float16") -> WgradNhwc:
         """`config`, with a sum in two parts if x is folded: the launch that adds them writes the result."""
@@ -94,7 +95,7 @@ class Filter:
         def show(values):
             return "x".join("+".join(map(str, v)) if isinstance(v, tuple) else str(v) for v in values)
 
-        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}" + f"-g{self.groups}" * (self.groups > 1)
+        return f"{show(self.x)}-by-{show(self.w)}-s{show(self.stride)}-p{show(self.padding)}-d{show(self.dilation)}" + f"-g{self.groups}" * (self.groups > 1) + f"-{self.layout}" * (self.layout != "NHWC")
 
 
 #: Tails of channels and positions, several tiles, strides, padding, dilation, groups, one to three axes, filters of one and of many taps.
@@ -115,6 +116,12 @@ PADDED = [
     Filter((2, 64, 5, 6), (1, 64, 1, 1)), Filter((2, 2, 50), (12, 2, 5), padding=(2,)), Filter((1, 70, 4, 5, 6), (9, 70, 2, 1, 3)),
 ]  # fmt: skip
 
+#: 1x1 filters of NCHW arrays: tails of channels and planes, several tiles, groups, one to three axes.
+PLANES = [
+    Filter((3, 72, 10, 12), (136, 72, 1, 1), layout="NCHW"), Filter((2, 40, 12, 20), (70, 40, 1, 1), layout="NCHW"), Filter((3, 24, 96), (20, 24, 1), layout="NCHW"), Filter((2, 64, 3, 8), (64, 32, 1, 1), groups=2, layout="NCHW"),
+    Filter((2, 10, 3, 4, 2), (201, 10, 1, 1, 1), layout="NCHW"), Filter((5, 200, 14, 12), (264, 200, 1, 1), layout="NCHW"),
+]  # fmt: skip
+
 #: Rings go round, and round again.
 DEEP = Filter((4, 24, 20, 21), (72, 24, 3, 3), padding=(1,))
 
@@ -127,6 +134,9 @@ CONFIGS_TF32 = (
     WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 6, 1, 3), WgradNhwc(64, 128, 2, 8, 2), WgradNhwc(128, 64, 4, 4), WgradNhwc(64, 64, 6, 1, 2),
     WgradNhwc(128, 128, 2),
 )  # fmt: skip
+
+
+CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(64, 192, 2, 1, 3), WgradNhwc(256, 192, 3, 1, 2), WgradNhwc(128, 192, 5, 4, 2)
 
 
 def configs_of(dtype: str) -> tuple[WgradNhwc, ...]:
@@ -146,6 +156,14 @@ def test_the_plan_computes_the_gradient(case, dtype):
         config = case.legal(config, dtype)
         assert engines.refusal(problem, config, H200) is None
         assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
+
+
+@pytest.mark.parametrize("case", PLANES, ids=str)
+def test_the_plan_of_planes_computes_the_gradient(case):
+    problem, arrays = case.problem(), case.integers("float16")
+    for config in CONFIGS_PLANES:
+        assert engines.refusal(problem, config, H200) is None
+        assert_exact(emulator.emulate(problem, config, *arrays), case.reference(*arrays), config)
 
 
 def test_every_kind_of_case_is_among_them():
@@ -177,7 +195,11 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (BASE.problem("float32", precision="fp32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "in the layouts CHWN, not in CNHW"),
+        (BASE.problem("float32", precision="fp32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
+        (PLANES[0].problem("float32"), WgradNhwc(64, 64), "NCHW arrays of float16 and bfloat16"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
+        (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),
+        (PLANES[0].problem(), WgradNhwc(192), "a tile has 64 rows and 64, 192 columns"), (PLANES[0].problem(), WgradNhwc(64, 64, 4, 8), "shared by 1, 4 blocks"),
+        (BASE.problem("float32", precision="tf32"), WgradNhwc(256), "a tile has"),
         (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "by the launch that adds"), (Filter((1, 9, 2**15, 2**15), (1, 9, 1, 1)).problem(), WgradNhwc(SPLIT=2), "counted in"),
         (Filter((2, 40, 9, 8), (40, 20, 3, 3), groups=2).problem(), WgradNhwc(), "multiple of 8 channels, 16 or more"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of a multiple of 8"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
         (Filter((2, 8, 2**15, 2**15), (8, 8, 1, 1)).problem(), WgradNhwc(), "32 bits"), (Filter((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)).problem(), WgradNhwc(), "stride, padding or dilation"),
@@ -316,6 +338,7 @@ def ids_of(runs) -> list[str]:
 RUNS = [(case, dtype, case.legal(config, dtype)) for case in (*CASES, DEEP) for dtype in TYPES for config in configs_of(dtype)]
 LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
 RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype in TYPES for config in configs_of(dtype)[2:6]]
+RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
 RUNS += [
     (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1]), cluster, split))
     for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for cluster, split in ((1, 1), (1, 9), (8, 1), (4, 2))
@@ -338,7 +361,7 @@ def launched(torch, plan: Plan, x: np.ndarray, dy: np.ndarray) -> np.ndarray:  #
             whole[MARGIN : MARGIN + size] = torch.from_numpy(content.copy()).cuda()
         return whole
 
-    order = (0, *range(2, x.ndim), 1)
+    order = plan.problem.order or range(x.ndim)
     wholes = [surrounded(np.frombuffer(np.ascontiguousarray(a.transpose(order)).tobytes(), np.uint8)) for a in (x, dy)]
     wholes += [surrounded(math.prod(plan.result_shape) * x.dtype.itemsize), surrounded(plan.workspace_bytes)]
     of_x, of_dy, result, scratch = (whole.data_ptr() + MARGIN for whole in wholes)

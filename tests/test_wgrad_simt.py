@@ -8,7 +8,19 @@ import pytest
 import simt
 from reference import assert_close, assert_exact
 from test_implicit_gemm import H200
-from test_wgrad_nhwc import CONFIGS, CONFIGS_TF32, DEEP, PLANNED, TYPES, Filter, check_not_finite, configs_of, ids_of
+from test_wgrad_nhwc import (
+    CONFIGS,
+    CONFIGS_PLANES,
+    CONFIGS_TF32,
+    DEEP,
+    PLANES,
+    PLANNED,
+    TYPES,
+    Filter,
+    check_not_finite,
+    configs_of,
+    ids_of,
+)
 
 from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
 from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
@@ -19,6 +31,7 @@ RUNS = [(case, dtype, configs_of(dtype)[(i + more) % len(configs_of(dtype))]) fo
 RUNS = [(case, dtype, case.legal(config, dtype)) for case, dtype, config in RUNS]
 HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 RUNS += [(DEEP, HALVES[i % len(HALVES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 1, 5)))]
+RUNS += [(case, HALVES[i % len(HALVES)], CONFIGS_PLANES[(i + more) % len(CONFIGS_PLANES)]) for i, case in enumerate(PLANES) for more in (0, 2)]
 RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32 if "float32" in TYPES]
 
 

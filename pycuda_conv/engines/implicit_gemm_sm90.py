@@ -887,7 +887,9 @@ RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split ther
 #: cycles of a pixel's row of so many bytes. Fitted to some 700 times.
 LYING = 1860.0, 1.18, 1.2
 PIXEL_CYCLES = {128: 3.2, 64: 2.5, 32: 3.0, 16: 3.0}
-SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes
+SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
+LONGER = 1.15  # times as long as that takes the gradient of a filter in 16 bits
+SECTOR = 32  # bytes of memory that are written at once
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and STORED for 16-bit results with their channels last, which TMA stores; where phases scatter them; and the
@@ -990,6 +992,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         stores *= SCATTERED
+    elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
+        stores *= SCATTERED * min(walks[0].phase.step[2], SECTOR // problem.itemsize)  # elements one by one, so far apart
     if last and problem.has_residual:
         stores += config.BLOCK_M * config.BLOCK_N / JOINED
     between = tile + stores
@@ -1015,7 +1019,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         # phases come by turns, so that blocks have as much of each
         us += max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
     joined = _parts_bytes(config) if joins(problem, config) else 0
-    return us + overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, not lying, joined)
+    us += overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, not lying, joined)
+    return us * LONGER if problem.layout == "CNHW" and problem.itemsize == 2 else us
 
 
 #: What another order of sums than most layers' has to gain, by the model's word: a new order has to wait for the compiler.

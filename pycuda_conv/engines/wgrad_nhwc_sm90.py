@@ -1,8 +1,8 @@
 """Gradients of filters from channels-last arrays as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
-The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Gradients are long sums over the positions of the convolution's
-result, for few results. So a sum is cut into runs of positions, and the blocks of a cluster share a run. What several runs give is added by
-a second launch, ``cu/wgrad_nhwc_reduce.cu``.
+The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Of 1x1 filters, 16-bit arrays may be NCHW too. Gradients are long
+sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks of a cluster
+share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
 few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
@@ -11,7 +11,7 @@ few channels, the copy also makes channels of taps: of a row of them, or of all.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressi
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
 from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest, why_not_so_many
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
@@ -54,6 +54,9 @@ PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multi
 CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
+#: The tiles and clusters for NCHW arrays.
+PLANES_TILES = {64: (64, 192), 128: (64, 128, 192), 256: (192,)}
+PLANES_CLUSTERS = (1, 4)
 FOLD_THREADS = 256  # of a block that folds
 
 
@@ -70,7 +73,7 @@ class WgradNhwc(Config):
 
 
 CONFIGS = (WgradNhwc,)
-LAYOUTS = ("CHWN",)
+LAYOUTS = "CHWN", "CNHW"
 TENSOR_CORES = True
 
 
@@ -87,10 +90,15 @@ def _channels(problem: ConvProblem) -> int:
     return stage_channels(problem)
 
 
+def _planes(problem: ConvProblem) -> bool:
+    """Whether the arrays are NCHW."""
+    return problem.layout == "CNHW"
+
+
 def _folded(problem: ConvProblem, level: int) -> ConvProblem:
     """:func:`forward_of`, with so many channels as tensor loads read, and with the taps of so many innermost axes as channels of x."""
     forward = forward_of(problem)
-    if forward.groups > 1:
+    if forward.groups > 1 or _planes(problem):
         return forward
 
     def outer(values: tuple[int, int, int], *inner: int) -> Any:
@@ -120,7 +128,7 @@ def _level(problem: ConvProblem) -> int:
             0 if folded.C == forward.C and not level else COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / MEMORY
         )
 
-    few = forward.groups == 1 and forward.C < _channels(problem) and 0 not in forward.result_shape
+    few = not _planes(problem) and forward.groups == 1 and forward.C < _channels(problem) and 0 not in forward.result_shape
     return min((0, 1, 2) if few else (0,), key=microseconds)
 
 
@@ -143,12 +151,14 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
 def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout not in LAYOUTS:
-        return "it takes gradients of filters, from arrays with their channels last"
+        return "it takes gradients of filters"
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     forward = forward_of(problem)
     if 0 in (forward.N, forward.C, forward.K):
         return "there is nothing to compute"
+    if _planes(problem):
+        return _why_no_planes(problem, forward)
     channels = forward.C // forward.groups, forward.K // forward.groups
     word, row = _word(problem), _channels(problem)
     if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or any(count % word for count in channels)):
@@ -160,23 +170,49 @@ def why_not(problem: ConvProblem) -> str | None:
     return None if _form(problem) else "tensor loads can't make its stride, padding or dilation"
 
 
+def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, of NCHW arrays, or None if it can."""
+    ones = (1, 1, 1)
+    if problem.itemsize != 2:
+        return "it takes NCHW arrays of float16 and bfloat16"
+    alike = forward.filter_size == forward.stride == ones and forward.input_size == forward.output_size
+    if not alike or any(forward.padding_before):
+        return "of NCHW arrays it takes 1x1 filters without stride and padding"
+    if math.prod(forward.output_size) % _word(problem):
+        return "tensor loads take planes of a multiple of 16 bytes"
+    if forward.C // forward.groups % 2:
+        return "it writes two neighbouring channels at once"
+    return "it counts stages in 31 bits" if problem.largest_array >= 2**31 else None
+
+
+def _tiles_of(problem: ConvProblem) -> dict[int, tuple[int, ...]]:
+    """Rows of a tile, and the columns that it may have."""
+    return PLANES_TILES if _planes(problem) else TILES[problem.itemsize]
+
+
 def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     reason = why_not(problem)
     if reason:
         return reason
-    tiles_of = TILES[problem.itemsize]
+    tiles_of = _tiles_of(problem)
     if config.BLOCK_N not in tiles_of.get(config.BLOCK_M, ()):
         shown = "; ".join(f"{rows} rows and {', '.join(map(str, columns))} columns" for rows, columns in tiles_of.items())
         return f"a tile has {shown}"
     if config.SPLIT == 1 and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    if config.CLUSTER not in CLUSTERS:
-        return f"a tile is shared by {', '.join(map(str, CLUSTERS))} blocks"
+    clusters = _clusters(problem)
+    if config.CLUSTER not in clusters:
+        return f"a tile is shared by {', '.join(map(str, clusters))} blocks"
     tiles = math.prod(_tiles(problem, config)) * problem.groups * config.CLUSTER * config.SPLIT
     if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config), config.SPLIT)
+
+
+def _clusters(problem: ConvProblem) -> tuple[int, ...]:
+    """How many blocks may share a tile."""
+    return PLANES_CLUSTERS if _planes(problem) else CLUSTERS
 
 
 def _shares(config: WgradNhwc) -> bool:
@@ -257,6 +293,8 @@ class WgradNhwcArguments(NamedTuple):
     low_h: int
     low_w: int
     size: int
+    image_stages: int
+    by_image_stages: int
 
 
 class WgradNhwcReduceArguments(NamedTuple):
@@ -355,31 +393,50 @@ def _sums(problem: ConvProblem) -> int:
 
 def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
-    forward, loaded, form = forward_of(problem), _loaded(problem), _form(problem)
-    assert form is not None
-    lying, walk = form
-    positions = _positions(problem)
+    forward, loaded = forward_of(problem), _loaded(problem)
     stages, (down, across) = _stages(problem), _tiles(problem, config)
+    walked, maps = _plane_maps(problem) if _planes(problem) else _maps(problem, x, dy)
     _, tap_r, tap_s = loaded.filter_size
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
         part=_part(problem, config), rows=forward.K // forward.groups, columns=loaded.C // forward.groups,
         column_blocks=_column_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r, tap_s=tap_s,
-        **by_axis("dilation_", walk.dilation), **load_base(loaded, walk), size=_sums(problem),
+        **walked, size=_sums(problem), image_stages=_image_stages(problem),
     )  # fmt: skip
-    sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
-    of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
-    map_x = replace(image_map(loaded, of_x[0], lying, walk, _channels(problem)), offset=of_x[1])
-    maps = TensorMap(*of_dy, *sizes, (_channels(problem), _channels(problem), 1), ROW, map_type(problem)), map_x
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "CLUSTER": config.CLUSTER,
+        "TYPE": ELEMENTS[problem.dtype], "CLUSTER": config.CLUSTER, "PLANES": int(_planes(problem)),
     }
     grid = down * across * problem.groups * config.SPLIT * config.CLUSTER
     return KernelLaunch(
         "wgrad_nhwc_sm90", defines, grid, _threads(config), (parts or RESULT,), (), maps=maps,
         shared=_shared_bytes(config), arch="sm_90a", arguments=told,
     )  # fmt: skip
+
+
+def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
+    """How loads walk x, as arguments, and the maps of dy and x: channels last."""
+    loaded, form, positions = _loaded(problem), _form(problem), _positions(problem)
+    assert form is not None
+    lying, walk = form
+    sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
+    of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
+    map_x = replace(image_map(loaded, of_x[0], lying, walk, _channels(problem)), offset=of_x[1])
+    map_dy = TensorMap(*of_dy, *sizes, (_channels(problem), _channels(problem), 1), ROW, map_type(problem))
+    return by_axis("dilation_", walk.dilation) | load_base(loaded, walk), (map_dy, map_x)
+
+
+def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, ...]]:
+    """The same of NCHW arrays, which loads don't walk."""
+    forward, block = forward_of(problem), _channels(problem)
+    plane = math.prod(forward.output_size)
+    row = problem.itemsize * plane
+    maps = tuple(
+        TensorMap(buffer, 0, (plane, channels, forward.N), (row, row * channels), (block, block, 1), ROW, map_type(problem))
+        for buffer, channels in ((WEIGHT, forward.K), (INPUT, forward.C))
+    )
+    unused = ("dilation_d", "dilation_h", "dilation_w", "rank", "load_plane", "load_pq", "load_q", "stride_d", "stride_h", "stride_w")
+    return dict.fromkeys((*unused, "low_d", "low_h", "low_w"), 0), maps
 
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
@@ -406,8 +463,15 @@ def _positions(problem: ConvProblem) -> int:
     return forward.N * math.prod(forward.output_size)
 
 
+def _image_stages(problem: ConvProblem) -> int:
+    """Of an image's plane."""
+    return ceil(math.prod(forward_of(problem).output_size), _channels(problem))
+
+
 def _stages(problem: ConvProblem) -> int:
     """Of all positions."""
+    if _planes(problem):
+        return forward_of(problem).N * _image_stages(problem)
     return ceil(_positions(problem), _channels(problem))
 
 
@@ -444,11 +508,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "CLUSTER": CLUSTERS,
+                    "TYPE": types, "CLUSTER": CLUSTERS, "PLANES": FLAG if size == 2 else (0,),
                 }  # fmt: skip
-                yield TextFamily("wgrad_nhwc_sm90", choices, arch="sm_90a")
+                yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield TextFamily("fold_channels", {"BYTES": tuple(TILES)})
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made."""
+    return not d["PLANES"] or (d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ()) and d["CLUSTER"] in PLANES_CLUSTERS)
 
 
 # ---- the choice
@@ -468,10 +537,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     if why_not(problem):
         return
     stages, least = _stages(problem), 1 if _loaded(problem).C == forward_of(problem).C else 2
-    tiles_of = TILES[problem.itemsize]
+    tiles_of = _tiles_of(problem)
     for rows in _useful(tuple(tiles_of), problem.K // problem.groups):
         for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
-            for cluster in CLUSTERS:
+            for cluster in _clusters(problem):
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
                 blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
                 filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
@@ -495,7 +564,10 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, block) * block)
     columns = min(config.BLOCK_N, _column_blocks(problem) * block)
     loaded = _loaded(problem)
-    loads = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
+    if _planes(problem):
+        loads = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
+    else:
+        loads = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
     step = max(PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, loads) / CLOCK
     end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if config.CLUSTER > 1 else size / STORED)
     work, blocks = _part(problem, config) * step + end, down * across * problem.groups * config.SPLIT * config.CLUSTER

@@ -1,0 +1,314 @@
+"""Convolutions of NCHW arrays by way of channels last: arrays are transposed (``cu/via_nhwc.cu``), and another engine does the rest.
+
+Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. To transpose an
+array takes the time of a copy.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pycuda_conv.engines import hopper
+from pycuda_conv.engines.base import Config, Engine
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
+]  # fmt: skip
+
+THREADS, TILE_BYTES, LEAST_COLUMNS = 256, 8192, 64  # of a block that transposes
+
+
+@dataclass(frozen=True)
+class ViaNhwc(Config):
+    """The configuration that takes the transposed arrays, as it is printed."""
+
+    INNER: str = "Gemm()"
+
+
+CONFIGS = (ViaNhwc,)
+LAYOUTS = "NCHW", "CNHW"
+TENSOR_CORES = True
+
+unsupported = hopper.unsupported
+
+
+# ---- what runs
+
+
+def _last(problem: ConvProblem) -> ConvProblem:
+    """The same problem, channels last, as it is launched."""
+    return replace(problem, layout="CHWN" if problem.layout == "CNHW" else "NHWC").launched
+
+
+def _inner(config: ViaNhwc) -> Config | None:
+    """The configuration that takes the transposed arrays; None if the text says none."""
+    from pycuda_conv.engines import registry  # which imports this module
+
+    try:
+        call = ast.parse(config.INNER, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            return None
+        values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+        return registry.config_classes()[call.func.id].from_table(values)
+    except (SyntaxError, ValueError, KeyError):
+        return None
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+        return "there is nothing to compute"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    from pycuda_conv.engines import registry
+
+    reason = why_not(problem)
+    if reason:
+        return reason
+    inner = _inner(config)
+    if inner is None:
+        return "it takes a configuration as it is printed"
+    engine, last = registry.engine_of(inner), _last(problem)
+    if last.layout not in engine.LAYOUTS:
+        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {last.layout}"
+    return engine.refusal(last, inner)
+
+
+# ---- launches
+
+
+class ViaNhwcArguments(NamedTuple):
+    """The struct of ``via_nhwc.cu``, which says what its members are."""
+
+    rows: int
+    columns: int
+    row_bits: int
+    tiles_r: int
+    by_tiles_r: int
+    tiles_c: int
+    by_tiles_c: int
+    vector: int
+    wide: int
+
+
+@dataclass(frozen=True)
+class _Transposition:
+    """Matrices in a buffer of the plan that are transposed, into the workspace or out of it."""
+
+    buffer: Buffer
+    images: int
+    rows: int
+    columns: int
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.images * self.rows * self.columns * self.itemsize
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """Words of a tile's column, as a power of two, and its columns."""
+        words = ceil(self.rows * self.itemsize, 4)
+        row_bits = min(max((words - 1).bit_length(), 2), 5)
+        return row_bits, TILE_BYTES // 4 >> row_bits
+
+    @property
+    def tiles(self) -> int:
+        row_bits, columns = self._tile
+        return self.images * ceil(self.rows * self.itemsize, 4 << row_bits) * ceil(self.columns, columns)
+
+    @property
+    def _vector(self) -> int:
+        """Columns that a thread loads at once."""
+        return math.gcd(self.columns, 16 // self.itemsize)
+
+    @property
+    def _wide(self) -> int:
+        """Bytes that it stores at once: words even of an odd number of rows, but for an element at their ends."""
+        return 16 if self.rows * self.itemsize % 16 == 0 else 4
+
+    @property
+    def time(self) -> float:
+        """Microseconds that it should take; what a tile has too much of counts if it is most of it."""
+        if self._vector == 1 or self.rows * self.itemsize % 4:
+            rate = SINGLE
+        else:
+            rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
+        return BEGIN + 2 * max(self.nbytes, EMPTY * self.tiles * TILE_BYTES) / rate
+
+    def launch(self, source: Place, target: Place) -> KernelLaunch:
+        size = self.itemsize
+        row_bits, columns = self._tile
+        told = arguments(
+            ViaNhwcArguments, rows=self.rows, columns=self.columns, row_bits=row_bits, tiles_r=ceil(self.rows * size, 4 << row_bits),
+            tiles_c=ceil(self.columns, columns), vector=self._vector, wide=int(self._wide == 16),
+        )  # fmt: skip
+        return KernelLaunch("via_nhwc", {"BYTES": size}, self.tiles, THREADS, (source, target), (), arguments=told)
+
+
+def _read(problem: ConvProblem) -> list[_Transposition]:
+    """What is transposed before the inner launches."""
+    size, plane = problem.itemsize, math.prod(problem.operand_size)
+    if problem.layout == "CNHW":  # see ConvProblem.launched
+        images, channels = problem.C // problem.groups, problem.N * problem.groups
+        taps = math.prod(problem.filter_size)
+        return [_Transposition(INPUT, images, channels, plane, size), _Transposition(WEIGHT, images, problem.K, taps, size)]
+    found = [_Transposition(INPUT, problem.N, problem.operand_channels, plane, size)]
+    if problem.has_residual:
+        found.append(_Transposition(RESIDUAL, problem.N, problem.result_channels, math.prod(problem.result_size), size))
+    return [one for one in found if one.rows > 1 and one.columns > 1]
+
+
+def _written(problem: ConvProblem) -> _Transposition | None:
+    """What is transposed behind them."""
+    if problem.layout == "CNHW":  # a filter, in C order anyway
+        return None
+    plane, channels = math.prod(problem.result_size), problem.result_channels
+    return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
+
+
+def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    from pycuda_conv.engines import registry
+
+    inner = _inner(config)
+    assert inner is not None
+    made = registry.schedule(_last(problem), inner, device)
+    read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
+    places = {one.buffer: scratch.take(one.nbytes) for one in (*read, *([written] if written else []))}
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+    first = [one.launch(one.buffer, places[one.buffer]) for one in read]
+    last = [written.launch(places[RESULT], RESULT)] if written else []
+
+    def moved(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
+        return [[_moved(launch, places) for launch in step] for step in steps]
+
+    steps = [step for step in (first, *moved(made.steps), last) if step]
+    return Schedule(moved(made.prepare), steps, moved(made.prepare) + steps, scratch.used, made.filter_bytes, made.redoes)
+
+
+def _moved(launch: KernelLaunch, places: dict[Buffer, tuple[int, int]]) -> KernelLaunch:
+    """The launch with other places for some buffers."""
+
+    def place(buffer: int, offset: int) -> tuple[int, int]:
+        to, start = places.get(Buffer(buffer), (buffer, 0))
+        return to, start + offset
+
+    def moved(one: Place) -> Place:
+        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
+        return (at, offset) if offset else at
+
+    maps = []
+    for one in launch.maps:
+        buffer, offset = place(one.buffer, one.offset)
+        maps.append(replace(one, buffer=buffer, offset=offset))
+    return replace(launch, buffers=tuple(map(moved, launch.buffers)), maps=tuple(maps))
+
+
+def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
+    """As the inner engine says."""
+    from pycuda_conv.engines import registry
+
+    inner = _inner(config)
+    return None if inner is None else registry.filter_key(_last(problem), inner)
+
+
+def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
+    """As the inner engine says, of its own configurations."""
+    from pycuda_conv.engines import registry
+
+    inner = _inner(config)
+    if inner is None:
+        return config
+    engine = registry.engine_of(inner)
+    return engine.CONFIGS, engine.sum_order(_last(problem), inner)
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the bytes of an element."""
+    yield TextFamily("via_nhwc", {"BYTES": (2, 4)})
+
+
+# ---- the choice
+
+# Measured on an H200.
+BEGIN = 2.0  # microseconds of a launch, beside its bytes
+#: Bytes a microsecond that are read, and written: both by 16 bytes a thread, one of them by less, one of them by elements.
+WIDE, NARROW, SINGLE = 3.6e6, 3.2e6, 2.2e6
+EMPTY = 0.8  # of the time of a tile's bytes, that of a tile with few of them
+FILTER, FILTER_BYTES = 2.5, 0.75e6  # microseconds to pack or to transpose a filter, and its bytes a microsecond
+
+
+def _transposing(problem: ConvProblem) -> float:
+    """Microseconds that transposing should take."""
+    written = _written(problem)
+    return sum(one.time for one in (*_read(problem), *([written] if written else [])))
+
+
+def _packing(problem: ConvProblem) -> float:
+    """Microseconds that the filter should take, which models of channels-last engines expect to lie as they want it."""
+    taps = math.prod(problem.filter_size)
+    if problem.layout == "CNHW" or taps == 1:
+        return 0.0
+    return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
+
+
+def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
+    """Those that only run the problem with its channels last."""
+    from pycuda_conv.engines import registry
+
+    last = _last(problem)
+    for engine in registry.ENGINES:
+        alone = last.layout in engine.LAYOUTS and engine.unsupported(device) is None
+        if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
+            yield engine
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    last = _last(problem)
+    for engine in _engines(problem, device):
+        for inner in engine.configs(last, device):
+            if engine.refusal(last, inner) is None:
+                yield ViaNhwc(str(inner))
+
+
+def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    from pycuda_conv.engines import registry
+
+    inner = _inner(config)
+    us = None if inner is None else registry.predicted(_last(problem), inner, device)
+    return None if us is None else us + _transposing(problem) + _packing(problem)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    if why_not(problem):
+        return None
+    last, best = _last(problem), None
+    for engine in _engines(problem, device):
+        found = engine.choose(last, device)
+        us = None if found is None else engine.time(last, found[1], device)
+        if found and us is not None and (best is None or us < best[0]):
+            best = us, found[1]
+    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), ViaNhwc(str(best[1])))
