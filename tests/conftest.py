@@ -5,6 +5,7 @@ here is skipped and says why.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib.util
@@ -16,6 +17,12 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     _threads = str(max(1, (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
     for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(_name, _threads)
+
+# Freed memory stays the process's. Otherwise each large array is new pages, which the system clears: half the time of some tests.
+with contextlib.suppress(OSError, AttributeError):
+    _libc, _TRIM_THRESHOLD, _MMAP_THRESHOLD = ctypes.CDLL("libc.so.6"), -1, -3
+    for _parameter in (_TRIM_THRESHOLD, _MMAP_THRESHOLD):
+        _libc.mallopt(_parameter, 1 << 30)
 
 import pytest
 from hypothesis import HealthCheck, settings
