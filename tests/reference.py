@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -306,7 +307,7 @@ def kept_folder() -> Path:
     return found
 
 
-def _with_headers(text: str) -> dict[str, str]:
+def with_headers(text: str) -> dict[str, str]:
     """`text`, and by name each header of ours that it includes, directly or through others."""
     found, todo = {"": text}, [text]
     while todo:
@@ -319,7 +320,7 @@ def _with_headers(text: str) -> dict[str, str]:
 
 def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
     """What nvcc and ptxas say about a kernel file. A macro that its text does not name is not defined: what differs by nothing else is compiled once."""
-    texts = _with_headers(file.read_text())
+    texts = with_headers(file.read_text())
     named = [one for one in options if not one.startswith("-D") or any(re.search(rf"\b{one[2:].partition('=')[0]}\b", text) for text in texts.values())]
     return kept_nvcc(["-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), *named], file, texts)[0]
 
@@ -338,13 +339,81 @@ def kept_nvcc(options: list[str], file: Path, texts: dict[str, str], cwd: Path |
         return done, cubin
 
 
+#: Texts in one run of nvcc, which takes half a second before it begins with the first.
+TOGETHER = 6
+
+
+def nvcc_of(texts: list[tuple[str, str]]) -> list[subprocess.CompletedProcess]:
+    """What nvcc and ptxas say about each of some texts, which are given with their architectures.
+
+    Several are compiled in one run, each in a namespace of its own: ptxas says the same of a function as if it were alone. What does not compile so is
+    compiled alone, so that the message names its lines.
+    """
+    identity = Nvcc(str(NVCC)).identity
+
+    def kept(text: str, arch: str) -> Path:
+        return kept_folder() / f"said_{hashlib.sha256(repr((identity, arch, with_headers(text))).encode()).hexdigest()[:32]}"
+
+    todo: dict[str, list[tuple[str, str]]] = {}
+    for text, arch in dict.fromkeys(texts):
+        if not kept(text, arch).exists():
+            todo.setdefault(arch, []).append((text, arch))
+    batches = [of_one[i : i + TOGETHER] for of_one in todo.values() for i in range(0, len(of_one), TOGETHER)]
+    alone: dict[tuple[str, str], subprocess.CompletedProcess] = {}
+
+    def compiled(batch: list[tuple[str, str]]) -> None:
+        said = _together([text for text, _ in batch], batch[0][1])
+        for i, (text, arch) in enumerate(batch):
+            if said is None:
+                with tempfile.TemporaryDirectory() as folder:
+                    file = Path(folder, "kernel.cu")
+                    file.write_text(text)
+                    alone[text, arch] = nvcc(file, arch)
+            else:
+                to = kept(text, arch)
+                written = to.with_suffix(f".{os.getpid()}")
+                written.write_text(said[i])
+                os.replace(written, to)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, batches))
+    return [alone[one] if one in alone else subprocess.CompletedProcess([str(NVCC)], 0, "", kept(*one).read_text()) for one in texts]
+
+
+def _together(texts: list[str], arch: str) -> list[str] | None:
+    """What ptxas says of each text, after what it and nvcc say of all of them; None if they don't compile."""
+    number = re.sub(r"\D", "", arch)
+    flags = [f"-D__CUDA_ARCH__={number}0", "-D__CUDACC__", "-D__NVCC__", *(["-D__CUDA_ARCH_FEAT_SM90_ALL"] if arch == "sm_90a" else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        whole = []
+        for i, text in enumerate(texts):
+            command = ["g++", "-std=c++17", "-E", "-x", "c++", "-w", *flags, "-I", str(KERNEL_DIR), "-"]
+            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
+            if done.returncode:
+                return None
+            whole.append(f'namespace text{i}_ {{\n{done.stdout.replace(_EXTERN, "__global__")}\n}}\n')
+        Path(folder, "kernels.cu").write_text("".join(whole))
+        command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-o", "kernels.cubin", "kernels.cu"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    if done.returncode:
+        return None
+    of_all, *functions = re.split(r"^(?=ptxas info +: (?:Compiling entry function|Function properties))", done.stdout + done.stderr, flags=re.M)
+    found = [[of_all] for _ in texts]
+    for one in functions:
+        found[int(re.findall(r"\d?text(\d+)_\d", one.splitlines()[0])[0])].append(one)
+    return ["".join(parts) for parts in found]
+
+
+_EXTERN = 'extern "C" __global__'
+
+
 def nvcc_by_hand(file: Path, root: Path) -> tuple[str, subprocess.CompletedProcess, Path]:
     """The GPU's architecture in the command that a kernel file opens with, if it has one; what the command says, with ptxas' numbers; and the cubin."""
     (command,) = re.findall(r"^// By hand: nvcc (-cubin .*)$", file.read_text(), re.M)
     *options, path = command.split()
     assert path == f"cu/{file.name}"
     arch = "".join(one.removeprefix("-arch=") for one in options if one.startswith("-arch="))
-    return arch, *kept_nvcc([*options, "-Xptxas=-v"], Path(path), _with_headers(file.read_text()), root)
+    return arch, *kept_nvcc([*options, "-Xptxas=-v"], Path(path), with_headers(file.read_text()), root)
 
 
 def spills(said: str) -> list[int]:

@@ -214,7 +214,7 @@ def test_steps_fit_their_kernels():
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+def test_the_planner_s_kernels_compile_and_do_not_spill():
     steps = {}
     widest = DenseNhwc(128, 256, 4), DenseNhwc(64, 128, 3), DenseNhwc(128, 128, 6, 8), DenseNhwc(64, 32, 4, 2)
     for case, mode in ((CASES[0], "tf32 last"), (CASES[10], "fp16 last"), (CASES[10], "bf16 last")):
@@ -225,7 +225,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
             programs = dn.schedule(problem, config, H200), dn.schedule(asked(case, mode), replace(config, BLOCK_N=min(config.BLOCK_N, 192)), H200, True)
             for launch in (launch for program in programs for step in (*program.whole, *program.filter_last) for launch in step):
                 steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path, 32)  # where the widest tile is stored: an activation's call takes registers
+    check_compiled(steps, 32)  # where the widest tile is stored: an activation's call takes registers
 
 
 # ---- on the GPU

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
@@ -14,7 +12,7 @@ import pytest
 import simt
 from hypothesis import given
 from hypothesis import strategies as st
-from reference import NVCC, assert_close, assert_exact, nvcc
+from reference import NVCC, assert_close, assert_exact, nvcc_of
 from test_implicit_gemm import H200, Arrays, side_by_side
 
 from pycuda_conv import ConvProblem, Plan, engines
@@ -216,7 +214,7 @@ def test_large_float64_problems_take_the_tensor_cores(device, of, layout):
 
 
 @pytest.mark.skipif(NVCC is None, reason="needs nvcc")
-def test_every_text_compiles_without_spilling_much(tmp_path):
+def test_every_text_compiles_without_spilling_much():
     texts = {}
     for device, arch in ((H200, "sm_90"), (A100, "sm_80")):
         for asked, config in RUNS:
@@ -224,15 +222,7 @@ def test_every_text_compiles_without_spilling_much(tmp_path):
                 if step.file == "dmma" or step.kernel == "dmma":
                     texts.setdefault((arch, step.source()), step)
     assert len({key for key in texts if key[0] == "sm_90"}) <= 25  # two tiles, one of them for two kinds of sums, two ways to copy A, four to copy B, and the filter's
-
-    def compiled(item):
-        number, (arch, source) = item
-        file = tmp_path / f"{number}.cu"
-        file.write_text(source)
-        return nvcc(file, arch)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(compiled, enumerate(texts)))
+    done = nvcc_of([(source, arch) for arch, source in texts])
     for (arch, _), result in zip(texts, done, strict=True):
         assert result.returncode == 0, f"{arch}: {result.stderr}"
         spilt = [int(line.split(" bytes spill stores")[0].split()[-1]) for line in result.stderr.splitlines() if "bytes spill stores" in line]

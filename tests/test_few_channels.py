@@ -240,7 +240,7 @@ def test_layers_to_many_channels_do_not():
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
+def test_the_kernels_compile_and_do_not_spill(arch):
     steps = {}
     for mode in ("fp32", "fp32 last", "tf32 last", "fp16", "fp16 last"):
         for columns in (8, 16, 24, 48):
@@ -248,7 +248,7 @@ def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
             ((launch,),) = fc.schedule(problem, config, H200).whole
             launch = replace(launch, arch=arch)
             steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path, 8 if arch == "sm_80" else 0)  # two words, once a tile
+    check_compiled(steps, 8 if arch == "sm_80" else 0)  # two words, once a tile
 
 
 # ---- on the GPU

@@ -187,7 +187,7 @@ def test_layers_of_many_channels_do_not():
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_80"])
-def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
+def test_the_kernels_compile_and_do_not_spill(arch):
     steps = {}
     for mode in MODES:
         for block in fi.CHANNELS:
@@ -195,7 +195,7 @@ def test_the_kernels_compile_and_do_not_spill(tmp_path, arch):
             ((launch,),) = fi.schedule(problem, config, H200).whole
             launch = replace(launch, arch=arch)
             steps[launch.source()] = launch, f"{problem} {config}"
-    check_compiled(steps, tmp_path, 160)  # before the first tile, and where an activation is called
+    check_compiled(steps, 160)  # before the first tile, and where an activation is called
 
 
 # ---- on the GPU

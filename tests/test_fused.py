@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from reference import DTYPES, EPS, SUM_EPS, needs_nvcc, nvcc
+from reference import DTYPES, EPS, SUM_EPS, needs_nvcc, nvcc_of
 
 import pycuda_conv as pc
 from pycuda_conv import execute
@@ -345,16 +345,17 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 
 
+FINISHES = [("relu", False), ("relu", True), ("silu", False)]
+
+
 @needs_nvcc
-@pytest.mark.parametrize(("activation", "summed"), [("relu", False), ("relu", True), ("silu", False)], ids=["alone", "with a residual", "SiLU"])
+@pytest.mark.parametrize(("activation", "summed"), FINISHES, ids=["alone", "with a residual", "SiLU"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_nothing_spills(shape, dtype, activation, summed, tmp_path):
+def test_nothing_spills(shape, dtype, activation, summed):
     layout, k, plane = SHAPES[shape]
-    (step,), _ = batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, activation, summed)
-    file = tmp_path / "batch_norm.cu"
-    file.write_text(step.source())
-    done = nvcc(file, "sm_90")
+    made = {one: batch_norm.forward(Pixels(dtype, layout, 64, k, plane), 132, *one)[0][0].source() for one in FINISHES}
+    done = dict(zip(made, nvcc_of([(text, "sm_90") for text in made.values()]), strict=True))[activation, summed]
     found = done.stderr
     assert done.returncode == 0 and found.count("0 bytes spill stores, 0 bytes spill loads") == 8 and "warning" not in found
 

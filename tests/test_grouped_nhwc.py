@@ -248,7 +248,7 @@ def test_steps_fit_their_kernels():
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_kernels_compile_and_do_not_spill(tmp_path):
+def test_the_kernels_compile_and_do_not_spill():
     steps = {}
     for case, mode in PLANNED:
         problem = asked(case, mode)
@@ -256,7 +256,7 @@ def test_the_kernels_compile_and_do_not_spill(tmp_path):
             for launch in step:
                 steps[launch.source()] = launch, str(problem)
     assert len(steps) == len(MODES) * 4
-    check_compiled(steps, tmp_path)
+    check_compiled(steps)
 
 
 # ---- on a GPU

@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import Phase, assume, given, seed, settings
 from hypothesis import strategies as st
-from reference import DTYPES, EPS, NVCC, TINY, Case, assert_close, assert_exact, dgrad, fprop, nvcc, spills, tensor
+from reference import DTYPES, EPS, NVCC, TINY, Case, assert_close, assert_exact, dgrad, fprop, nvcc_of, spills, tensor
 from test_kernels import FORWARD, TRANSPOSED_CASES, check_refused
 
 import pycuda_conv as pc
@@ -972,7 +972,7 @@ def _narrower(problem: ConvProblem, config: ImplicitGemm) -> ImplicitGemm:
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+def test_the_planner_s_kernels_compile_and_do_not_spill():
     """Nor does ptxas say that it waits for a wgmma where none was asked for (C7508, C7510, C7517) or ignores setmaxnreg."""
     steps = {}
     for problem, config in _compiled_variants():
@@ -983,20 +983,12 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for step in (step for program in programs for stage in (*program.whole, *(program.filter_last or ())) for step in stage):
             if step.kernel in ("implicit_gemm_sm90", "pack"):
                 steps.setdefault(step.source(), (step, f"{problem} {config}"))
-    check_compiled(steps, tmp_path, 56)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
+    check_compiled(steps, 56)  # some words of a tile's stores, of stages that are put off, or of the arguments of a filter that is packed
 
 
-def check_compiled(steps: dict, folder, most: int = 0) -> None:
+def check_compiled(steps: dict, most: int = 0) -> None:
     """`steps`: by source, a step and what it is for. `most`: bytes that a kernel may spill."""
-
-    def compiled(item):
-        i, (source, (step, _)) = item
-        file = folder / f"{i}.cu"
-        file.write_text(source)
-        return nvcc(file, step.arch or "sm_90")
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = list(pool.map(compiled, enumerate(steps.items())))
+    done = nvcc_of([(source, step.arch or "sm_90") for source, (step, _) in steps.items()])
     wrong = []
     for (step, what), result in zip(steps.values(), done, strict=True):
         said, found = result.stderr, spills(result.stderr)

@@ -266,7 +266,7 @@ def test_steps_fit_their_kernels():
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_planner_s_kernels_compile_and_spill_next_to_nothing(tmp_path):
+def test_the_planner_s_kernels_compile_and_spill_next_to_nothing():
     steps = {}
     for case in (*LAYERS, *LARGER, *CASES[::4]):
         plain = asked(case, MODE).launched
@@ -274,7 +274,7 @@ def test_the_planner_s_kernels_compile_and_spill_next_to_nothing(tmp_path):
             for config in (emulator.fastest(lines, plain, H200)[1], *tiles(case)[:2]):
                 for step in (step for stage in lines.schedule(problem, config, H200).whole for step in stage):
                     steps[step.source()] = step, f"{problem} {config}"
-    check_compiled(steps, tmp_path, 48)
+    check_compiled(steps, 48)
 
 
 # ---- on the GPU

@@ -287,7 +287,7 @@ def test_steps_fit_their_kernels():
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+def test_the_planner_s_kernels_compile_and_do_not_spill():
     steps = {}
     for mode in MODES:
         widest = Pointwise(128 if "tf32" in mode else 64, 2, 3)
@@ -299,7 +299,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
         for step in (step for stage in pw.schedule(filters_problem((2, 64, 8, 8), 64, precision).launched, config, H200).whole for step in stage):
             if step.kernel != "direct_reduce":
                 steps[step.source()] = step, f"gradient {config}"
-    check_compiled(steps, tmp_path, 24)  # six words a stage, beside a residual
+    check_compiled(steps, 24)  # six words a stage, beside a residual
 
 
 # ---- on the GPU

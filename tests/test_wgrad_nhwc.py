@@ -315,7 +315,7 @@ def test_steps_fit_their_kernels():
 
 
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
-def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+def test_the_planner_s_kernels_compile_and_do_not_spill():
     steps = {}
     for size, types in ((2, [dtype for dtype in TYPES if dtype != "float32"]), (4, [dtype for dtype in TYPES if dtype == "float32"])):
         tiles = [(rows, columns, columns == widths[-1]) for rows, widths in wn.TILES[size].items() for columns in widths]
@@ -325,7 +325,7 @@ def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
                     config = WgradNhwc(rows, columns, wn._most_stages(rows, columns), cluster, 2)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
-    check_compiled(steps, tmp_path)
+    check_compiled(steps)
 
 
 # ---- on the GPU
