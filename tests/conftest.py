@@ -62,6 +62,13 @@ def pytest_collection(session):
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_old_is_searched():
+    """Nor does a search for garbage look through what other modules' tests leave: reports, and caches of plans."""
+    gc.collect()
+    gc.freeze()
+
+
 _reason = {}
 
 
