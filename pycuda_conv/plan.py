@@ -387,6 +387,8 @@ MANY_TAPS = 50
 
 
 def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
+    if problem.C == problem.K == 1:  # see ConvProblem.launched
+        return True
     config = found.config if found else engines.find(problem, device)
     if config is None or not engines.reads_c_order(config):
         return config is not None and (math.prod(problem.filter_size) < MANY_TAPS or _gains(problem, device, found))

@@ -510,6 +510,8 @@ class ConvProblem:
         in memory, outermost, hence the layout ``"CNHW"``. If x and dy are channels last, its images are last in memory: ``"CHWN"``.
         """
         own = self._of_images() if self.ndim == 3 else self
+        if own.layout == "NHWC" and own.C == own.K == 1:  # a single channel lies in either order
+            own = replace(own, layout="NCHW")
         if own.direction != "wgrad":
             return own
         return replace(

@@ -240,6 +240,21 @@ def test_channels_last_without_a_batch_axis(device):
     assert got.is_contiguous() and torch.equal(got, F.conv3d(x, w))
 
 
+@pytest.mark.parametrize(("c", "k"), [(1, 3), (3, 1), (1, 1)])
+def test_strides_say_whether_a_single_channel_is_last(device, c, k):
+    x, w = torch.randint(-8, 9, (2, c, 5, 6)).float(), torch.randint(-8, 9, (k, c, 3, 3)).float()
+    for one in (x, x.to(memory_format=torch.channels_last)):
+        expected = F.conv2d(one, w)
+        got = pc.conv2d(one, w, device=device)
+        assert torch.equal(got, expected) and got.stride() == expected.stride()
+        dy = torch.randint(-8, 9, expected.shape).float()
+        dy = dy if one is x else dy.to(memory_format=torch.channels_last)
+        dx, dw, _ = torch.ops.aten.convolution_backward(dy, one, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, False])
+        got = pc.conv2d_input(x.shape, w, dy, device=device)
+        assert torch.equal(got, dx) and got.stride() == dx.stride()
+        assert torch.equal(pc.conv2d_weight(one, w.shape, dy, device=device), dw)
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"groups": 4}], ids=["plain", "strided", "depthwise"])
 def test_channels_last_of_every_dtype(device, options, dtype):
@@ -287,7 +302,8 @@ READ = [  # (problem, where tensors of it are read as they lie)
     ({"input_shape": (64, 16, 224, 224), "weight_shape": (3, 16, 3, 3), "dtype": "float16"}, (HOPPER, AMPERE)),
     ({"input_shape": (0, 64, 5, 5), "weight_shape": (8, 64, 3, 3)}, ()),
     ({"input_shape": (1, 1, 2160, 2160), "weight_shape": (1, 1, 7, 7), "padding": 3}, (HOPPER, AMPERE, TURING)),
-    ({"input_shape": (1, 1, 2160, 2160), "weight_shape": (1, 1, 9, 9), "padding": 4}, ()),  # no loops of 9x9 are unrolled there
+    ({"input_shape": (1, 2, 2160, 2160), "weight_shape": (2, 1, 9, 9), "padding": 4, "groups": 2}, ()),  # no loops of 9x9 are unrolled there
+    ({"input_shape": (1, 1, 2160, 2160), "weight_shape": (1, 1, 9, 9), "padding": 4}, (HOPPER, AMPERE, TURING)),  # a channel lies in either order
 ]  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,8 +70,12 @@ class TorchKind(DeviceKind, HostKind):
         return get_device(device) if signature[2] == -1 else DeviceKind.device(self, signature, device)
 
     def layout(self, array: Any, ndim: int) -> str:
-        if array.layout is not torch.strided or array.is_contiguous():
+        if array.layout is not torch.strided:
             return "NCHW"
+        if array.is_contiguous():  # a single channel lies in either order: as for torch, its stride says which is meant
+            axis = array.dim() - ndim - 1
+            last = axis in (0, 1) and array.shape[axis] == array.stride(axis) == 1 and math.prod(array.shape[axis + 1 :]) > 1
+            return "NHWC" if last else "NCHW"
         order = channels_last(array.dim(), ndim)
         return "NHWC" if order is not None and self._without_gaps(array, order) else "NCHW"
 

@@ -70,6 +70,8 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
         return "there is nothing to compute"
+    if problem.layout == "NCHW" and problem.C == problem.K == 1:
+        return "a single channel lies in either order"
     if problem.largest_array >= 2**31:
         return "it counts in 32 bits"
     return None
