@@ -151,5 +151,5 @@ def test_what_follows_a_convolution_is_listed(dtype, channels):
 def test_casts_are_listed():
     found = [family for family in families("sm_90a") if family.file == "cast"]
     for dtype in ("float16", "bfloat16"):
-        made = casting.narrow(dtype, 9, 0, 1), casting.widen(dtype, 9, 0, 1), casting.widen_filter(dtype, (3, 4, 3), 0, 1)
+        made = casting.narrow(dtype, (9, 0, 1)), casting.widen(dtype, (9, 0, 1)), casting.widen_filter(dtype, (3, 4, 3), 0, 1)
         assert all(any(launch in family for family in found) for launch in made)
