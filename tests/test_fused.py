@@ -367,7 +367,7 @@ def test_casts(device, dtype):
     wide = np.random.default_rng(0).standard_normal(shape).astype("f")
     rounded, back, last = np.zeros(shape, dtype), np.zeros(shape, "f"), np.zeros((5, 3, 3, 7), "f")
     for launch, given, made in (
-        (casting.narrow(dtype, wide.size, 0, 1), wide, rounded), (casting.widen(dtype, wide.size, 0, 1), rounded, back),
+        (casting.narrow(dtype, (wide.size, 0, 1)), wide, rounded), (casting.widen(dtype, (wide.size, 0, 1)), rounded, back),
         (casting.widen_filter(dtype, shape, 0, 1), rounded, last),
     ):
         execute.launch(kind_of("an array", wide), place, place.schedule_launcher([[launch]]), (given,), (made,), 0)

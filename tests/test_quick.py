@@ -651,7 +651,7 @@ def test_autocast_is_no_reason_to_go_the_whole_way(warm, monkeypatch, last):
         kernels = [[line.split()[1] for line in lines if line.startswith("launch")] for lines in asked]
         rest = iter(kernels[-1])
         assert len(kernels[0]) > 1 and all(kernel in rest for kernel in kernels[0]), "its own casts are launched beside, in the same row"
-        assert len(kernels[-1]) >= len(kernels[0]) + len(given)
+        assert len(kernels[-1]) - len(kernels[0]) in (1, 2, 3), "one launch casts all of a pass, and another turns a filter"
     assert images.grad.dtype is filters.grad.dtype is layer.conv.weight.grad.dtype is torch.float32
 
 

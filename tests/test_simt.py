@@ -378,12 +378,21 @@ def test_casts(shape, dtype):
     wide = np.random.default_rng(0).standard_normal(shape).astype("f")
     size = wide.size
     rounded = wide.astype(dtype)
-    made = launched(([casting.narrow(dtype, size, 0, 1)], 0), wide, 2 * size)[1].view(dtype)
+    made = launched(([casting.narrow(dtype, (size, 0, 1))], 0), wide, 2 * size)[1].view(dtype)
     assert np.array_equal(made, rounded.ravel())
-    back = launched(([casting.widen(dtype, size, 0, 1)], 0), rounded, 4 * size)[1].view("f")
+    back = launched(([casting.widen(dtype, (size, 0, 1))], 0), rounded, 4 * size)[1].view("f")
     assert np.array_equal(back, rounded.astype("f").ravel())
     last = launched(([casting.widen_filter(dtype, shape, 0, 1)], 0), rounded, 4 * size)[1].view("f")
     assert np.array_equal(last, np.moveaxis(rounded.astype("f"), 1, -1).ravel())
+    other, third = np.arange(1030, dtype="f"), np.arange(3, dtype="f")
+    for arrays in ((wide, other, third), (third, wide)):
+        parts = [(array.size, 2 * i, 2 * i + 1) for i, array in enumerate(arrays)]
+        buffers = [one for array in arrays for one in (array, 2 * array.size)]
+        found = launched(([casting.narrow(dtype, *parts)], 0), *buffers)
+        assert all(np.array_equal(found[2 * i + 1].view(dtype), array.astype(dtype).ravel()) for i, array in enumerate(arrays))
+        given = [one for array in arrays for one in (array.astype(dtype), 4 * array.size)]
+        found = launched(([casting.widen(dtype, *parts)], 0), *given)
+        assert all(np.array_equal(found[2 * i + 1].view("f"), array.astype(dtype).astype("f").ravel()) for i, array in enumerate(arrays))
 
 
 # ---- dmma.cu, direct_reduce.cu

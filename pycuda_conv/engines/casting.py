@@ -14,27 +14,43 @@ THREADS = 256
 EACH = 4  # elements of a thread
 
 
-def narrow(dtype: str, size: int, wide: Place, made: Place) -> KernelLaunch:
-    """Round `size` elements of float32 to `dtype`."""
-    return _launch("narrow", dtype, ceil(size, EACH), (wide, made), size)
+#: An array to cast: how many elements it has, where it lies, and where the cast one is to lie.
+Part = tuple[int, Place, Place]
+MOST_PARTS = 3  # of a launch
 
 
-def widen(dtype: str, size: int, given: Place, made: Place) -> KernelLaunch:
+def narrow(dtype: str, *parts: Part) -> KernelLaunch:
+    """Round up to :data:`MOST_PARTS` arrays of float32 to `dtype`."""
+    return _cast("narrow", dtype, parts)
+
+
+def widen(dtype: str, *parts: Part) -> KernelLaunch:
     """The way back."""
-    return _launch("widen", dtype, ceil(size, EACH), (given, made), size)
+    return _cast("widen", dtype, parts)
 
 
 def widen_filter(dtype: str, shape: Sequence[int], given: Place, made: Place) -> KernelLaunch:
     """The same of a filter in C order of that shape, which is laid with its second axis last."""
-    size, taps = math.prod(shape), math.prod(shape[2:])
-    if taps == 1 or shape[1] == 1:
-        return widen(dtype, size, given, made)
-    return _launch("widen_filter", dtype, size, (given, made), size, taps, shape[1])
+    size = math.prod(shape)
+    return _launch("widen_filter", dtype, ceil(size, THREADS), (given, made), size, math.prod(shape[2:]), shape[1])
 
 
-def _launch(kernel: str, dtype: str, threads: int, buffers: tuple[Place, Place], *scalars: int) -> KernelLaunch:
+def turns(shape: Sequence[int]) -> bool:
+    """Whether a filter of that shape lies otherwise with its second axis last."""
+    return shape[1] > 1 and math.prod(shape[2:]) > 1
+
+
+def _cast(kernel: str, dtype: str, parts: Sequence[Part]) -> KernelLaunch:
+    assert 0 < len(parts) <= MOST_PARTS
+    (_, *first), missing = parts[0], MOST_PARTS - len(parts)
+    buffers = *(place for _, *places in parts for place in places), *first * missing
+    sizes = *(size for size, *_ in parts), *(0,) * missing
+    return _launch(kernel, dtype, sum(ceil(size, EACH * THREADS) for size in sizes), buffers, *sizes)
+
+
+def _launch(kernel: str, dtype: str, blocks: int, buffers: tuple[Place, ...], *scalars: int) -> KernelLaunch:
     defines = {"DTYPE": DTYPE_CODES[dtype], "INDEX_64": 0, "THREADS": THREADS}
-    return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, scalars, "cast")
+    return KernelLaunch(kernel, defines, blocks, THREADS, buffers, scalars, "cast")
 
 
 def texts() -> Iterator[TextFamily]:

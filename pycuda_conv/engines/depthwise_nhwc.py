@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.base import BY_RULE, Config
@@ -48,6 +48,14 @@ class DepthwiseStrips(Config):
 @dataclass(frozen=True)
 class DepthwiseWgrad(Config):
     """Rows of the result's gradient that a thread walks down at once, and parts of the sum: ``depthwise_nhwc_wgrad.cu``."""
+
+    ROWS: int = 14
+    PARTS: int = 1
+
+
+@dataclass(frozen=True)
+class DepthwiseRing(Config):
+    """The same where rows come to shared memory some steps before they are needed: ``depthwise_nhwc_wgrad_ring.cu``."""
 
     ROWS: int = 14
     PARTS: int = 1
@@ -164,7 +172,32 @@ class DepthwiseWgradArguments(NamedTuple):
     dil_w: int
 
 
-CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad)
+class DepthwiseRingArguments(NamedTuple):
+    """The struct of ``depthwise_nhwc_wgrad_ring.cu``, which says what its members are."""
+
+    lanes_c: int
+    by_lanes_c: int
+    lanes_u: int
+    blocks_c: int
+    by_blocks_c: int
+    parts: int
+    rounds: int
+    units: int
+    tiles_q: int
+    by_tiles_q: int
+    strips: int
+    by_strips: int
+    rows: int
+    k: int
+    h: int
+    w: int
+    p: int
+    q: int
+    pad_h: int
+    pad_w: int
+
+
+CONFIGS = (Depthwise, DepthwiseStrips, DepthwiseWgrad, DepthwiseRing)
 LAYOUTS = "NHWC", "CHWN"
 TENSOR_CORES = False
 THREADS = 128
@@ -175,6 +208,7 @@ PITCH = 64
 TILES = ((4, 4), (2, 4), (1, 4))
 OPENCL_TILES = TILES[1:2]  # one will do there, and no strips
 COLUMNS = 4  # of a thread that walks down the image
+RING_LANES = (32, 16, 8, 4)  # threads along channels, a part of a warp, where rows come to shared memory
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
 UNROLLED = (3, 5, 7)
 #: Taps of a block of the gradient of other filters.
@@ -194,7 +228,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     reason = _refused(problem)
     if reason:
         return reason
-    if isinstance(config, DepthwiseWgrad) != _of_filter(problem):
+    if isinstance(config, DepthwiseWgrad | DepthwiseRing) != _of_filter(problem):
         return "gradients of filters and all else have a configuration of their own"
     if isinstance(config, Depthwise):
         if config.CHUNK not in CHUNKS or config.CHUNK < _vector(problem, Depthwise):
@@ -204,11 +238,13 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
         if problem.direction == "dgrad" and _unrolled(problem) and config.TILE_P % problem.stride[1]:
             return "TILE_P must be a multiple of the stride"
     else:
-        assert isinstance(config, DepthwiseStrips | DepthwiseWgrad)
+        assert isinstance(config, DepthwiseStrips | DepthwiseWgrad | DepthwiseRing)
         if config.ROWS < 1:
             return "ROWS must be at least 1"
-        if isinstance(config, DepthwiseWgrad) and config.PARTS < 1:
+        if isinstance(config, DepthwiseWgrad | DepthwiseRing) and config.PARTS < 1:
             return "PARTS must be at least 1"
+        if isinstance(config, DepthwiseRing) and not _fits_ring(problem):
+            return "it takes 16 bits and float32, square filters of 3, 5 and 7 taps, strides of 1 and 2, pixels of a multiple of 16 bytes"
         if isinstance(config, DepthwiseStrips) and not (_unrolled(problem) and (problem.direction == "fprop" or _flipped(problem))):
             return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
         if _walks(problem, config).units > _MOST_UNITS:
@@ -239,8 +275,17 @@ def _of_filter(problem: ConvProblem) -> bool:
     return problem.layout == "CHWN"
 
 
+def _fits_ring(problem: ConvProblem) -> bool:
+    """Whether rows can come to shared memory: 16 bytes at a time, of which four threads take a word each."""
+    if problem.K != problem.groups or problem.itemsize > 4 or problem.K * problem.itemsize % 16 or not _unrolled(problem):
+        return False
+    return max(math.prod(problem.weight_shape), math.prod(problem.input_shape)) < 2**31
+
+
 def _vector(problem: ConvProblem, kind: type[Config]) -> int:
-    """Channels of a thread: as many as the registers hold."""
+    """Channels of a thread: as many as the registers hold; a word, where it comes from shared memory."""
+    if kind is DepthwiseRing:
+        return 4 // problem.itemsize
     if problem.K != problem.groups:  # several channels of the output see one of the input
         return 1
     return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if problem.K % v == 0)
@@ -292,9 +337,9 @@ class _Walks(NamedTuple):
     rounds: int  # units of a thread
 
 
-def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad) -> _Walks:
+def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad | DepthwiseRing) -> _Walks:
     vector = _vector(problem, type(config))
-    lanes_c = _lanes(problem.K, vector, problem.itemsize)
+    lanes_c = _lanes(problem.K, vector, problem.itemsize, isinstance(config, DepthwiseRing))
     lanes_u, blocks_c = THREADS // lanes_c, ceil(problem.K, lanes_c * vector)
     if isinstance(config, DepthwiseStrips):
         _, p, q = problem.result_size
@@ -307,7 +352,7 @@ def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad) -> _W
 
 
 @lru_cache(maxsize=256)  # the planner asks for them once a configuration
-def _lanes(channels: int, vector: int, itemsize: int) -> int:
+def _lanes(channels: int, vector: int, itemsize: int, of_warp: bool) -> int:
     """Threads of a block along channels: few threads without work, few sectors of 32 bytes that two blocks share, rather more channels."""
     groups, nbytes = ceil(channels, vector), vector * itemsize
 
@@ -316,11 +361,13 @@ def _lanes(channels: int, vector: int, itemsize: int) -> int:
         sectors = width // 32 if width % 32 == 0 else width // 32 + 2
         return ceil(groups, lanes) * sectors * THREADS / (THREADS // lanes * lanes) * (1 + 16 / width)
 
-    return min(range(1, min(PITCH // vector, max(groups, 1)) + 1), key=cost)
+    return min(RING_LANES if of_warp else range(1, min(PITCH // vector, max(groups, 1)) + 1), key=cost)
 
 
 def _grid(problem: ConvProblem, config: Config) -> int:
     """Blocks of the launch."""
+    if isinstance(config, DepthwiseRing):
+        return _walks(problem, config).blocks_c * config.PARTS
     if isinstance(config, DepthwiseWgrad):
         (taps_r, taps_s), (_, r, s) = _taps(problem), problem.output_size
         return _walks(problem, config).blocks_c * ceil(s, taps_s) * ceil(r, taps_r) * config.PARTS
@@ -339,6 +386,14 @@ def _grid(problem: ConvProblem, config: Config) -> int:
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
     filter_size, size = _unrolled(problem), math.prod(problem.result_shape)
+    if isinstance(config, DepthwiseRing):
+        whole = config.PARTS == 1
+        rounded = int(whole and problem.itemsize == 2)  # sums are of float32 until they are whole
+        defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1], "ROUNDED": rounded}
+        buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if whole else WORKSPACE
+        told: Any = _ring_arguments(problem, config)
+        launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
+        return _with_sum(problem, config.PARTS, launch)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
     if isinstance(config, DepthwiseWgrad):
         parts = config.PARTS
@@ -346,17 +401,13 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         defines |= {"INDEX_64": int(needs_64_bits(problem) or parts * size >= 2**31), "TAPS_R": taps_r, "TAPS_S": taps_s}
         if filter_size:
             defines["STRIDE"] = problem.dilation[1]
-        buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
-        launch = KernelLaunch(
-            "depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=_wgrad_arguments(problem, config)
-        )
-        if parts == 1:
-            return Schedule.plain([[launch]])
-        return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], parts * size * accumulator_bytes(problem))
+        buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
+        told = _wgrad_arguments(problem, config)
+        launch = KernelLaunch("depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
+        return _with_sum(problem, parts, launch)
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
-    told: DepthwiseStripsArguments | DepthwiseArguments
     if isinstance(config, DepthwiseStrips):
         kernel, told = "depthwise_nhwc_strips", _strips_arguments(problem, config)
     else:
@@ -365,6 +416,14 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(problem.direction == "dgrad" and not _flipped(problem))}
     layer = finish_constants(told)
     return Schedule.plain([[KernelLaunch(kernel, defines, _grid(problem, config), THREADS, buffers, (), arguments=told, layer=layer)]])
+
+
+def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedule:
+    """`launch`, and the one that adds the parts of the sum that it leaves in the workspace, if there are several."""
+    if parts == 1:
+        return Schedule.plain([[launch]])
+    nbytes = parts * math.prod(problem.result_shape) * accumulator_bytes(problem)
+    return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], nbytes)
 
 
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
@@ -416,6 +475,16 @@ def _wgrad_arguments(problem: ConvProblem, config: DepthwiseWgrad) -> DepthwiseW
     )  # fmt: skip
 
 
+def _ring_arguments(problem: ConvProblem, config: DepthwiseRing) -> DepthwiseRingArguments:
+    (_, h, w), (_, p, q), (_, pad_h, pad_w) = problem.input_size, problem.filter_size, problem.padding_before
+    walks = _walks(problem, config)
+    return arguments(
+        DepthwiseRingArguments, lanes_c=walks.lanes_c, lanes_u=walks.lanes_u, blocks_c=walks.blocks_c, parts=config.PARTS,
+        rounds=walks.rounds, units=walks.units, tiles_q=walks.tiles_q, strips=walks.strips, rows=min(config.ROWS, p), k=problem.K,
+        h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
+    )  # fmt: skip
+
+
 def _images(problem: ConvProblem) -> int:
     """Images of the arrays from which the gradient of a filter is computed."""
     return problem.C // problem.groups
@@ -427,8 +496,8 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
     """Tiles and strips add alike: rows of the filter one after the other. Gradients of filters are sums of strips, and of parts."""
-    if isinstance(config, DepthwiseWgrad):
-        return DepthwiseWgrad, config.ROWS, config.PARTS
+    if isinstance(config, DepthwiseWgrad | DepthwiseRing):
+        return type(config), config.ROWS, config.PARTS
     return Depthwise
 
 
@@ -448,6 +517,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 yield TextFamily("depthwise_nhwc_strips", common | strips | {"R": (size,), "S": (size,)})
             yield TextFamily("depthwise_nhwc_wgrad", common | of_filter | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
+    if on_gpu and device.capability >= (8, 0):
+        for codes, rounded in (((32,), (0,)), ((16, 17), FLAG)):
+            yield TextFamily("depthwise_nhwc_wgrad_ring", {"TYPE": codes, "TAPS": UNROLLED, "STRIDE": (1, 2), "ROUNDED": rounded})
 
 
 def _made(d: Mapping[str, int], tiles: tuple[tuple[int, int], ...] | None) -> bool:
@@ -481,6 +553,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
         loops = LOOPS_OF_FILTER if _of_filter(problem) else LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
+    if isinstance(config, DepthwiseRing):
+        return _ring_time(problem, config, device)
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
     at_once = work.blocks * multiprocessors
@@ -493,6 +567,32 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         us *= STRIPS[problem.dtype == "float64"]
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
+    return us
+
+
+# Of rings. Fitted to 120 times of 24 layers on an H100, but for the memory's rate, which is an H200's: root mean square of the error 12%.
+CLOCK = 1700.0  # cycles a microsecond
+RING_MEMORY = 3.0e6  # bytes a microsecond
+RING_BEGIN = 1.5  # microseconds of a launch, with its first rows
+ALONE = 1.47  # warps of a scheduler that take as long as one
+ISSUED = 1.39  # cycles of an instruction
+
+
+def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> float:
+    """Microseconds that a ring should take: memory, or the multiprocessors' instructions."""
+    size, stride, vector, (_, p, _) = _unrolled(problem), problem.dilation[1], _vector(problem, DepthwiseRing), problem.filter_size
+    walks, rows, blocks, sums = _walks(problem, config), min(config.ROWS, p), _grid(problem, config), size * size * vector
+    fit = 2 if sums > 64 else 3 if sums >= 50 else 4  # blocks of a multiprocessor at once
+    loaded = 1 + (vector if vector > 1 else 0)  # instructions of a word from shared memory
+    steps = (rows - 1) * stride + size
+    inside = min(steps, problem.input_size[1])  # rows of x that are no padding
+    product = COLUMNS * sums / stride + ((COLUMNS - 1) * stride + size) * loaded
+    cycles = walks.rounds * (inside * product + steps * (20 + COLUMNS / stride * loaded)) + 8.4 * sums + 1500
+    full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
+    busy = full * fit + (max(rest, ALONE) if rest else 0)
+    us = RING_BEGIN + max(ISSUED * busy * cycles / CLOCK, problem.bytes / RING_MEMORY)
+    if config.PARTS > 1:
+        us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
     return us
 
 
@@ -566,7 +666,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         return 0.0 if us is None else us  # without a model they are in order
 
     if _of_filter(problem):
-        yield from best(_gradients(problem, device), 3)
+        rings = best(_rings(problem), 3) if device.backend == "cuda" and device.capability >= (8, 0) else []
+        yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
         strips = best(_strips(problem), 2) if device.backend == "cuda" else []
         yield from sorted([*best(_tiles(problem, device), 3), *strips], key=expected)
@@ -616,6 +717,15 @@ def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
         for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds):
             yield DepthwiseWgrad(rows, parts)
         yield DepthwiseWgrad(rows)
+
+
+def _rings(problem: ConvProblem) -> Iterator[Config]:
+    """Configurations whose rows come to shared memory before they are needed."""
+    if not _fits_ring(problem):
+        return
+    for rows in _rows(problem.filter_size[1]):
+        rounds = _walks(problem, DepthwiseRing(rows)).rounds
+        yield from (DepthwiseRing(rows, parts) for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds))
 
 
 def _threads(device: Device) -> int:

@@ -1,10 +1,11 @@
 """Putting this package's convolutions into a model that is there.
 
-A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Three
+A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Four
 kinds of classes are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
+- with `fuse_training`, ``nn.MaxPool2d`` keeps less for its gradient: see :mod:`pycuda_conv.nn.pooling`;
 - a module whose convolutions can be fused with what follows them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It is
   taken in evaluation without gradients, and, if asked for, in training; not in ``torch.compile``. Else the author's forward runs, so a
   converted model is trained and evaluated as before.
@@ -26,6 +27,7 @@ from pycuda_conv.nn import modules
 from pycuda_conv.nn.chains import Fusion, Traces, is_convolution, is_worth_tracing, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
+from pycuda_conv.nn.pooling import pooled
 from pycuda_conv.nn.routing import routed
 from pycuda_conv.typing import Precision
 
@@ -119,7 +121,8 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
     fuse_training : bool
         Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
         :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. After a residual the
-        activation is a ReLU; others are torch's there. Modules with hooks are called as before.
+        activation is a ReLU; others are torch's there. Modules with hooks are called as before. ``nn.MaxPool2d`` keeps a byte for each
+        maximum then, where it gets images with their channels last.
 
     Returns
     -------
@@ -162,6 +165,8 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
                 found[module] = _convert_convolution(name, module, precision)
             except TypeError as error:
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
+        elif fuse_training and type(module) is torch.nn.MaxPool2d:
+            _change_class(module, "pooled")
     if fuse:
         traces = Traces()
         for name, module in rest:
@@ -251,6 +256,19 @@ class _Routed(_Changed):
         return forward
 
 
+class _Pooled(_Changed):
+    """A pooling."""
+
+    @staticmethod
+    def forward_of(cls: Any) -> Any:
+        @functools.wraps(cls.forward)
+        def forward(self: Any, input: Any) -> Any:
+            made = None if torch.compiler.is_compiling() else pooled(self, input)
+            return cls.forward(self, input) if made is None else made
+
+        return forward
+
+
 class _Fused(_Changed):
     """A module whose convolutions are fused with what follows them."""
 
@@ -277,7 +295,7 @@ class _Fused(_Changed):
 
 @_remembered
 def _converted_class(cls: Any, kind: str) -> Any:
-    """The class that modules of class `cls` get: "ours", "routed" or "fused"."""
+    """The class that modules of class `cls` get: "ours", "routed", "pooled" or "fused"."""
     bases: tuple[type, ...]
     members: dict[str, Any]
     if kind == "ours":
@@ -288,7 +306,7 @@ def _converted_class(cls: Any, kind: str) -> Any:
             return ours
         bases, members = (_Changed, cls, ours), {}
     else:
-        mixin: Any = {"routed": _Routed, "fused": _Fused}[kind]
+        mixin: Any = {"routed": _Routed, "fused": _Fused, "pooled": _Pooled}[kind]
         bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)

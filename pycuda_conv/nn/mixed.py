@@ -92,13 +92,14 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
         (ax, aw, ab, ay, w16, *more, scratch, none) = ((i, 0) for i in range(3 + len(results) + 2))
         x16, room = more[0] if narrows else ax, _Room(scratch[0])
         room.take(plan.workspace_bytes)
-        steps = [[casting.narrow(word, weight.numel(), aw, w16)]]
+        wide_ones: list[casting.Part] = [(weight.numel(), aw, w16)]
         if narrows:
-            steps.insert(0, [casting.narrow(word, x.numel(), ax, x16)])
+            wide_ones.append((x.numel(), ax, x16))
         b16 = none
         if bias is not None:
             b16 = room.take(bias.numel() * 2)
-            steps.append([casting.narrow(word, bias.numel(), ab, b16)])
+            wide_ones.append((bias.numel(), ab, b16))
+        steps = [[casting.narrow(word, *wide_ones)]]
         steps += quick.steps_of(plan, filter_last, (x16, w16, b16, ay, scratch, none))
         row = quick.row(TORCH, plan.device, steps, x, 3, results, room.used)
         if row is not None:
@@ -206,6 +207,7 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
         (ag, ax, aw), scratch, none = ((0, 0), (1, 0), (2, 0)), (3 + sum(asked), 0), (4 + sum(asked), 0)
         steps: list[list[KernelLaunch]] = []
         results: list[Any] = []
+        narrow_ones: list[casting.Part] = []  # which one launch widens in the end
         room = _Room(scratch[0])
         pixels = batch_norm.Pixels(word, TORCH.layout(grad, ndim), grad.shape[0], grad.shape[1], math.prod(grad.shape[2:]))
         summed, nbytes = batch_norm.channel_sums(pixels, device.multiprocessors) if by_bias else ((), 0)
@@ -215,18 +217,23 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
             to = room.take(2 * size) if ready.narrows else dx
             steps += quick.steps_of(by_first, last, (ag, aw, none, to, scratch, none))
             if ready.narrows:
-                steps.append([casting.widen(word, size, to, dx)])
+                narrow_ones.append((size, to, dx))
             results.append(TORCH.maker(tuple(x_shape), torch.float32 if ready.narrows else grad.dtype, grad.device, order))
         if by_second is not None and dw is not None:
             to = room.take(2 * math.prod(w_shape))
             steps += quick.steps_of(by_second, False, (ax, ag, none, to, scratch, none))
-            made = casting.widen_filter(word, w_shape, to, dw) if ctx.last else casting.widen(word, math.prod(w_shape), to, dw)
-            steps.append([made])
+            if ctx.last and casting.turns(w_shape):
+                steps.append([casting.widen_filter(word, w_shape, to, dw)])
+            else:
+                narrow_ones.append((math.prod(w_shape), to, dw))
             lying = channels_last(len(w_shape), ndim) if ctx.last else None
             results.append(TORCH.maker(tuple(w_shape), torch.float32, grad.device, lying))
         if db is not None:
             to = room.take(2 * pixels.K)
-            steps += [*quick.moved([[one] for one in summed], (ag, to, scratch)), [casting.widen(word, pixels.K, to, db)]]
+            steps += quick.moved([[one] for one in summed], (ag, to, scratch))
+            narrow_ones.append((pixels.K, to, db))
             results.append(TORCH.maker((grad.shape[1],), torch.float32, grad.device, None))
+        if narrow_ones:
+            steps.append([casting.widen(word, *narrow_ones)])
         row = quick.row(TORCH, device, steps, grad, 3, results, room.used)
     quick.put(_table, name, row)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pycuda_conv.behind import launches
-from pycuda_conv.engines import batch_norm, casting, registry
+from pycuda_conv.engines import batch_norm, casting, max_pool, registry
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
@@ -35,6 +35,8 @@ def families(architecture: str) -> list[TextFamily]:
     device = device_of(architecture)
     copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
     planned = [*registry.texts(device), *batch_norm.texts(device), *casting.texts(), copy]
+    if device.backend == "cuda":
+        planned += max_pool.texts()
     return planned + measured(device, planned)
 
 

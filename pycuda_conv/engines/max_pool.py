@@ -1,0 +1,108 @@
+"""Maxima of windows and their gradient, of arrays with their channels last: launches of ``cu/max_pool.cu``. These are no convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import DTYPE_CODES
+from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
+
+THREADS = 256
+VECTOR_BYTES = 16  # of channels of a thread
+MOST_TAPS = 255  # a byte says which one it was
+TYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Windows of `taps` with these strides, padding and dilations over an array of `shape` (N, C, H, W); each pair is down, across."""
+
+    dtype: str
+    shape: tuple[int, int, int, int]
+    taps: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+
+    @property
+    def result_shape(self) -> tuple[int, int, int, int]:
+        """That of the maxima; a window that reaches beyond the padding there is not."""
+        sizes = zip(self.shape[2:], self.taps, self.stride, self.padding, self.dilation, strict=True)
+        p, q = ((n + 2 * pad - d * (t - 1) - 1) // u + 1 for n, t, u, pad, d in sizes)
+        return *self.shape[:2], p, q
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernels can do it."""
+        if self.dtype not in TYPES or self.shape[1] % self._vector or self.taps[0] * self.taps[1] > MOST_TAPS:
+            return False
+        sizes = [n * c // self._vector * h * w for n, c, h, w in (self.shape, self.result_shape)]
+        # so each window has a pixel
+        halves = all(2 * pad <= taps for pad, taps in zip(self.padding, self.taps, strict=True))
+        return halves and 0 < min(sizes) and max(sizes) < 2**31 - THREADS
+
+    @property
+    def _vector(self) -> int:
+        return VECTOR_BYTES // (4 if self.dtype == "float32" else 2)
+
+    def _launch(self, kernel: str, buffers: tuple[int, ...], made: tuple[int, int, int, int]) -> KernelLaunch:
+        (n, c, h, w), (*_, p, q) = self.shape, self.result_shape
+        groups, (_, _, down, across) = c // self._vector, made
+        threads = n * down * across * groups
+        told = arguments(
+            PoolArguments, threads=threads, groups=groups, across=across, down=down, h=h, w=w, p=p, q=q, r=self.taps[0], s=self.taps[1],
+            stride_h=self.stride[0], stride_w=self.stride[1], pad_h=self.padding[0], pad_w=self.padding[1], dil_h=self.dilation[0],
+            dil_w=self.dilation[1],
+        )  # fmt: skip
+        defines = {"TYPE": DTYPE_CODES[self.dtype]}
+        return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=told)
+
+    def forward(self) -> KernelLaunch:
+        """Buffers: x | y, which tap each is of (a byte)."""
+        return self._launch("max_pool", (0, 1, 2), self.result_shape)
+
+    def backward(self) -> KernelLaunch:
+        """Buffers: y's gradient, the taps | x's gradient."""
+        return self._launch("max_pool_backward", (0, 1, 2), self.shape)
+
+
+class PoolArguments(NamedTuple):
+    """The struct of ``max_pool.cu``, which says what its members are."""
+
+    threads: int
+    groups: int
+    by_groups: int
+    across: int
+    by_across: int
+    down: int
+    by_down: int
+    h: int
+    w: int
+    p: int
+    q: int
+    r: int
+    s: int
+    stride_h: int
+    by_stride_h: int
+    stride_w: int
+    by_stride_w: int
+    pad_h: int
+    pad_w: int
+    dil_h: int
+    dil_w: int
+
+
+@lru_cache(maxsize=256)
+def compiled(pool: Pool, device: Device, backward: bool) -> Launcher:
+    """One of the launches, compiled for `device`."""
+    return device.schedule_launcher([[pool.backward() if backward else pool.forward()]])
+
+
+def texts() -> Iterator[TextFamily]:
+    """One text for each type."""
+    yield TextFamily("max_pool", {"TYPE": tuple(DTYPE_CODES[dtype] for dtype in TYPES)})

@@ -1,0 +1,126 @@
+"""Maxima of windows, and their gradient."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import simt
+from reference import DTYPES
+
+from pycuda_conv.engines.max_pool import Pool
+
+torch = pytest.importorskip("torch")
+
+POOLS = [
+    Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),
+    Pool("float16", (3, 8, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1)), Pool("float32", (1, 12, 5, 5), (5, 4), (2, 1), (2, 2), (1, 1)),
+]  # fmt: skip
+
+
+def theirs(pool, x):
+    return torch.nn.functional.max_pool2d(x, pool.taps, pool.stride, pool.padding, pool.dilation)
+
+
+def operands(pool, special=False):
+    """x with equal numbers, and with NaN and infinities; y's gradient of integers. As torch's tensors in float32."""
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.integers(-3, 4, pool.shape).astype("f"))
+    if special:
+        for value in (np.nan, np.inf, -np.inf):
+            x[torch.from_numpy(rng.random(pool.shape) < 0.1)] = value
+    return x, torch.from_numpy(rng.integers(-4, 5, pool.result_shape).astype("f"))
+
+
+def last(array, dtype):
+    return np.ascontiguousarray(np.moveaxis(array.numpy(), 1, -1).astype(dtype))
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+def test_maxima_and_their_gradient(pool, special):
+    x, dy = operands(pool, special)
+    x.requires_grad_()
+    y = theirs(pool, x)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    size = y.numel()
+    given, of_y = last(x.detach(), pool.dtype), last(dy, pool.dtype)
+    memory = SimpleNamespace(buffers=[as_bytes(given), np.full(size * given.itemsize, 0xFF, np.uint8), np.full(size, 0xFF, np.uint8)])
+    simt.run([[pool.forward()]], memory, 1)
+    got = memory.buffers[1].view(given.dtype).reshape(of_y.shape)
+    assert np.array_equal(got.astype("f"), last(y.detach(), pool.dtype).astype("f"), equal_nan=True)
+    memory = SimpleNamespace(buffers=[as_bytes(of_y), memory.buffers[2], np.full(given.nbytes, 0xFF, np.uint8)])
+    simt.run([[pool.backward()]], memory, 1)
+    assert np.array_equal(memory.buffers[2].view(given.dtype).reshape(given.shape).astype("f"), last(dx, pool.dtype).astype("f"))
+
+
+def as_bytes(array):
+    return np.frombuffer(array.tobytes(), np.uint8)
+
+
+def test_what_it_takes():
+    pool = POOLS[0]
+    assert pool.fits and pool.result_shape == (2, 16, 5, 6)
+    others = {"dtype": "float64", "shape": (2, 12, 9, 11), "taps": (16, 16), "padding": (2, 2)}
+    assert not any(Pool(**{**vars(pool), name: value}).fits for name, value in others.items())
+    assert not Pool(**{**vars(pool), "shape": (0, 16, 9, 11)}).fits
+
+
+def model():
+    torch.manual_seed(0)
+    parts = torch.nn.Conv2d(8, 16, 3, padding=1, bias=False), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(3, 2, 1)
+    return torch.nn.Sequential(*parts)
+
+
+def test_convert_takes_poolings_and_gives_them_back():
+    nn = pytest.importorskip("pycuda_conv.nn")
+    made = nn.convert(model(), fuse_training=True)
+    assert type(made[3]) is not torch.nn.MaxPool2d and isinstance(made[3], torch.nn.MaxPool2d) and str(made[3]) == str(torch.nn.MaxPool2d(3, 2, 1))
+    assert type(copy.deepcopy(made)[3]) is type(made[3])
+    x = torch.randn(2, 8, 9, 9)
+    assert torch.equal(made[3](x), torch.nn.functional.max_pool2d(x, 3, 2, 1))
+    assert type(nn.convert(made)[3]) is torch.nn.MaxPool2d
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+def test_on_a_gpu(pool, special):
+    from pycuda_conv.nn import pooling
+
+    module = torch.nn.MaxPool2d(pool.taps, pool.stride, pool.padding, pool.dilation)
+    x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=torch.channels_last) for a in operands(pool, special))
+    found = []
+    for function in (lambda x: pooling.pooled(module, x), module):
+        given = x.clone().requires_grad_()
+        y = function(given)
+        found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
+    assert found[0][0].is_contiguous(memory_format=torch.channels_last)
+    for mine, other in zip(*found, strict=True):
+        assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7))
+
+
+@pytest.mark.gpu
+def test_a_model_keeps_less_on_a_gpu(monkeypatch):
+    from pycuda_conv import nn
+
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+    base = model().cuda().to(memory_format=torch.channels_last).train()
+    ours, x = nn.convert(copy.deepcopy(base), fuse_training=True), torch.randn(8, 8, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
+    kept, results = [], []
+    for one in (ours, base):
+        before = torch.cuda.memory_allocated()
+        y = one(x)
+        kept.append(torch.cuda.memory_allocated() - before)
+        y.square().mean().backward()
+        results.append((y.detach(), one[0].weight.grad))
+    assert kept[0] < 0.7 * kept[1]
+    # rounding decides between numbers that are nearly the same, and the gradient goes another way then
+    assert all(float((a - b).norm() / b.norm()) < 1e-3 for a, b in zip(*results, strict=True))
+
+
+assert "bfloat16" in DTYPES  # numpy's name for it
