@@ -1380,7 +1380,7 @@ struct JoinOperands {
 // The block's tiles whose last part it stored. Only the consumers' threads come here, when all they stored is there.
 __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
 #if MENDS
-                                        , const Mends& mends, const MendOperands& flagged, bool any_flag
+                                        , const Mends& mends, const MendOperands& flagged, const int& any_flag  // which other warps may write until the first barrier
 #endif
 ) {
   __shared__ bool last;
