@@ -62,7 +62,7 @@ def copies_alone(devices: Any) -> Callable[[np.ndarray], np.ndarray]:
 def joined(x: da.Array, w: np.ndarray) -> da.Array:
     """Chunks with their neighbours' rows, as :func:`pycuda_conv.dask.convolve` makes them for a GPU."""
     ndim = w.ndim - 2
-    problem = ConvProblem.forward(ndim, x.shape, w.shape, padding="same")
+    problem = ConvProblem.forward(ndim, x.shape, w.shape, padding="same", in_chunks=True)
     axes = [ours._axis(problem, 3 - ndim + i, chunks) for i, chunks in enumerate(x.chunks[2:])]
     return ours._with_neighbours(x, axes, 1, ours.ChunkPlace(devices="all"))
 
