@@ -183,7 +183,7 @@ def test_the_kernels_compile_and_do_not_spill():
 # ---- on a GPU
 
 LARGE = Filter((9, 256, 28, 30), (256, 8, 3, 3), padding=(1,), groups=32)
-GPU_RUNS = [*RUNS, *((LARGE, dtype, config) for dtype in TYPES for config in (GroupedWgrad(2, 1, 4, 30, 20), GroupedWgrad(4, 1, 4, 15, 33)))]
+GPU_RUNS = [*RUNS, *((LARGE, dtype, config) for dtype in TYPES if dtype != "float32" for config in (GroupedWgrad(2, 1, 4, 30, 20), GroupedWgrad(4, 1, 4, 15, 33)))]
 
 
 @cache
