@@ -354,7 +354,7 @@ def test_arrays_are_copied_by_threads(monkeypatch, threads, copier):
     monkeypatch.setattr(pipeline, "COPYING", threads)
     monkeypatch.setattr(pipeline, "LEAST_PART_BYTES", 100)
     monkeypatch.setattr(pipeline, "LEAST_MOVED_BYTES", 200)
-    sources = draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3), draw(4, 9, 5, 6)[:, ::-1], draw(6, 300).astype(">f4"), draw(5000)
+    sources = draw(5, 7, 90), draw(90, 7, 5).T, draw(1, 1, 4000)[..., ::2], draw(3), draw(2, 0, 3), draw(4, 9, 5, 6)[:, ::-1], draw(6, 300).astype(">f4"), draw(5000), draw(3, 701, dtype="float16")
     for source in (*sources, np.broadcast_to(draw(9), (8, 7, 9)), draw(3, 2, 1, 2, 1, 2, 40)):
         whole = np.zeros((*source.shape[:-1], source.shape[-1] + 5), source.dtype)
         rim = draw(*source.shape[:-1], 2).astype(source.dtype)

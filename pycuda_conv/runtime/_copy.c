@@ -21,6 +21,9 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 enum { DIMENSIONS = 6, LANES = 64 };
 
@@ -92,14 +95,30 @@ static void copy_runs(const Part* part, int dimension, uint8_t* host, uint8_t** 
   for (Py_ssize_t i = 0; i < part->shape[dimension]; i++) copy_runs(part, dimension + 1, host + i * part->strides[dimension], packed, up);
 }
 
+// memcpy for what a GPU reads next: stores that pass the cache by don't fetch what they overwrite, which is a third of the memory's work.
+static void stream(uint8_t* to, const uint8_t* from, size_t n) {
+#ifdef __SSE2__
+  if (n >= 1024) {
+    size_t head = -(uintptr_t)to & 63;
+    memcpy(to, from, head);
+    for (to += head, from += head, n -= head; n >= 64; to += 64, from += 64, n -= 64) {
+      __m128i parts[4];
+      for (int i = 0; i < 4; i++) parts[i] = _mm_loadu_si128((const __m128i*)from + i);
+      for (int i = 0; i < 4; i++) _mm_stream_si128((__m128i*)to + i, parts[i]);
+    }
+  }
+#endif
+  memcpy(to, from, n);
+}
+
 static void copy_box(const Box* box, int dimension, const uint8_t* from, uint8_t* to) {
   Py_ssize_t rows = box->shape[dimension], step = box->from_strides[dimension], to_step = box->to_strides[dimension];
   if (dimension < box->dimensions - 1) {
     for (Py_ssize_t i = 0; i < rows; i++) copy_box(box, dimension + 1, from + i * step, to + i * to_step);
   } else if (step == to_step && step == (Py_ssize_t)box->run) {
-    memcpy(to, from, rows * box->run);
+    stream(to, from, rows * box->run);
   } else {
-    for (Py_ssize_t i = 0; i < rows; i++) memcpy(to + i * to_step, from + i * step, box->run);
+    for (Py_ssize_t i = 0; i < rows; i++) stream(to + i * to_step, from + i * step, box->run);
   }
 }
 
@@ -114,6 +133,9 @@ static void move_part(const Job* job, Py_ssize_t k) {
     box.shape[0] = high - low;
     copy_box(&box, 0, box.from + low * box.from_strides[0], box.to + low * box.to_strides[0]);
   }
+#ifdef __SSE2__
+  _mm_sfence();  // before another thread is told
+#endif
 }
 
 // What a part needs besides launches; without the lock. Its buffer's events come first.
