@@ -104,19 +104,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
   const int first_q = first_s < S ? (w0 - first_s * dil_w) / stride_w : 0;
   const index_t y_plane = (index_t)o_end * p_end * q_end, y_image = (n * (index_t)groups + g) * kg * y_plane;
 
-  acc_t sum[BLOCK_C];
+  acc_t sum[BLOCK_C];  // of float64: since they were added to `total`
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = 0;
-#if DTYPE != 64
-#define few sum
-#define ADD_UP {}
-#else
-  acc_t few[BLOCK_C];
-  for (int j = 0; j < BLOCK_C; ++j) few[j] = 0;
+#if DTYPE == 64
+  acc_t total[BLOCK_C];
+  for (int j = 0; j < BLOCK_C; ++j) total[j] = 0;
 #define ADD_UP                                           \
   _Pragma("unroll") for (int c = 0; c < BLOCK_C; ++c) {  \
-    sum[c] += few[c];                                    \
-    few[c] = 0;                                          \
+    total[c] += sum[c];                                  \
+    sum[c] = 0;                                          \
   }
+#else
+#define ADD_UP {}
 #endif
 
   const int k_first = part * (int)arg.run, k_last = k_first + (int)arg.run < kg ? k_first + (int)arg.run : kg;
@@ -144,7 +143,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
                 CHANNELS_INSIDE {
                   const acc_t v = LOAD(y, y_at + k * y_plane);
 #pragma unroll
-                  for (int c = 0; c < BLOCK_C; ++c) few[c] += v * filter[(k * taps + tap) * BLOCK_C + c];
+                  for (int c = 0; c < BLOCK_C; ++c) sum[c] += v * filter[(k * taps + tap) * BLOCK_C + c];
                 }
                 END_OF_TAP
               }
@@ -156,6 +155,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
     local_barrier();
   }
 
+#if DTYPE == 64
+  for (int j = 0; j < BLOCK_C; ++j) sum[j] = total[j];
+#endif
   if (inside) {
     EPILOGUE_FLAGS
 #pragma unroll

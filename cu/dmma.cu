@@ -14,12 +14,16 @@
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.
 //          Such warps add up their sums through shared memory at the end, in order, each some columns: small tiles, for small problems.
 // Loads    cp.async copies 16 or 8 bytes with zeros for what lies outside. Where an element lies in x and w depends on k alone, apart
-//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, two stages ahead.
+//          from a pixel's corner and a channel's row: a thread for each k of a stage writes a table of them, STAGES stages ahead. Stages past
+//          the last one are copied as zeros, so that the loop asks no questions.
+// Products a warp multiplies slices of 8 k, one column of fragments after the other. It reads fragments three columns ahead, across slices and
+//          stages: the next stage's first reads go beside this one's last products, behind the stage's one barrier. The products then keep
+//          the tensor cores busy with one or two warps a scheduler.
 // Memory   shared: a ring of STAGES stages of BLOCK_K of k; of 16, 8 KB for 64 channels and about as much for 64 pixels. A lies as rows of k,
 //          whose chunks of 32 bytes are at chunk ^ row % 4. B lies so too (B_IN_ROWS_OF_K), or as rows of pixels, BLOCK_N + 4
 //          apart. So the 4 rows and 4 k that half a warp reads at once, 8 bytes a lane, are in 32 different banks, and each element
 //          arrives in the register where the instruction wants it.
-// Registers  32 sums of 8 bytes a thread; with CHAINS twice, of a chain and of all: 128 of 255 registers.
+// Registers  32 or 64 sums of 8 bytes a thread, and 24 numbers of fragments; with CHAINS 32 sums of a chain and 32 of all.
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
@@ -36,7 +40,7 @@ typedef double acc_t;
 #define WARP_M 32
 #define WARP_N 32
 #define WARPS_K 1       // warps that share a stage's k
-#define STAGES 6
+#define STAGES 4
 #define MIN_BLOCKS 2
 #define CHAINS 1        // sums are cut
 #define A_VEC 2         // elements of A that a copy takes: 2 where k runs contiguously in w and rows begin at 16 bytes
@@ -74,16 +78,21 @@ constexpr int ROW = 8 * BLOCK_K;                                             // 
 constexpr int B_PITCH = 8 * (BLOCK_N + 4);                                   // bytes of a row of pixels
 constexpr int A_BYTES = BLOCK_M * ROW, B_BYTES = B_IN_ROWS_OF_K ? BLOCK_N * ROW : BLOCK_K * B_PITCH, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int OUTSIDE = -(1 << 30);                                          // a coordinate that is in no image
-constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8, PARTS = FRAGMENTS_N;
+constexpr int FRAGMENTS_M = WARP_M / 16, FRAGMENTS_N = WARP_N / 8;
+constexpr int SLICES = 2, QUADS = 2, PLACES = SLICES * FRAGMENTS_N;          // a stage's slices of 8 of k; its places: a column of fragments, a slice
+constexpr int AHEAD = 3;                                                     // places, that fragments are read before they are multiplied
+constexpr int TABLES = STAGES <= 4 ? 4 : 8;
 static_assert(WARP_M % 16 == 0 && WARP_N % 8 == 0, "fragments are 16 x 8");
+static_assert(PLACES % (AHEAD + 1) == 0 && FRAGMENTS_N > AHEAD, "fragments have the same registers in every stage");
+static_assert(STAGES >= 3 && STAGES <= TABLES, "a stage is copied two before it is read; tables of all are written at once");
 static_assert(BLOCK_N % 16 == 0, "rows of pixels meet all banks");
 static_assert(STAGE_BYTES % 128 == 0, "pieces of a row keep their places");
 static_assert(WARPS_K == 1 || (WARPS_M * WARPS_N == 1 && FRAGMENTS_N % WARPS_K == 0), "warps that share sums finish some columns each");
 static_assert(WARPS_K == 1 || STAGES * STAGE_BYTES >= THREADS * WARP_M * WARP_N / 32 * 8, "their sums fit in the ring");
 
 struct Tables {
-  int4 x[2][BLOCK_K];   // offset in x; d, h, w
-  int w[2][BLOCK_K];    // offset in w, or -1
+  int4 x[TABLES][BLOCK_K];  // offset in x; d, h, w
+  int w[TABLES][BLOCK_K];   // offset in w, or -1
   int4 corner[BLOCK_N];  // of a pixel: offset in x, d, h, w of its first tap
   int y[BLOCK_N];       // of a pixel in y, or -1
 };
@@ -113,17 +122,15 @@ DEVICE int in_row(int row, int k) { return row * ROW + ((k / 4 ^ row % 4) << 5) 
 // Where the same k lies some rows below `at`, an address that in_row gave for one of the first rows; `rows` is a multiple of their number.
 DEVICE uint32_t below(uint32_t at, int rows) { return (at ^ (rows % 4 << 5)) + rows * ROW; }
 
-// d += a b for 16 rows, 8 columns and 16 of k; a[half of the rows][k], b[k].
-DEVICE void multiply(double (&d)[4], const double (&a)[2][4], const double (&b)[4]) {
+// d += a b for 16 rows, 8 columns and a slice of k; a[half of the rows][k], b[k].
+DEVICE void multiply(double (&d)[4], const double (&a)[2][QUADS], const double (&b)[QUADS]) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7,%8,%9,%10,%11}, {%12,%13,%14,%15}, {%0,%1,%2,%3};"
-      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
-      : "d"(a[0][0]), "d"(a[1][0]), "d"(a[0][1]), "d"(a[1][1]), "d"(a[0][2]), "d"(a[1][2]), "d"(a[0][3]), "d"(a[1][3]), "d"(b[0]), "d"(b[1]),
-        "d"(b[2]), "d"(b[3]));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3])
+               : "d"(a[0][0]), "d"(a[1][0]), "d"(a[0][1]), "d"(a[1][1]), "d"(b[0]), "d"(b[1]));
 #else
 #pragma unroll
-  for (int k = 0; k < 4; ++k)
+  for (int k = 0; k < QUADS; ++k)
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0,%1}, {%2}, {%3}, {%0,%1};"
@@ -132,13 +139,13 @@ DEVICE void multiply(double (&d)[4], const double (&a)[2][4], const double (&b)[
 #endif
 }
 
-// The entry of k for the table.
-DEVICE void tabulate(const DmmaArguments& p, int k, int4& of_x, int& of_w) {
+// The entry of k for the table. Nothing is copied from `end` on.
+DEVICE void tabulate(const DmmaArguments& p, int k, int end, int4& of_x, int& of_w) {
   const int outer = divided(k, p.by_inner), inner = k - outer * (int)p.inner;
   const int c = p.channels_inside ? inner : outer, tap = p.channels_inside ? outer : inner;
   const int t = divided(tap, p.by_rs), rs = tap - t * (int)p.rs, r = divided(rs, p.by_s), s = rs - r * (int)p.s;
   const int d = t * (int)p.dilation_d, h = r * (int)p.dilation_h, w = s * (int)p.dilation_w;
-  const bool some = k < (int)p.reduction;
+  const bool some = k < end;
   of_x = make_int4(c * (int)p.x_channel + ((d * (int)p.h + h) * (int)p.w + w) * (int)p.x_pixel, some ? d : OUTSIDE, h, w);
   of_w = some ? (int)p.w_base + c * (int)p.w_channel + t * (int)p.w_t + r * (int)p.w_r + s * (int)p.w_s : -1;
 }
@@ -170,10 +177,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   AFTER_LAST_LAUNCH
 
   const int steps = ((int)p.reduction + BLOCK_K - 1) / BLOCK_K, first = split * (int)p.split_steps;
-  const int count = max(0, min(steps - first, (int)p.split_steps));
-  auto write_table = [&](int step) {
-    if (thread < BLOCK_K) tabulate(p, (first + step) * BLOCK_K + thread, tables.x[step % 2][thread], tables.w[step % 2][thread]);
+  const int count = max(0, min(steps - first, (int)p.split_steps)), end = min((int)p.reduction, (first + count) * BLOCK_K);
+  auto write_table = [&](int step, int i) {
+    tabulate(p, (first + step) * BLOCK_K + i, end, tables.x[step % TABLES][i], tables.w[step % TABLES][i]);
   };
+  for (int i = thread; i < STAGES * BLOCK_K; i += THREADS) write_table(i / BLOCK_K, i % BLOCK_K);
+  __syncthreads();
 
   // this thread's copies: always the same k of a stage, and every so many rows
   constexpr int A_COLUMNS = BLOCK_K / A_VEC, A_APART = THREADS / A_COLUMNS, A_COPIES = BLOCK_M / A_APART;
@@ -196,7 +205,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   static_assert(THREADS % B_COLUMNS == 0, "a thread has one pixel, or two neighbours");
   const int b_pixel = thread % B_COLUMNS * B_VEC, b_k = thread / B_COLUMNS * B_COPIES;
   const uint32_t to_b = ring + A_BYTES + b_k * B_PITCH + b_pixel * 8;
-  __syncthreads();
   const int4 corner = tables.corner[b_pixel];
   const double* const x_pixel = x + corner.x;
 #endif
@@ -204,16 +212,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   auto inside = [&](const int4& at, const int4& tap) {
     return (unsigned)(at.y + tap.y) < (unsigned)p.d && (unsigned)(at.z + tap.z) < (unsigned)p.h && (unsigned)(at.w + tap.w) < (unsigned)p.w;
   };
-  // The copies of a stage to the ring's slot that begins at `at`, in PARTS parts, each of which goes beside some of the products: what it
-  // reads of the tables comes before these, the copies after them.
-  constexpr int A_PART = (A_COPIES + PARTS - 1) / PARTS, B_PART = (B_COPIES + PARTS - 1) / PARTS;
-  static_assert(A_PART * PARTS % A_COPIES == 0 && B_PART * PARTS % B_COPIES == 0, "parts are alike, or empty");
+  // The copies of a stage to the ring's slot that begins at `at`, in parts, one for each place: what it reads of the tables comes before
+  // the place's products, the copies after them.
+  constexpr int A_PART = (A_COPIES + PLACES - 1) / PLACES, B_PART = (B_COPIES + PLACES - 1) / PLACES;
   int of_w;
   [[maybe_unused]] int4 tap, of_x[B_PART];
   auto look_up = [&](int step, int part) {
-    const uint32_t of_step = tables_x + step % 2 * (BLOCK_K * 16);
+    const uint32_t of_step = tables_x + step % TABLES * (BLOCK_K * 16);
     if (part == 0) {
-      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(of_w) : "r"(tables_w + step % 2 * (BLOCK_K * 4)));
+      asm volatile("ld.shared.s32 %0, [%1];" : "=r"(of_w) : "r"(tables_w + step % TABLES * (BLOCK_K * 4)));
 #if B_IN_ROWS_OF_K
       tap = load4(of_step);
 #endif
@@ -242,18 +249,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
 
   for (int step = 0; step < STAGES - 1; ++step) {
-    write_table(step);
-    __syncthreads();
-    if (step < count) {
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part) {
-        look_up(step, part);
-        fetch(step * STAGE_BYTES, part);
-      }
+    for (int part = 0; part < PLACES; ++part) {
+      look_up(step, part);
+      fetch(step * STAGE_BYTES, part);
     }
     commit();
   }
-  write_table(STAGES - 1);
 
   double sum[FRAGMENTS_M][FRAGMENTS_N][4];
 #if CHAINS
@@ -267,17 +269,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = 0; j < FRAGMENTS_N; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[i][j][e] = total[i][j][e] = 0;
-  auto promote = [&] {  // a long chain of sums would lose more
+  auto promote = [&](int j) {  // a long chain of sums would lose more
 #if CHAINS
 #pragma unroll
     for (int i = 0; i < FRAGMENTS_M; ++i)
 #pragma unroll
-      for (int j = 0; j < FRAGMENTS_N; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          total[i][j][e] += sum[i][j][e];
-          sum[i][j][e] = 0;
-        }
+      for (int e = 0; e < 4; ++e) {
+        total[i][j][e] += sum[i][j][e];
+        sum[i][j][e] = 0;
+      }
 #endif
   };
 
@@ -289,38 +289,50 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     of_a[i] = ring + in_row(warp_m + group, k);
     of_b[i] = ring + A_BYTES + (B_IN_ROWS_OF_K ? in_row(warp_n + group, k) : k * B_PITCH + (warp_n + group) * 8);
   }
-  uint32_t slot = 0, free = (STAGES - 1) * STAGE_BYTES;
-#pragma unroll 1
-  for (int step = 0; step < count; ++step) {
-    wait<STAGES - 2>();
-    __syncthreads();
-    const bool more = step + STAGES - 1 < count;
-    double a[FRAGMENTS_M][2][4];
+  // A stage's fragments are read AHEAD places before they are multiplied, so its last products go beside the next stage's first reads.
+  double a[2][FRAGMENTS_M][2][QUADS], b[AHEAD + 1][QUADS];
+  auto read_a = [&](int slice, uint32_t slot) {
 #pragma unroll
     for (int i = 0; i < 2 * FRAGMENTS_M; ++i)
 #pragma unroll
-      for (int k = 0; k < 4; ++k) load(a[i / 2][i % 2][k], of_a[k] + slot + i * 8 * ROW);
-    double b[2][4];
-    auto load_b = [&](int j) {
+      for (int k = 0; k < QUADS; ++k) load(a[slice % 2][i / 2][i % 2][k], of_a[slice * QUADS + k] + slot + i * 8 * ROW);
+  };
+  auto read_b = [&](int place, uint32_t slot) {
 #pragma unroll
-      for (int k = 0; k < 4; ++k) load(b[j % 2][k], of_b[k] + slot + j * 8 * (B_IN_ROWS_OF_K ? ROW : 8));
-    };
-    load_b(0);
+    for (int k = 0; k < QUADS; ++k)
+      load(b[place % (AHEAD + 1)][k], of_b[place / FRAGMENTS_N * QUADS + k] + slot + place % FRAGMENTS_N * 8 * (B_IN_ROWS_OF_K ? ROW : 8));
+  };
+  wait<STAGES - 2>();
+  __syncthreads();
+  read_a(0, 0);
 #pragma unroll
-    for (int j = 0; j < FRAGMENTS_N; ++j) {
-      if (j + 1 < FRAGMENTS_N) load_b(j + 1);
-      if (more) look_up(step + STAGES - 1, j);
+  for (int place = 0; place < AHEAD; ++place) read_b(place, 0);
+  uint32_t slot = 0, next = STAGE_BYTES, free = (STAGES - 1) * STAGE_BYTES;
+#pragma unroll 1
+  for (int step = 0; step < count; ++step) {
 #pragma unroll
-      for (int i = 0; i < FRAGMENTS_M; ++i) multiply(sum[i][j], a[i], b[j % 2]);
-      if (more) fetch(free, j);
+    for (int place = 0; place < PLACES; ++place) {
+      const int slice = place / FRAGMENTS_N, j = place % FRAGMENTS_N;
+      if (place == PLACES - AHEAD) {
+        if (thread < BLOCK_K) write_table(step + STAGES, thread);
+        wait<STAGES - 3>();
+        __syncthreads();
+      }
+      if (j == FRAGMENTS_N - AHEAD) read_a((slice + 1) % SLICES, slice == SLICES - 1 ? next : slot);
+      read_b((place + AHEAD) % PLACES, place + AHEAD < PLACES ? slot : next);
+      look_up(step + STAGES - 1, place);
+      if (slice == 0 && step % PROMOTION == 0) promote(j);
+#pragma unroll
+      for (int i = 0; i < FRAGMENTS_M; ++i) multiply(sum[i][j], a[slice % 2][i], b[place % (AHEAD + 1)]);
+      fetch(free, place);
     }
     commit();
-    write_table(step + STAGES);
     free = slot;
-    slot = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-    if (step % PROMOTION == PROMOTION - 1) promote();
+    slot = next;
+    next = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
   }
-  promote();
+#pragma unroll
+  for (int j = 0; j < FRAGMENTS_N; ++j) promote(j);
 
   // Whether this warp finishes a column of fragments. Warps that have each a part of k share the columns, and add up all warps' sums there.
   auto is_mine = [&](int j) { return WARPS_K == 1 || j % WARPS_K == warp_k; };

@@ -1,8 +1,8 @@
 """float64 convolutions and their gradients on the tensor cores of Ampere and Hopper (``cu/dmma.cu``).
 
 The arrays are read as they lie, and sums are chains of IEEE fused multiply-adds: there is nothing to scale, and no number needs
-a path of its own. Gradients' sums, which cuDNN cuts, are cut into chains of 64 products; a result of the forward pass is one chain, as
-cuDNN's, unless its tile is small or its sum is split. A filter is packed only where its rows of gemm k would lie scattered in memory.
+a path of its own. A sum is one chain where cuDNN's is no shorter; longer ones are cut into chains of 64 products, as all sums of small
+tiles. A filter is packed only where its rows of gemm k would lie scattered in memory.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 BLOCK_K = 16  # of gemm k, in a stage, for a warp
 FILTER_THREADS = 256
 LAUNCH = 1.5  # microseconds of each launch of a phase, of more than side by side hides
+L2 = 25e6  # bytes that stay in the cache
+LINE = 0.0009  # microseconds of a multiprocessor for each line that copies meet
 MOST = 2**31 - 2**20  # elements of an array: the kernel counts in 32 bits, a little past the end
 
 
@@ -54,12 +56,13 @@ TENSOR_CORES = True
 
 @dataclass(frozen=True)
 class _Tile:
-    """What follows from a tile's size. `rate` and `start` were fitted to 600 timings on an H200.
+    """What follows from a tile's size.
+
+    `rates` and `start` were fitted to 199 timings on H200 and H100, which they meet within 8% in the mean.
 
     WARP_M, WARP_N : the part of a warp
     STAGES, stages_80 : of the ring, on Hopper and on Ampere, which has less shared memory
-    MIN_BLOCKS : that a multiprocessor runs at once
-    rate : TFLOP/s while all 132 multiprocessors are busy
+    rates : TFLOP/s of all 132 multiprocessors with one block each, with two, and so on, up to as many as run at once
     start : microseconds of a block beside its products
     WARPS_K : warps that share a stage's k, and add up their sums at the end
     """
@@ -68,17 +71,17 @@ class _Tile:
     WARP_N: int
     STAGES: int
     stages_80: int
-    MIN_BLOCKS: int
-    rate: float
+    rates: tuple[float, ...]
     start: float
     WARPS_K: int = 1
 
 
 TILES = {
-    (64, 64): _Tile(32, 32, 6, 4, 2, 50.0, 0.5), (32, 32): _Tile(32, 32, 3, 2, 2, 29.0, 0.4, 4),
+    (64, 64): _Tile(32, 32, 4, 3, (40.0, 43.0, 53.0), 1.4), (128, 64): _Tile(32, 64, 4, 3, (44.0, 58.0), 2.2),
+    (32, 32): _Tile(32, 32, 3, 3, (18.7, 29.0), 1.2, 4),
 }  # fmt: skip
-#: The same where a sum is one chain: with half the registers three blocks fit, which is 1.2 times as fast.
-ONE_CHAIN = {(64, 64): replace(TILES[64, 64], STAGES=4, stages_80=3, MIN_BLOCKS=3, rate=60.0)}
+#: The same where sums are cut into chains: these need twice the registers, for which a larger tile has none.
+CUT = {(64, 64): replace(TILES[64, 64], rates=(32.0, 43.0), start=4.0), (32, 32): TILES[32, 32]}
 
 
 class DmmaArguments(NamedTuple):
@@ -180,10 +183,37 @@ def refusal(problem: ConvProblem, config: Dmma) -> str | None:
         return f"its tiles are {', '.join(f'{m} x {n}' for m, n in TILES)}"
     if config.SPLIT < 1:
         return "it has at least one split"
+    if _tile(problem, config) is None:
+        return "its tile has no registers for sums that are cut into chains"
     blocks = ceil(_pixels(problem), config.BLOCK_N) * problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_M)
     if blocks * config.SPLIT > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return None
+
+
+def _tile(problem: ConvProblem, config: Dmma) -> _Tile | None:
+    """The tile of `config`; None if sums have to be cut, and the tile has no registers for that."""
+    size = config.BLOCK_M, config.BLOCK_N
+    return CUT.get(size) if _cuts(problem, config) else TILES[size]
+
+
+def _cuts(problem: ConvProblem, config: Dmma) -> bool:
+    """Whether sums are cut into chains: those that are longer than cuDNN's, of gradients, and in small tiles all."""
+    part = ceil(ceil(_reduction(problem), BLOCK_K), config.SPLIT)  # in stages
+    return TILES[config.BLOCK_M, config.BLOCK_N].WARPS_K > 1 or part > ceil(_longest_chain(problem), BLOCK_K)
+
+
+def _longest_chain(problem: ConvProblem) -> int:
+    """Products of the longest chain that loses no more than a sum of cuDNN's.
+
+    As its errors show: it sums forwards in one chain, gradients of filters by image, and those of inputs in one chain, but for strides,
+    lines and many channels, where it sums by tap. Dilations and volumes were not looked at, and count as these.
+    """
+    if problem.layout == "CNHW":
+        return math.prod(problem.filter_size)
+    channels = problem.operand_channels // problem.groups
+    plain = problem.ndim == 2 and problem.stride == problem.dilation == (1, 1, 1) and channels < 1024
+    return MOST if problem.direction == "fprop" or plain else channels
 
 
 def _pixels(problem: ConvProblem) -> int:
@@ -200,22 +230,12 @@ class _Form:
     """How the operands are read: see the head of the kernel.
 
     packs: the filter is packed as rows of k, whose innermost part are the channels; it may lie so already.
-    cuts: sums are cut into chains, whatever the tile.
     """
 
     packs: bool
     A_VEC: int
     B_IN_ROWS_OF_K: int
     B_VEC: int
-    cuts: bool
-
-    def tile(self, config: Dmma) -> _Tile:
-        size = config.BLOCK_M, config.BLOCK_N
-        return TILES[size] if self.chains(config) else ONE_CHAIN[size]
-
-    def chains(self, config: Dmma) -> bool:
-        """Whether sums are cut into chains."""
-        return self.cuts or (config.BLOCK_M, config.BLOCK_N) not in ONE_CHAIN
 
     @classmethod
     def of(cls, problem: ConvProblem) -> _Form:
@@ -225,14 +245,13 @@ class _Form:
             # k runs along rows of dy and of x; pairs of pixels can be copied where no tap shifts them
             even = taps % 2 == 0
             unshifted = unshifted and problem.operand_size == problem.filter_size and problem.result_size == (1, 1, 1)
-            return cls(False, 1 + even, 1, 1 + (even and unshifted), True)
-        cuts = problem.direction == "dgrad"
-        packs = problem.layout == "NHWC" or cuts
+            return cls(False, 1 + even, 1, 1 + (even and unshifted))
+        packs = problem.layout == "NHWC" or problem.direction == "dgrad"
         a_vec = 1 + ((channels if packs else channels * taps) % 2 == 0)
         if problem.layout == "NHWC":
-            return cls(True, a_vec, 1, 1 + (channels % 2 == 0), cuts)
+            return cls(True, a_vec, 1, 1 + (channels % 2 == 0))
         unshifted = unshifted and taps == 1 and problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size
-        return cls(packs, a_vec, 0, 1 + (unshifted and math.prod(problem.operand_size) % 2 == 0), cuts)
+        return cls(packs, a_vec, 0, 1 + (unshifted and math.prod(problem.operand_size) % 2 == 0))
 
 
 # ---- launches
@@ -284,7 +303,9 @@ def _product(
     problem: ConvProblem, config: Dmma, form: _Form, phase: Phase, weight: Buffer, packed: bool, target: Buffer, device: Device
 ) -> KernelLaunch:
     """The launch of a phase."""
-    defines, told = _defines(config, form, device), _arguments(problem, config, phase, packed)
+    tile = _tile(problem, config)
+    assert tile is not None, "refused"
+    defines, told = _defines(config, tile, form, device), _arguments(problem, config, phase, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
     grid = ceil(told.pixels, config.BLOCK_N) * told.groups * told.splits * told.tiles_m
     buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
@@ -306,12 +327,11 @@ def _threads(config: Dmma) -> int:
     return 32 * (config.BLOCK_M // tile.WARP_M) * (config.BLOCK_N // tile.WARP_N) * tile.WARPS_K
 
 
-def _defines(config: Dmma, form: _Form, device: Device) -> dict[str, int]:
-    tile = form.tile(config)
+def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str, int]:
     return {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WARP_M": tile.WARP_M, "WARP_N": tile.WARP_N, "WARPS_K": tile.WARPS_K,
-        "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": tile.MIN_BLOCKS,
-        "CHAINS": int(form.chains(config)),
+        "STAGES": tile.STAGES if device.capability >= (9, 0) else tile.stages_80, "MIN_BLOCKS": len(tile.rates),
+        "CHAINS": int(tile in CUT.values()),
         "A_VEC": form.A_VEC, "B_IN_ROWS_OF_K": form.B_IN_ROWS_OF_K, "B_VEC": form.B_VEC,
     }
 
@@ -355,8 +375,8 @@ def sum_order(problem: ConvProblem, config: Dmma) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, and how operands can be read; and one that lays filters."""
-    for m, n, cuts in [(*tile, True) for tile in TILES] + [(*tile, False) for tile in ONE_CHAIN]:
-        of_tile = _defines(Dmma(m, n), _Form(False, 1, 0, 1, cuts), device)
+    for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
+        of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
         choices = {name: (value,) for name, value in of_tile.items()} | {"A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2)}
         yield TextFamily("dmma", choices)
     yield TextFamily("dmma", {})
@@ -377,32 +397,43 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Dmma]:
 def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     """Microseconds that `config` should take: rounds of blocks, of which the last may leave multiprocessors half empty.
 
-    A multiprocessor with n of the m blocks that fit runs at (n/m)^0.63 of its full rate. Phases run side by side, and what is left over at
-    the end is most of the longest block. A split sum is written and read once more, mostly in the L2 cache. The rates were fitted to large
-    problems, all else to 33 timings of nine small ones on an H200, which it meets within 12%.
+    Phases run side by side, and what is left over at the end is most of the longest block. A split sum is written and read once more, in
+    the L2 cache if it fits.
     """
-    tile, multiprocessors = _Form.of(problem).tile(config), device.multiprocessors
-    stage = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (tile.rate * 1e6 / 132)
+    tile, multiprocessors = _tile(problem, config), device.multiprocessors
+    if tile is None:
+        return math.inf
+    form, at_once, rate = _Form.of(problem), len(tile.rates), tile.rates[-1]
+    products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / 132)
+    stage = math.hypot(products, LINE * _lines(problem, config, form))
     channels, groups = problem.operand_channels // problem.groups, problem.groups
     across = groups * config.SPLIT * ceil(problem.result_channels // groups, config.BLOCK_M)
     blocks = [
         (ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * across,
-         ceil(ceil(channels * math.prod(phase.taps), BLOCK_K), config.SPLIT) * stage + tile.start)
+         ceil(ceil(channels * math.prod(phase.taps), block_k(config)), config.SPLIT) * tile.WARPS_K * stage + tile.start)
         for phase in phases(problem)
     ]  # fmt: skip
-    us = 3.6 if _Form.of(problem).packs else 2.0
+    us = 3.6 if form.packs else 2.0
     if len(blocks) == 1:
         ((count, length),) = blocks
-        rounds, rest = divmod(count, multiprocessors * tile.MIN_BLOCKS)
-        last = ceil(rest, multiprocessors)
-        us += length * (rounds * tile.MIN_BLOCKS + (last / (last / tile.MIN_BLOCKS) ** 0.63 if last else 0))
+        rounds, rest = divmod(ceil(count, multiprocessors), at_once)
+        us += length * (rounds * at_once + (rest * rate / tile.rates[rest - 1] if rest else 0))
     else:
         us += sum(count * length for count, length in blocks) / multiprocessors
-        us += 0.8 * tile.MIN_BLOCKS * max(length for _, length in blocks)
+        us += 0.4 * at_once * max(length for _, length in blocks)
         us += LAUNCH * max(0, len(blocks) - 4)
     if config.SPLIT > 1:
-        us += 3.0 + math.prod(problem.result_shape) * 8 * (2 * config.SPLIT + 1) / 10e6
-    return us
+        size = math.prod(problem.result_shape) * 8
+        us += 3.0 + size * (2 * config.SPLIT + 1) / (10e6 if config.SPLIT * size < L2 else 3.5e6)
+    return max(us, 3.0 + problem.bytes / 3.4e6)
+
+
+def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
+    """Lines of 128 bytes that the copies of a stage meet: each copy of a warp takes as long as there are lines in it."""
+    if form.B_IN_ROWS_OF_K:
+        return config.BLOCK_M + config.BLOCK_N * (1 if problem.layout == "NHWC" else 2)
+    apart = problem.stride[-1] if problem.direction == "fprop" else 1  # neighbouring pixels
+    return config.BLOCK_M + BLOCK_K * config.BLOCK_N * min(1, apart / 16)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:

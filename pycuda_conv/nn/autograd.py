@@ -230,9 +230,14 @@ def convolve(call: Call, operands: Operands, device: str | None, tune: bool) -> 
     return activated(y, call.activation)
 
 
+def _hardswish(y: Any) -> Any:
+    """torch's own kernel for GPUs multiplies float64 by a sixth that is rounded to float32."""
+    return y * (_F.relu6(y + 3) / 6) if y.dtype is torch.float64 else _F.hardswish(y)
+
+
 _ACTIVATIONS: dict[str | None, Callable[..., Any]] = {
     None: lambda y: y, "relu": torch.relu, "relu6": _F.relu6, "leaky_relu": partial(_F.leaky_relu, negative_slope=SLOPE),
-    "hardswish": _F.hardswish, "silu": _F.silu, "gelu": _F.gelu, "gelu_tanh": partial(_F.gelu, approximate="tanh"),
+    "hardswish": _hardswish, "silu": _F.silu, "gelu": _F.gelu, "gelu_tanh": partial(_F.gelu, approximate="tanh"),
 }  # fmt: skip
 
 
