@@ -5,13 +5,18 @@
 //
 // Nothing is packed. Few channels fill no row of a tensor load, and most of a layer's bytes are y's.
 //
-// Mapping  block -> BLOCK_N channels of y, and of its tiles of 128 pixels, which are rows x columns of a slice of an image, one after another.
+// Mapping  block -> BLOCK_N channels of y, and of its tiles of 256 pixels, which are rows x columns of a slice of an image, one after another.
 //          warp -> 32 pixels, sixteens of neighbours in a row, by all the channels. Sums are in registers.
 // Memory   shared: the filter [step][8 of gemm n][lane][8 bytes], as the tensor core takes it; where each word of gemm k lies in the patch,
-//          from the pixel's first on, and which of its bytes count; the patch: the rows of x that a tile's pixels meet.
-// Words    With 16 bits a word is two neighbours. So a pixel must begin at a multiple of 4 bytes in the patch. Where it may not, there is a
-//          second patch, one element further left, for pixels that begin at odd elements. What a word has beside a row of taps is masked:
-//          the filter is zero there, and zero times Inf would be NaN.
+//          from the pixel's first on, and which of its bytes count; one or two patches: the rows of x that a tile's pixels meet. With two, one
+//          is loaded while the other is multiplied.
+// Filter   It is read in the order of its memory, each number once, and goes to its place among zeros, beside the first patch's loads. A table
+//          says where in a channel's words each tap and channel of x goes.
+// Loads    Rows of x are copied as runs of 16, 8 or 4 bytes, whichever divides a row, so a row of the patch may begin some elements before
+//          its first pixel. Other rows are copied element by element.
+// Words    With 16 bits a word is two neighbours. A pixel may begin in the middle of one: then every row of taps has a word that begins one
+//          element before it. Where pixels of odd columns begin otherwise than those of even ones, there is a copy of the patch for them, one
+//          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
 //          at once from its registers, and four lanes write a sector or two.
 //
@@ -26,31 +31,44 @@
 
 typedef element<TYPE> data_t;
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS, SIXTEENS = 2;  // of pixels, of a warp
+constexpr int WARPS = 8, THREADS = 32 * WARPS, SIXTEENS = 2;  // of pixels, of a warp
 constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
 constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
-constexpr int AT_ONCE = 8;                                        // elements of x that a thread loads before it keeps the first
+constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
+#if defined(LAYER) || BLOCK_N < 64
+constexpr int BLOCKS = 2;                                         // of a multiprocessor at once
+#else
+constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
+#endif
 static_assert(COLUMN_TILES % TOGETHER == 0, "whole runs of channels");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FewInputsArguments {
   long long workers, by_workers;                        // blocks that share the tiles of the same channels
   long long tiles, tiles_w, by_tiles_w, tiles_h, by_tiles_h, out_d, by_out_d;  // tiles along w, along h; slices of an image of y
-  long long columns, by_columns, rows;                  // of a tile
+  long long column_bits, rows;                          // of a tile, which has 2^column_bits columns
   long long k, steps, words, row_words, by_row_words;   // channels of y; eights of words, words, and words of a row of taps
-  long long run, tap_s, by_tap_s, tap_r, by_tap_r;      // elements of a row of taps; rows of taps in a row, if the columns are apart; taps along r
-  long long c, by_c;                                    // channels of x
-  long long w_k, w_c, w_tap, tap_first, tap_step;       // elements of the filter from one to the next; the first tap, and from one to the next
+  long long run, lead;                                  // elements of a row of taps, and before it in its first word
+  long long tap_s, by_tap_s, tap_r, by_tap_r;           // rows of taps in a row, if the columns are apart; taps along r
+  long long c;                                          // channels of x
+  long long w_k, w_c, w_tap;                            // elements of the filter from one to the next
+  long long w_order, outer, by_outer, inner, by_inner, filters;  // FilterOrder; elements of one of the outermost, of the next; all of a block
+  long long taps, by_taps, last_tap, row_taps, by_row_taps;  // of the filter; the last, if they are taken in reverse, or -1; of a row of taps
   long long depth, height, width;                       // of x
-  long long patch, patch_rows, by_patch_rows, patch_columns, by_patch_columns, pitch;  // rows of all slices, of one; elements of a row; and from one to the next
+  long long patch, patch_rows, by_patch_rows, pitch;    // rows of all slices, of one; elements from one row to the next
+  long long unit, units, by_units, shift;               // elements that are copied at once; of a row, so many of them; elements before the first pixel
+  long long stages, stage_bytes;                        // patches
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w, dilation_d, dilation_h, dilation_w;
   long long p, q;                                       // of y
-  long long table_at, patch_at, copy_at;                // bytes of shared memory before them; copy_at: from the patch to its copy, or 0
+  long long table_at, places_at, patch_at, copy_at;     // bytes of shared memory before them; copy_at: from the patch to its copy, or 0
   long long wide;                                       // whether pixels of y begin at multiples of what a lane writes at once
   long long has_bias, has_scale, has_residual, activation, slope;
 };
+
+// How a filter lies in memory, outermost first.
+enum FilterOrder { K_CHANNEL_TAP, K_TAP_CHANNEL, CHANNEL_K_TAP, CHANNEL_TAP_K };
 
 DEVICE uint32_t load_word(uint32_t from) {
   uint32_t v;
@@ -63,6 +81,13 @@ DEVICE uint2 load_words(uint32_t from) {
   return v;
 }
 
+// A copy of elements to shared memory, or zeros, that does not wait.
+template <int bytes> DEVICE void copy_behind(uint32_t to, const void* from, bool there) {
+  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+  else if (bytes == 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
+  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+
 // An element as the tensor core takes it.
 DEVICE data_t factor(data_t v) {
 #if TYPE == 32
@@ -72,99 +97,173 @@ DEVICE data_t factor(data_t v) {
 #endif
 }
 
-// A word of gemm k: the tap that its row begins with, and the element of the row that it begins with.
+// A word of gemm k: the tap that its row begins with, and the element of the row that it begins with, which may be -1.
 struct Word {
   int t, r, s, element;
   DEVICE Word(const FewInputsArguments& arg, int number) {
     const Divided of_row(number, arg.row_words, arg.by_row_words), of_s(of_row.quotient, arg.tap_s, arg.by_tap_s);
     const Divided of_r(of_s.quotient, arg.tap_r, arg.by_tap_r);
-    t = of_r.quotient, r = of_r.rest, s = of_s.rest, element = of_row.rest * EACH;
+    t = of_r.quotient, r = of_r.rest, s = of_s.rest, element = of_row.rest * EACH - (int)arg.lead;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+// Which rows of x a tile's patch holds.
+struct Corner {
+  int n, slice, p, q, d, h, element;  // the image; of y the slice, of all images, and the first pixel; of x the first slice, row and element of one, which may lie outside
+  DEVICE Corner(const FewInputsArguments& arg, int tile) {
+    const Divided of_w(tile, arg.tiles_w, arg.by_tiles_w), of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
+    n = of_d.quotient, slice = of_h.quotient, p = of_h.rest * (int)arg.rows, q = of_w.rest << (int)arg.column_bits;
+    d = of_d.rest * (int)arg.stride_d + (int)arg.low_d, h = p * (int)arg.stride_h + (int)arg.low_h;
+    element = (q * (int)arg.stride_w + (int)arg.low_w) * (int)arg.c - (int)arg.shift;
+  }
+};
+
+// Unit i of a patch.
+struct Unit {
+  int from;  // of x, in elements
+  bool mine, there;
+  DEVICE Unit(const FewInputsArguments& arg, const Corner& corner, int i, int row_elements) {
+    const Divided of_row(i, arg.units, arg.by_units), of_slice(of_row.quotient, arg.patch_rows, arg.by_patch_rows);
+    const int d = corner.d + of_slice.quotient * (int)arg.dilation_d, h = corner.h + of_slice.rest, element = corner.element + of_row.rest * (int)arg.unit;
+    mine = of_row.quotient < (int)arg.patch;
+    there = mine && (unsigned)d < (unsigned)arg.depth && (unsigned)h < (unsigned)arg.height && (unsigned)element < (unsigned)row_elements;
+    from = ((corner.n * (int)arg.depth + d) * (int)arg.height + h) * row_elements + element;
+  }
+};
+
+template <int bytes> DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Corner& corner, uint32_t to, int row_elements) {
+  for (int i = threadIdx.x; i < (int)(arg.patch * arg.units); i += THREADS) {
+    const Unit unit(arg, corner, i, row_elements);
+    copy_behind<bytes>(to + i * bytes, unit.there ? x + unit.from : x, unit.there);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     few_inputs(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
                const data_t* residual, data_t* __restrict__ y, const __grid_constant__ FewInputsArguments arg) {
   AFTER_LAST_LAUNCH
   extern __shared__ __align__(16) uint4 dynamic[];
   uint32_t* const filter = (uint32_t*)dynamic;
   uint4* const table = (uint4*)((char*)dynamic + arg.table_at);
+  int* const places = (int*)((char*)dynamic + arg.places_at);
   data_t* const patch = (data_t*)((char*)dynamic + arg.patch_at);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (int)arg.steps, c = (int)arg.c, run = (int)arg.run;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (int)arg.steps, c = (int)arg.c;
   const Divided of_worker(blockIdx.x, arg.workers, arg.by_workers);
   const int first_k = of_worker.quotient * BLOCK_N;
 
-  // the filter, and the words of gemm k
-  for (int i = threadIdx.x; i < steps * COLUMN_TILES * 64; i += THREADS) {
-    const int of_lane = i / 2 % 32, eight = i / 64 % COLUMN_TILES, number = i / (64 * COLUMN_TILES) * 8 + of_lane % 4 + i % 2 * 4;
-    const int column = of_lane / 4;  // of the eight
-    const int k = first_k + eight / TOGETHER * 8 * TOGETHER + column / 2 * NEIGHBOURS + eight % TOGETHER * 2 + column % 2;
-    data_t v[EACH];
-#pragma unroll
-    for (int e = 0; e < EACH; ++e) v[e] = data_t();
-    if (number < (int)arg.words && k < (int)arg.k) {
-      const Word word(arg, number);
-#pragma unroll
-      for (int e = 0; e < EACH; ++e) {
-        const Divided of_tap(word.element + e, arg.c, arg.by_c);
-        const int tap = (word.t * (int)arg.tap_r + word.r) * (int)(arg.tap_s * run / c) + word.s + of_tap.quotient;
-        if (word.element + e < run) v[e] = factor(w[k * (int)arg.w_k + of_tap.rest * (int)arg.w_c + (int)(arg.tap_first + tap * arg.tap_step) * (int)arg.w_tap]);
-      }
-    }
-    filter[i] = *(const uint32_t*)v;
-  }
+  // the words of gemm k
   for (int i = threadIdx.x; i < steps * 8; i += THREADS) {
     const Word word(arg, i);
     const int row = word.t * (int)arg.patch_rows + word.r * (int)arg.dilation_h;
-    uint32_t at = (row * (int)arg.pitch + word.s * (int)arg.dilation_w * c + word.element) * (int)sizeof(data_t), mask = ~0u;
-    if (EACH == 2 && word.element + 1 == run) mask = 0xffff;
+    uint32_t at = (row * (int)arg.pitch + word.s * (int)arg.dilation_w * c + word.element + (int)arg.lead) * (int)sizeof(data_t), mask = ~0u;
+    if (EACH == 2 && word.element + 1 >= (int)arg.run) mask = 0xffff;
+    if (word.element < 0) mask &= 0xffff0000;
     if (i >= (int)arg.words) at = mask = 0;
     *((uint2*)table + (i / 8 * 4 + i % 4) * 2 + i / 4 % 2) = make_uint2(at, mask);
   }
 
-  // where this lane's pixels of a tile begin: in the patch, and in y
-  uint32_t base[2 * SIXTEENS];
-  int row[2 * SIXTEENS], column[2 * SIXTEENS];
+  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. They are all odd or all even.
+  const bool copied = EACH == 2 && arg.copy_at != 0, odd = copied && lane / 4 % 2 == 1;
+  int first_pixel = warp * SIXTEENS * 16 + lane / 4;
+  const uint32_t further = 8 * (int)arg.stride_w * c * (int)sizeof(data_t);
+  uint32_t base[SIXTEENS];
 #pragma unroll
-  for (int i = 0; i < 2 * SIXTEENS; ++i) {
-    const Divided of_row((warp * SIXTEENS + i / 2) * 16 + lane / 4 + i % 2 * 8, arg.columns, arg.by_columns);
-    row[i] = of_row.quotient, column[i] = of_row.rest;
-    int element = row[i] * (int)(arg.stride_h * arg.pitch) + column[i] * (int)arg.stride_w * c;
-    int further = 0;
-    if (EACH == 2 && element % 2 == 1) element -= 1, further = (int)arg.copy_at;
-    base[i] = shared_address(patch) + element * (int)sizeof(data_t) + further;
+  for (int i = 0; i < SIXTEENS; ++i) {
+    const int pixel = first_pixel + i * 16, row = pixel >> (int)arg.column_bits, column = pixel - (row << (int)arg.column_bits);
+    base[i] = (row * (int)(arg.stride_h * arg.pitch) + column * (int)arg.stride_w * c + (int)(arg.shift - arg.lead) - (odd ? 1 : 0)) * (int)sizeof(data_t);
   }
   const uint32_t table_lane = shared_address(table) + lane % 4 * 16, filter_lane = shared_address(filter) + lane * 8;
-  const int row_elements = (int)(arg.width) * c;
-
-  for (int tile = of_worker.rest; tile < (int)arg.tiles; tile += (int)arg.workers) {
-    const Divided of_w(tile, arg.tiles_w, arg.by_tiles_w), of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
-    const int p = of_h.rest * (int)arg.rows, q = of_w.rest * (int)arg.columns;
-    const int d0 = of_d.rest * (int)arg.stride_d + (int)arg.low_d, h0 = p * (int)arg.stride_h + (int)arg.low_h;
-    const int w0 = (q * (int)arg.stride_w + (int)arg.low_w) * c;
-    __syncthreads();  // the patch before has been read
-    for (int first = threadIdx.x; first < (int)(arg.patch * arg.patch_columns); first += THREADS * AT_ONCE) {
-      data_t v[AT_ONCE];
-      int to[AT_ONCE];
+  const uint32_t patches = shared_address(patch);
+  const int row_elements = (int)arg.width * c, first_tile = of_worker.rest, tiles = (int)arg.tiles, workers = (int)arg.workers, stages = (int)arg.stages;
+  const auto load = [&](int tile, uint32_t to) {
+    const Corner corner(arg, tile);
+    const int bytes = (int)arg.unit * (int)sizeof(data_t);
+    if (bytes == 16) copy_patch<16>(arg, x, corner, to, row_elements);
+    else if (bytes == 8) copy_patch<8>(arg, x, corner, to, row_elements);
+    else if (bytes == 4) copy_patch<4>(arg, x, corner, to, row_elements);
+    else
+      for (int first = threadIdx.x; first < (int)(arg.patch * arg.units); first += THREADS * AT_ONCE) {
+        data_t v[AT_ONCE];
+        bool mine[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i) {
-        const Divided of_row(first + i * THREADS, arg.patch_columns, arg.by_patch_columns), of_slice(of_row.quotient, arg.patch_rows, arg.by_patch_rows);
-        const int d = d0 + of_slice.quotient * (int)arg.dilation_d, h = h0 + of_slice.rest, element = w0 + of_row.rest;
-        const bool mine = of_row.quotient < (int)arg.patch;
-        const bool there = mine && (unsigned)d < (unsigned)arg.depth && (unsigned)h < (unsigned)arg.height && (unsigned)element < (unsigned)row_elements;
-        v[i] = data_t();
-        if (there) v[i] = x[((of_d.quotient * (int)arg.depth + d) * (int)arg.height + h) * row_elements + element];
-        to[i] = mine ? of_row.quotient * (int)arg.pitch + of_row.rest : -1;
-      }
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; ++i)
-        if (to[i] >= 0) {
-          patch[to[i]] = factor(v[i]);
-          if (EACH == 2 && arg.copy_at && to[i] > 0) *(data_t*)((char*)(patch + to[i] - 1) + arg.copy_at) = v[i];
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const Unit unit(arg, corner, first + i * THREADS, row_elements);
+          v[i] = data_t(), mine[i] = unit.mine;
+          if (unit.there) v[i] = x[unit.from];
         }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+          if (mine[i]) patch[first + i * THREADS] = v[i];
+      }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+
+  // the filter
+  const int order = (int)arg.w_order, all_taps = (int)arg.taps;
+  for (int i = threadIdx.x; i < steps * COLUMN_TILES * 16; i += THREADS) ((uint4*)filter)[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < c * all_taps; i += THREADS) {  // [channel][tap]
+    const Divided of_channel(i, arg.taps, arg.by_taps);
+    const int tap = arg.last_tap < 0 ? of_channel.rest : (int)arg.last_tap - of_channel.rest;
+    const Divided row(tap, arg.row_taps, arg.by_row_taps);
+    const int element = row.rest * c + of_channel.quotient + (int)arg.lead, word = row.quotient * (int)arg.row_words + element / EACH;
+    const int place = ((word / 8 * COLUMN_TILES * 32 + word % 4) * 2 + word / 4 % 2) * EACH + element % EACH;
+    places[order == K_TAP_CHANNEL ? of_channel.rest * c + of_channel.quotient : i] = place;
+  }
+  if (stages > 1 && first_tile < tiles) load(first_tile, patches);
+  __syncthreads();
+  for (int first = threadIdx.x; first < (int)arg.filters; first += THREADS * AT_ONCE) {
+    data_t v[AT_ONCE];
+    int to[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) {
+      const int number = first + i * THREADS;
+      const Divided outer(number, arg.outer, arg.by_outer);
+      int k = outer.quotient, at = outer.rest, from = number;  // of the block's filters, which begin at a multiple of a filter
+      if (order >= CHANNEL_K_TAP) {
+        const Divided inner(outer.rest, arg.inner, arg.by_inner);
+        const int tap = order == CHANNEL_K_TAP ? inner.rest : inner.quotient;
+        k = order == CHANNEL_K_TAP ? inner.quotient : inner.rest;
+        at = outer.quotient * all_taps + tap;
+        from = outer.quotient * (int)arg.w_c + k * (int)arg.w_k + tap * (int)arg.w_tap;
+      }
+      const bool mine = number < (int)arg.filters && first_k + k < (int)arg.k;
+      v[i] = data_t(), to[i] = -1;
+      if (mine) {
+        const int eight = k / (8 * TOGETHER) * TOGETHER + k % NEIGHBOURS / 2, column = k % (8 * TOGETHER) / NEIGHBOURS * 2 + k % 2;
+        v[i] = w[first_k * (int)arg.w_k + from];
+        to[i] = places[at] + (eight * 32 + column * 4) * 2 * EACH;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (to[i] >= 0) ((data_t*)filter)[to[i]] = factor(v[i]);
+  }
+
+  uint32_t now = 0;  // the patch that is multiplied, in bytes behind the first
+  for (int tile = first_tile; tile < tiles; tile += workers) {
+    __syncthreads();  // the patch before has been read
+    if (stages == 1) load(tile, patches);
+    else if (tile + workers < tiles) load(tile + workers, patches + (uint32_t)arg.stage_bytes - now);
+    if (stages > 1 && tile + workers < tiles) asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+#if TYPE == 32
+    for (int i = threadIdx.x; i * 4 < (int)(arg.patch * arg.pitch); i += THREADS) {
+      float4* const at = (float4*)((char*)patch + now) + i;
+      *at = make_float4(factor(at->x), factor(at->y), factor(at->z), factor(at->w));
     }
     __syncthreads();
+#else
+    if (copied) {
+      for (int i = threadIdx.x; i * 2 < (int)(arg.patch * arg.pitch); i += THREADS) {
+        const uint32_t* const from = (const uint32_t*)((const char*)patch + now) + i;
+        *((uint32_t*)((char*)patch + arg.copy_at) + i) = from[0] >> 16 | from[1] << 16;
+      }
+      __syncthreads();
+    }
+#endif
 
+    const uint32_t here = patches + (odd ? (uint32_t)arg.copy_at : now);
     float sum[SIXTEENS][COLUMN_TILES][4] = {};
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
@@ -173,8 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
       for (int i = 0; i < SIXTEENS; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          a[i][half] = load_word(base[2 * i + half] + at.x) & at.y;
-          a[i][2 + half] = load_word(base[2 * i + half] + at.z) & at.w;
+          a[i][half] = load_word(here + base[i] + half * further + at.x) & at.y;
+          a[i][2 + half] = load_word(here + base[i] + half * further + at.z) & at.w;
         }
 #pragma unroll
       for (int eight = 0; eight < COLUMN_TILES; ++eight) {
@@ -189,6 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
       data_t v[NEIGHBOURS];
     };
     const bool wide = arg.wide != 0;
+    asm volatile("" : "+r"(first_pixel));  // or the compiler would keep where all pixels lie
+    const Corner corner(arg, tile);
     for_all<COLUMN_TILES / TOGETHER>([&](auto group) {
       constexpr int eight = decltype(group)::value * TOGETHER;
       const int k = first_k + eight * 8 + lane % 4 * NEIGHBOURS, count = min((int)arg.k - k, NEIGHBOURS);
@@ -197,8 +298,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
       for (int e = 0; e < NEIGHBOURS; ++e) finish[e].of = ScaleAndBias(arg, scale, bias, min(k + e, (int)arg.k - 1));
 #pragma unroll
       for (int i = 0; i < 2 * SIXTEENS; ++i) {
-        if (p + row[i] >= (int)arg.p || q + column[i] >= (int)arg.q || count <= 0) continue;
-        const long long at = ((of_h.quotient * arg.p + p + row[i]) * arg.q + q + column[i]) * arg.k + k;
+        const int pixel = first_pixel + i * 8, down = pixel >> (int)arg.column_bits, row = corner.p + down;
+        const int column = corner.q + pixel - (down << (int)arg.column_bits);
+        if (row >= (int)arg.p || column >= (int)arg.q || count <= 0) continue;
+        const int at = ((corner.slice * (int)arg.p + row) * (int)arg.q + column) * (int)arg.k + k;
         Neighbours added = {}, out;
         float v[NEIGHBOURS];
         if (has_residual(arg)) {
@@ -221,5 +324,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
             if (e < count) y[at + e] = out.v[e];
       }
     });
+    if (stages > 1) now = (uint32_t)arg.stage_bytes - now;
   }
 }
