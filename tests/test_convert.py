@@ -967,6 +967,62 @@ def test_a_sequence_with_a_forward_of_its_own_is_called(calls):
     assert calls == ["epilogue"] * 2
 
 
+class Permute(nn.Module):
+    def __init__(self, *dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        return torch.permute(x, self.dims)
+
+
+class Scaling(nn.Module):
+    """As the blocks of ConvNeXt, with torch's modules."""
+
+    def __init__(self):
+        super().__init__()
+        steps = Permute(0, 2, 3, 1), nn.LayerNorm(4, eps=0.1), nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 4), Permute(0, 3, 1, 2)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), *steps)
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 4).view(4, 1, 1))
+
+    def forward(self, x):
+        y = self.scale * self.block(x)
+        y += x
+        return y
+
+
+def test_modules_that_only_call_functions_are_not_called(monkeypatch):
+    """Until there is something in them that asks for it. Their parameters are always those of the module."""
+    theirs = ready(Scaling())
+    ours = pn.convert(copy.deepcopy(theirs))
+    x, made, call = numbers(1, 4, 5, 5), [], nn.Module._call_impl
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: (made.append(self), call(self, *args, **kwargs))[1])
+
+    def called(change=lambda model: None):
+        for model in (ours, theirs):
+            change(model)
+        with torch.no_grad():
+            expected = theirs(x)
+            made.clear()
+            close(ours(x), expected)
+        return len(made)
+
+    seen = []
+    assert called() == called() == 1
+    assert called(lambda model: setattr(model.block[3], "weight", nn.Parameter(model.block[3].weight * 2))) == 1
+    assert called(lambda model: model.block[2].weight.data.add_(1)) == 1
+    assert called(lambda model: setattr(model.block[2], "eps", 0.01)) > 1 and pn.convert(ours) and called() == 1
+    handles = [model.block[6].register_forward_hook(lambda *args: seen.append(1)) for model in (ours, theirs)]
+    assert called() > 1 and len(seen) == 2
+    assert called(lambda model: handles.pop().remove()) == 1
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert not torch.equal(ours.train()(x), theirs.eval()(x))
+    assert called(lambda model: model.eval()) == 1
+    assert called(lambda model: setattr(model.block, "5", nn.Tanh())) > 1
+    same(ours, theirs, x)
+
+
 # what may change of a convolution and a batch normalisation behind it
 CHANGES = {
     "statistics": lambda c, n: (n.running_mean.add_(1), n.num_batches_tracked.add_(1)), "in place": lambda c, n: n.bias.detach().add_(1),

@@ -4,6 +4,7 @@ import copy
 import gc
 import struct
 import sys
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -746,6 +747,27 @@ def test_a_thread_that_does_something_else_after_its_launches_holds_nobody_up(wa
         for one in coming:
             one.result(20)
     assert len(back) == 4 and max(back) - min(back) < 0.9
+
+
+def test_threads_that_make_call_after_call_take_turns(warm):
+    """None of them waits until another one is through."""
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w))
+    start, made = threading.Barrier(3), []
+
+    def work(which):
+        with warm.device, torch.no_grad():
+            start.wait()
+            for _ in range(500):
+                pc.conv2d(x, w)
+                made.append(which)
+
+    with ThreadPoolExecutor(3) as pool:
+        for one in [pool.submit(work, i) for i in range(3)]:
+            one.result(60)
+    assert len(made) == 1500
+    first, last = ([row.index(i) for i in range(3)] for row in (made, made[::-1]))
+    assert max(first) < len(made) - max(last) - 1, "one was through before another had begun"
 
 
 def test_calls_of_many_threads_are_all_made(warm):

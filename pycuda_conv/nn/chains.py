@@ -1,11 +1,14 @@
 """Finding convolutions that can be fused with what follows them, and computing them so.
 
-``torch.fx`` traces the forward of one module at a time. Its children stay calls, so hooks on them run and a child may be replaced
-later. In the graph a *chain* is a convolution and, where they follow it, a batch normalisation, the sum with a residual and an
-activation: one of the first and the last at least, in training the first. Each chain becomes one call of :func:`fused` or :func:`trained`.
+``torch.fx`` traces the forward of one module at a time. Its children stay calls. In the graph a *chain* is a convolution and, where they
+follow it, a batch normalisation, the sum with a residual and an activation: in training the first at least. Each chain becomes one call
+of :func:`fused` or :func:`trained`.
 
-A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at, and where something
-of it has changed the module's own forward runs.
+A call of a module takes the host a microsecond or two, as long as a launch. So in evaluation sequences of modules are looked into, and
+modules that only call a function or two are not called.
+
+A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at. Where something of it has
+changed, or has a hook by now, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -231,6 +234,35 @@ def acts_as(module: nn.Module, training: bool) -> Any:
     if len(rest) == 1 and rest[0] is result and _is_idle_dropout(result) and result.args[:1] == (placeholder,):
         return "identity"
     return None
+
+
+def _steps(module: nn.Module, training: bool) -> torch.fx.Graph | None:
+    """What a module without parameters and children computes of its one argument, if that is a few functions; else None."""
+    if module._modules or module._parameters or module._buffers or "forward" in module.__dict__:
+        return None
+    try:
+        graph = _traced(module, training, _only_argument(module))
+    except Exception:  # as above
+        return None
+    _, *steps, end = graph.nodes
+    known = all(step.op in ("call_function", "call_method") for step in steps) and isinstance(end.args[0], torch.fx.Node)
+    return graph if known and len(steps) <= _FEW else None
+
+
+def _linear(module: Any, input: Any) -> Any:
+    parameters = module.__dict__["_parameters"]
+    return _F.linear(input, parameters["weight"], parameters["bias"])
+
+
+def _layer_norm(module: Any, input: Any) -> Any:
+    own = module.__dict__
+    parameters = own["_parameters"]
+    return torch.layer_norm(input, own["normalized_shape"], parameters["weight"], parameters["bias"], own["eps"])
+
+
+#: What modules of these classes compute.
+_COMPUTED: dict[type, Callable[[Any, Any], Any]] = {nn.Linear: _linear, nn.LayerNorm: _layer_norm}
+_FEW = 3  # functions
 
 
 def _is_idle_dropout(node: torch.fx.Node) -> bool:
@@ -517,7 +549,10 @@ def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: T
         looked_into = dict.fromkeys(["", *(".".join(path[:depth]) for path in paths for depth in range(len(path)))])
         finder = _Finder(module, graph, training, traces)
         chains = [chain for node in list(graph.nodes) if finder.calls(node, finder.is_convolution) and (chain := finder.fuse(node))]
-        finder.pass_inputs_on()
+        if training:
+            finder.pass_inputs_on()
+        else:
+            finder.open_modules()
         looked_into |= dict.fromkeys(finder.looked_into)
         code = graph.python_code("self")
         exec(code.src, code.globals)
@@ -615,8 +650,8 @@ class _Finder:
             last = following
             names.append(str(last.target) if last.op == "call_module" else _ACTIVATIONS[last.target])
             chain += [*passed, last]
-        if norm is None and activation is None:
-            return ()
+        if norm is None and activation is None:  # alone, it is still called without its module
+            last, names, residual, chain = convolution, names[:1], None, []
         for node in chain:
             if node is not norm and node.op == "call_module":
                 child = self.child(node)
@@ -652,6 +687,29 @@ class _Finder:
             node.replace_all_uses_with(result, lambda user, made=(result, passed): user not in made)
             for user in later:
                 user.replace_input_with(input, passed)
+
+    def open_modules(self) -> None:
+        """Put what other modules compute in the place of their calls, where that is known: a call takes a microsecond or two."""
+        for node in list(self.graph.nodes):
+            if not self.calls(node, lambda child: not hooked(child)):
+                continue
+            name, child = str(node.target), self.child(node)
+            inside = _COMPUTED.get(type(child)) or self.traces.of(_steps, child, self.training)
+            if inside is None:
+                continue
+            with self.graph.inserting_before(node):
+                if isinstance(inside, torch.fx.Graph):
+                    placeholder, *steps, end = inside.nodes
+                    made = {placeholder: node.args[0]}
+                    for step in steps:
+                        made[step] = self.graph.node_copy(step, made.__getitem__)
+                    result = made[end.args[0]]
+                else:
+                    result = self.graph.call_function(inside, (self.graph.get_attr(name), node.args[0]))
+            node.replace_all_uses_with(result)
+            self.graph.erase_node(node)
+            always = inside is _COMPUTED.get(type(child)) or str(self.traces.of(_steps, child, not self.training)) == str(inside)
+            self.taken_in[name] = None if always else self.training
 
     def reads_only(self, node: torch.fx.Node) -> bool:
         """True if the node is a layer that is trained, or calls modules of which a convolution is the first."""

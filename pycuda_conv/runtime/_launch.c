@@ -14,8 +14,8 @@
 // decision looked at, in a fraction of the time that Python takes for it: nn/watch.py writes the conditions down.
 //
 // Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
-// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and a thread that is back from
-// its launches watches for a moment whether another one goes to its own: take_again(). What is asked of torch, and memory, come from
+// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and threads that make call after
+// call take turns: take_again(). What is asked of torch, and memory, come from
 // functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
@@ -272,8 +272,16 @@ typedef volatile long Flag;
 #define TAKE(flag) (_InterlockedCompareExchange(flag, 1, 0) == 0)
 #define ADD(flag, value) _InterlockedExchangeAdd(flag, value)
 #define PAUSE() _ReadWriteBarrier()
+typedef volatile int64_t Number;
+#define GET(number) (number)
+#define PUT(number, value) ((number) = (value))
+#define THREAD_LOCAL __declspec(thread)
 #else
 typedef int Flag;
+typedef int64_t Number;
+#define GET(number) __atomic_load_n(&(number), __ATOMIC_RELAXED)
+#define PUT(number, value) __atomic_store_n(&(number), value, __ATOMIC_RELAXED)
+#define THREAD_LOCAL __thread
 #define SET(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
 #define TAKE(flag) (__atomic_load_n(flag, __ATOMIC_RELAXED) == 0 && __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) == 0)
 #define ADD(flag, value) __atomic_fetch_add(flag, value, __ATOMIC_RELAXED)
@@ -284,10 +292,21 @@ typedef int Flag;
 #endif
 #endif
 
-enum { WAKING_NS = 60000, MOST_WAITING = 2 };  // as was measured with 2, 4 and 8 threads
+// Threads take turns. For a turn, a thread has the GIL again after each of its launches, and others that are back from theirs wait outside of
+// it: the first of them awake, to have the next turn, the others asleep. Nobody who sleeps for the GIL has to be woken then at each launch,
+// and a core keeps what it has at hand for some calls. As was measured with 2, 4 and 8 threads.
+enum {
+  TURN_NS = 200000,   // a turn, while others wait
+  AWAY_NS = 20000,    // a thread that is not met for so long does something else
+  LAUNCH_NS = 10000,  // launches that take longer wait for the driver
+};
 
-static Flag on_the_way;  // whether a thread that has launched has the GIL again: it lets go of it at its next launch, in microseconds
-static Flag waiting;     // threads that have launched and watch for that
+static Flag turn = 1;                 // its number
+static Flag on_the_way;               // whether a thread that has launched has the GIL again
+static Flag met;                      // how often the threads whose turn it was were back from launches
+static Number begun;                  // when the turn began
+static THREAD_LOCAL long own_turn;    // the last one that this thread had
+static PyThread_type_lock next_turn;  // who holds it has the next turn
 
 static int64_t now(void) {
   struct timespec t;
@@ -295,26 +314,41 @@ static int64_t now(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+// Not where the clock was set in between, either.
+static int lasts(int64_t since, int64_t until, int64_t most) { return until - since >= 0 && until - since <= most; }
+
 static PyThreadState* let_go(void) {
   PyThreadState* state = PyEval_SaveThread();
   SET(&on_the_way, 0);
   return state;
 }
 
-// A thread that waits for the GIL sleeps, and to be woken takes it longer than a call. So it first watches for the thread that has the
-// GIL to launch. That one may do something else instead: after WAKING_NS the wait is an ordinary one.
-static void take_again(PyThreadState* state) {
-  if (!TAKE(&on_the_way)) {
-    if (ADD(&waiting, 1) < MOST_WAITING) {
-      const int64_t start = now();
-      int64_t passed = 0;
-      while (!TAKE(&on_the_way) && passed >= 0 && passed < WAKING_NS) {  // below 0, the clock was set
-        for (int i = 0; i < 4; i++) PAUSE();
-        passed = now() - start;
-      }
-    }
-    ADD(&waiting, -1);
+// Wait until the turn is over, or the thread whose turn it is does something else.
+static void wait_for_turn(void) {
+  int64_t t = now(), last = t;
+  long before = -1;
+  for (;;) {
+    const int launching = !GET(on_the_way);
+    const long found = 2L * GET(met) + launching;
+    if (found != before) before = found, last = t;
+    if (launching && !(lasts(GET(begun), t, TURN_NS) && lasts(last, t, LAUNCH_NS)) && TAKE(&on_the_way)) return;
+    if (!launching && !lasts(last, t, AWAY_NS)) return;
+    for (int i = 0; i < 8; i++) PAUSE();
+    t = now();
   }
+}
+
+static void take_again(PyThreadState* state) {
+  if (GET(turn) == own_turn && TAKE(&on_the_way)) {
+    ADD(&met, 1);
+    PyEval_RestoreThread(state);
+    return;
+  }
+  PyThread_acquire_lock(next_turn, 1);
+  wait_for_turn();
+  own_turn = ADD(&turn, 1) + 1;
+  PUT(begun, now());
+  PyThread_release_lock(next_turn);
   PyEval_RestoreThread(state);
   SET(&on_the_way, 1);
 }
@@ -981,4 +1015,7 @@ static PyMethodDef methods[] = {
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_launch", "Launches of whole schedules, and calls that were made before.", 0, methods};
-PyMODINIT_FUNC PyInit__launch(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__launch(void) {
+  if (!next_turn && !(next_turn = PyThread_allocate_lock())) return PyErr_NoMemory();
+  return PyModule_Create(&module);
+}
