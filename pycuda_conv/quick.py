@@ -56,6 +56,8 @@ key: Callable[..., Any] = _nothing if _native is None else _native.key
 find: Callable[..., Any] = _nothing if _native is None else _native.find
 #: (ready, operand, ...) -> the results of a row of launches whose operands look as they did then, or None
 perform: Callable[..., Any] = _nothing if _native is None else _native.perform
+#: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
+holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:

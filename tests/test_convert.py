@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the modules are torch's")
 import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv import memo  # noqa: E402
-from pycuda_conv.nn import chains, routing  # noqa: E402
+from pycuda_conv.nn import chains, routing, watch  # noqa: E402
 from pycuda_conv.nn import fused as fused_layer  # noqa: E402
 
 nn, F = torch.nn, torch.nn.functional
@@ -42,6 +42,7 @@ def calls(monkeypatch):
     for theirs, ours in routing._ROUTES.items():
         monkeypatch.setitem(routing._ROUTES, theirs, noted(ours, "routed"))
     monkeypatch.setattr(chains, "conv_bn_act", noted(chains.conv_bn_act, "layer"))
+    monkeypatch.setattr(chains.quick, "call", lambda *call: None)  # so that none is made again without them
     return made
 
 
@@ -903,6 +904,155 @@ def test_a_model_that_is_changed_after_its_conversion(calls):
     pn.convert(ours)
     changed(lambda model: None, 4)
     assert type(pn.convert(ours, fuse=False)[1]) is ResNetBlock
+
+
+class Inverted(nn.Module):
+    """As the blocks of MobileNetV2: a sequence of sequences, and the sum outside of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(*(self.step(kernel) for kernel in (1, 3)), nn.Conv2d(2, 2, 1, bias=False), nn.BatchNorm2d(2))
+
+    @staticmethod
+    def step(kernel):
+        return nn.Sequential(nn.Conv2d(2, 2, kernel, padding=kernel // 2, bias=False), nn.BatchNorm2d(2), nn.ReLU6())
+
+    def forward(self, x):
+        return x + self.conv(x)
+
+
+def test_sequences_are_looked_into(calls):
+    """The sum behind them is part of the last chain, until there is something in them that is called apart."""
+    theirs = ready(Inverted())
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    assert [one.fused for one in pn.report(ours).converted] == [("1", "2"), ("1", "2"), ("3", "sum")] and not pn.report(ours).notes
+    x, summed, fused = numbers(1, 2, 4, 4), [], chains.fused
+
+    def check(model, residuals, epilogues=3):
+        calls.clear(), summed.clear()
+        with torch.no_grad():
+            close(model(x), theirs(x))
+        assert len(summed) == epilogues == calls.count("epilogue") and sum(one is not None for one in summed) == residuals
+
+    def noted(*args):
+        summed.append(args[3])
+        return fused(*args)
+
+    for function in {variant.function for module in ours.modules() if "_fusion" in module.__dict__ for variant in module._fusion.variants.values()}:
+        function.__globals__.update({name: noted for name, value in function.__globals__.items() if value is fused})
+    for model in (ours, copy.deepcopy(ours)):
+        check(model, 1), check(model, 1)
+    seen = []
+    for inner, epilogues in ((ours.conv, 3), (ours.conv[1], 2)):
+        handle = inner.register_forward_hook(lambda *args: seen.append(1))
+        check(ours, 0, epilogues)
+        handle.remove()
+        check(ours, 1)
+    assert len(seen) == 2
+    for model in (ours, theirs):
+        model.conv[0].append(nn.Tanh())
+    check(ours, 0, 1)
+    same(ours, theirs, x)
+
+
+def test_a_sequence_with_a_forward_of_its_own_is_called(calls):
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(super().forward(x))
+
+    theirs = ready(nn.Sequential(Twice(nn.Conv2d(2, 2, 1), nn.ReLU()), nn.BatchNorm2d(2)))
+    ours = pn.convert(copy.deepcopy(theirs))
+    with torch.no_grad():
+        close(ours(numbers(1, 2, 3, 3)), theirs(numbers(1, 2, 3, 3)))
+    assert calls == ["epilogue"] * 2
+
+
+class Permute(nn.Module):
+    def __init__(self, *dims):
+        super().__init__()
+        self.dims = dims
+
+    def forward(self, x):
+        return torch.permute(x, self.dims)
+
+
+class Scaling(nn.Module):
+    """As the blocks of ConvNeXt, with torch's modules."""
+
+    def __init__(self):
+        super().__init__()
+        steps = Permute(0, 2, 3, 1), nn.LayerNorm(4, eps=0.1), nn.Linear(4, 6), nn.GELU(), nn.Dropout(0.5), nn.Linear(6, 4), Permute(0, 3, 1, 2)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), *steps)
+        self.scale = nn.Parameter(torch.linspace(-1, 1, 4).view(4, 1, 1))
+
+    def forward(self, x):
+        y = self.scale * self.block(x)
+        y += x
+        return y
+
+
+def test_modules_that_only_call_functions_are_not_called(monkeypatch):
+    """Until there is something in them that asks for it. Their parameters are always those of the module."""
+    theirs = ready(Scaling())
+    ours = pn.convert(copy.deepcopy(theirs))
+    x, made, call = numbers(1, 4, 5, 5), [], nn.Module._call_impl
+    monkeypatch.setattr(nn.Module, "_call_impl", lambda self, *args, **kwargs: (made.append(self), call(self, *args, **kwargs))[1])
+
+    def called(change=lambda model: None):
+        for model in (ours, theirs):
+            change(model)
+        with torch.no_grad():
+            expected = theirs(x)
+            made.clear()
+            close(ours(x), expected)
+        return len(made)
+
+    seen = []
+    assert called() == called() == 1
+    assert called(lambda model: setattr(model.block[3], "weight", nn.Parameter(model.block[3].weight * 2))) == 1
+    assert called(lambda model: model.block[2].weight.data.add_(1)) == 1
+    assert called(lambda model: setattr(model.block[2], "eps", 0.01)) > 1 and pn.convert(ours) and called() == 1
+    handles = [model.block[6].register_forward_hook(lambda *args: seen.append(1)) for model in (ours, theirs)]
+    assert called() > 1 and len(seen) == 2
+    assert called(lambda model: handles.pop().remove()) == 1
+    torch.manual_seed(0)
+    with torch.no_grad():
+        assert not torch.equal(ours.train()(x), theirs.eval()(x))
+    assert called(lambda model: model.eval()) == 1
+    assert called(lambda model: setattr(model.block, "5", nn.Tanh())) > 1
+    same(ours, theirs, x)
+
+
+# what may change of a convolution and a batch normalisation behind it
+CHANGES = {
+    "statistics": lambda c, n: (n.running_mean.add_(1), n.num_batches_tracked.add_(1)), "in place": lambda c, n: n.bias.detach().add_(1),
+    "data": lambda c, n: setattr(n.weight, "data", n.weight * 2), "another": lambda c, n: setattr(n, "weight", nn.Parameter(n.weight + 1)),
+    "eps": lambda c, n: setattr(n, "eps", 0.5), "stride": lambda c, n: setattr(c, "stride", (2, 2)), "training": lambda c, n: n.train(),
+    "hook": lambda c, n: n.register_forward_hook(lambda *args: args[2] * 2), "class": lambda c, n: setattr(c, "__class__", nn.Conv2d),
+    "hook before": lambda c, n: c.register_forward_pre_hook(lambda module, args: args[0] * 2),
+    "bias": lambda c, n: setattr(c, "bias", nn.Parameter(torch.ones_like(n.bias))), "forward": lambda c, n: setattr(n, "forward", lambda x: x * 2),
+    "nothing": lambda c, n: (n.to(torch.float64), c.register_full_backward_hook(lambda *args: None)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_of_two_modules_holds_until_they_change(change):
+    """In C and in Python alike."""
+    theirs = ready(nn.Sequential(nn.Conv2d(2, 3, 1, bias=False), nn.BatchNorm2d(3))).requires_grad_(False)
+    ours = pn.convert(copy.deepcopy(theirs))
+    x = numbers(2, 2, 4, 4)
+    with torch.no_grad():
+        ours(x)
+        kept = ours[1]._folded
+        before = chains._folded(ours[0], ours[1])
+        assert ours[1]._folded is kept and chains._folded(ours[0], ours[1]) is before
+        assert watch._holds(kept.conditions) and watch.holds(kept.conditions)
+        for model in (ours, theirs):
+            CHANGES[change](*model)
+        assert watch._holds(kept.conditions) is watch.holds(kept.conditions) is (change == "nothing")
+        close(ours(x), theirs(x))
+    twin = pickle.loads(pickle.dumps(kept))
+    assert twin is None and copy.deepcopy(kept) is None
 
 
 def test_batch_normalisations_of_other_kinds_are_called():

@@ -1,11 +1,14 @@
 """Finding convolutions that can be fused with what follows them, and computing them so.
 
-``torch.fx`` traces the forward of one module at a time. Its children stay calls, so hooks on them run and a child may be replaced
-later. In the graph a *chain* is a convolution and, where they follow it, a batch normalisation, the sum with a residual and an
-activation: one of the first and the last at least, in training the first. Each chain becomes one call of :func:`fused` or :func:`trained`.
+``torch.fx`` traces the forward of one module at a time. Its children stay calls. In the graph a *chain* is a convolution and, where they
+follow it, a batch normalisation, the sum with a residual and an activation: in training the first at least. Each chain becomes one call
+of :func:`fused` or :func:`trained`.
 
-A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at, and where something
-of it has changed the module's own forward runs.
+A call of a module takes the host a microsecond or two, as long as a launch. So in evaluation sequences of modules are looked into, and
+modules that only call a function or two are not called.
+
+A trace holds only as long as the module is what it was. A :class:`Fusion` therefore remembers what it looked at. Where something of it has
+changed, or has a hook by now, the module's own forward runs.
 """
 
 from __future__ import annotations
@@ -24,10 +27,12 @@ import torch.fx
 from torch import nn
 from torch.fx import _symbolic_trace
 
+from pycuda_conv import quick
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.nn import modules
 from pycuda_conv.nn.autograd import activated
 from pycuda_conv.nn.fused import conv_bn_act
+from pycuda_conv.nn.watch import HOOKS, Conditions, Watch, holds
 from pycuda_conv.problem import SLOPE, checked_activation
 
 _NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
@@ -42,6 +47,8 @@ _ACTIVATIONS: dict[Any, str] = {
 }  # fmt: skip
 _SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _IN_PLACE = {operator.iadd, "add_"}
+_FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
+_OTHERWISE = (*_FORWARD_HOOKS, "forward")  # attributes that let a module compute something else
 _DROPOUTS = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
 
 
@@ -100,13 +107,18 @@ class _Tracer(torch.fx.Tracer):
 
     proxy_buffer_attributes = True  # so that changes of buffers are in the graph instead of being made here
 
-    def __init__(self, given: Collection[str], ndim: int | None) -> None:
+    def __init__(self, given: Collection[str], ndim: int | None, opens_sequences: bool) -> None:
         super().__init__()
-        self.given, self.ndim = given, ndim
+        self.given, self.ndim, self.opens_sequences = given, ndim, opens_sequences
         self.modes = _modes()
+        #: The names of the sequences whose modules are in the graph.
+        self.opened: dict[str, bool | None] = {}
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return True
+        if not self.opens_sequences or not is_sequence(m) or hooked(m):
+            return True
+        self.opened[module_qualified_name] = None
+        return False
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
         return _Ranked(node, self) if self.ndim is not None and node.op == "placeholder" else super().proxy(node)
@@ -133,13 +145,21 @@ def _random_states() -> tuple[Any, ...]:
     return random.getstate(), numpy[1].tobytes(), numpy[2], torch.get_rng_state().numpy().tobytes()
 
 
-def _traced(module: nn.Module, training: bool, given: Collection[str], ndim: int | None = None) -> torch.fx.Graph:
-    """The graph of the module's forward in training or evaluation. The module is left as it was."""
+def _traced(
+    module: nn.Module, training: bool, given: Collection[str], ndim: int | None = None, opened: dict[str, bool | None] | None = None
+) -> torch.fx.Graph:
+    """The graph of the module's forward in training or evaluation. The module is left as it was.
+
+    Sequences are calls like other children; or, where `opened` is given, which takes their names, their modules are.
+    """
     modes, attributes, drawn = [(m, m.training) for m in module.modules()], dict(module.__dict__), _random_states()
     try:
         for one, _ in modes:
             one.training = training
-        graph = _Tracer(given, ndim).trace(module)
+        tracer = _Tracer(given, ndim, opened is not None)
+        graph = tracer.trace(module)
+        if opened is not None:
+            opened.update(tracer.opened)
     finally:
         changed = any(module.__dict__.get(key) is not value for key, value in attributes.items() if key != "training")
         changed |= len(module.__dict__) != len(attributes)
@@ -214,6 +234,35 @@ def acts_as(module: nn.Module, training: bool) -> Any:
     if len(rest) == 1 and rest[0] is result and _is_idle_dropout(result) and result.args[:1] == (placeholder,):
         return "identity"
     return None
+
+
+def _steps(module: nn.Module, training: bool) -> torch.fx.Graph | None:
+    """What a module without parameters and children computes of its one argument, if that is a few functions; else None."""
+    if module._modules or module._parameters or module._buffers or "forward" in module.__dict__:
+        return None
+    try:
+        graph = _traced(module, training, _only_argument(module))
+    except Exception:  # as above
+        return None
+    _, *steps, end = graph.nodes
+    known = all(step.op in ("call_function", "call_method") for step in steps) and isinstance(end.args[0], torch.fx.Node)
+    return graph if known and len(steps) <= _FEW else None
+
+
+def _linear(module: Any, input: Any) -> Any:
+    parameters = module.__dict__["_parameters"]
+    return _F.linear(input, parameters["weight"], parameters["bias"])
+
+
+def _layer_norm(module: Any, input: Any) -> Any:
+    own = module.__dict__
+    parameters = own["_parameters"]
+    return torch.layer_norm(input, own["normalized_shape"], parameters["weight"], parameters["bias"], own["eps"])
+
+
+#: What modules of these classes compute.
+_COMPUTED: dict[type, Callable[[Any, Any], Any]] = {nn.Linear: _linear, nn.LayerNorm: _layer_norm}
+_FEW = 3  # functions
 
 
 def _is_idle_dropout(node: torch.fx.Node) -> bool:
@@ -296,9 +345,22 @@ class Seen:
             return False
         return not self.names or all(map(operator.is_, map(attributes.get, self.names), self.values))
 
+    def watched_by(self, watch: Watch) -> None:
+        """Let it hold only while the module is as it is now, which is unchanged."""
+        attributes = watch.module(self.module)
+        watch.entries(attributes, "_modules", *self.names)
+        watch.entries(attributes["_modules"], *attributes["_modules"])
+        watch.size(attributes["_modules"])
+        if self.taken_in:
+            watch.unhooked(attributes, *HOOKS)
+            if self.training is not None:
+                watch.entries(attributes, "training")
 
-#: The attributes that all modules have, and those that a conversion adds.
-_COMMON = {*nn.Module().__dict__, "_scale_and_shift", "_fusion", "_conversion"}
+
+#: What a conversion adds to a module's attributes.
+KEPT = ("_folded", "_fusion", "_conversion")
+#: The attributes that all modules have, and those.
+_COMMON = {*nn.Module().__dict__, *KEPT}
 
 
 class _Recipe(NamedTuple):
@@ -308,16 +370,60 @@ class _Recipe(NamedTuple):
     chains: list[tuple[str, ...]]
     #: The module itself, whose name is empty, the containers in it, and those that were asked for their first module.
     looked_into: tuple[str, ...]
-    #: Modules that are computed as a part of a chain, and the mode in which they are; None if they are the same in both.
+    #: Modules that are computed as a part of a chain, or whose modules are called, and the mode in which they are; None if they are the
+    #: same in both.
     taken_in: dict[str, bool | None]
+    #: The modules that are called.
+    called: tuple[str, ...]
 
 
-class _Variant(NamedTuple):
+class _Variant:
     """One way of calling a module: the fused function, what it depends on, and its chains."""
 
-    function: Callable[..., Any]
-    seen: list[Seen]
-    chains: list[tuple[str, ...]]
+    def __init__(self, recipe: _Recipe, module: nn.Module) -> None:
+        self.function, self.chains, self.called = recipe.function, recipe.chains, recipe.called
+        self.seen = [Seen(module.get_submodule(name)) for name in recipe.looked_into]
+        self.seen += [Seen(module.get_submodule(name), True, mode) for name, mode in recipe.taken_in.items()]
+        #: What the function takes in the module's place, and what has to hold for that.
+        self.ready: tuple[_Children, Conditions] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Variant:
+        twin = memo[id(self)] = object.__new__(_Variant)
+        twin.__dict__.update(self.__dict__, seen=copy.deepcopy(self.seen, memo), ready=None)
+        return twin
+
+    def children_of(self, module: nn.Module) -> _Children | None:
+        """The module's children, for the function; None if anything that it depends on has changed."""
+        if self.seen[0].module is not module:  # but a copy of it
+            return None
+        ready = self.ready
+        if ready is not None and holds(ready[1]):
+            return ready[0]
+        if not all(seen.unchanged() for seen in self.seen):
+            return None
+        watch = Watch()
+        watch.globally_unhooked()
+        for seen in self.seen:
+            seen.watched_by(watch)
+        self.ready = _Children(module, self.called), watch.conditions()
+        return self.ready[0]
+
+
+class _Children:
+    """A module's children as its attributes, and likewise theirs. A module itself looks elsewhere first, which takes half a microsecond."""
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        self._module = module
+        below: dict[str, list[str]] = {}
+        for name in names:
+            first, _, rest = name.partition(".")
+            below.setdefault(first, []).append(rest)
+        for first, rests in below.items():
+            child: Any = module._modules[first]
+            self.__dict__[first] = _Children(child, rests) if all(rests) else child
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_module"], name)
 
 
 class Traces:
@@ -374,9 +480,7 @@ class Fusion:
             if isinstance(recipe, str):
                 problems.append(recipe)
             elif recipe.chains:
-                seen = [Seen(module.get_submodule(name)) for name in recipe.looked_into]
-                seen += [Seen(module.get_submodule(name), True, mode) for name, mode in recipe.taken_in.items()]
-                self.variants[training, given] = _Variant(recipe.function, seen, recipe.chains)
+                self.variants[training, given] = _Variant(recipe, module)
         if len(problems) == len(calls):
             self.problems[training] = problems[0]
 
@@ -389,7 +493,7 @@ class Fusion:
         return {"in_training": self.in_training}  # for a file: generated functions have no names to pickle them by
 
     def chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
-        """The fused function for this call, and its arguments; None if the module's own forward is to run."""
+        """The fused function for this call, and all its arguments; None if the module's own forward is to run."""
         training = module.training
         if not (self.in_training if training else not torch.is_grad_enabled()) or _symbolic_trace._is_fx_tracing_flag:
             return None
@@ -405,9 +509,8 @@ class Fusion:
             if not all(isinstance(value, torch.Tensor) for name, value in values.items() if name not in self.required):
                 return None
         variant = self.variants.get((training, given))
-        if variant is None or variant.seen[0].module is not module or not all(seen.unchanged() for seen in variant.seen):
-            return None
-        return variant.function, args
+        children = None if variant is None else variant.children_of(module)
+        return None if variant is None or children is None else (variant.function, (children, *args))
 
 
 def _is_container(module: nn.Module) -> bool:
@@ -415,36 +518,48 @@ def _is_container(module: nn.Module) -> bool:
     return origin(type(module)).forward is nn.Module.forward
 
 
-def parts(module: nn.Module) -> Iterator[nn.Module]:
+def is_sequence(module: nn.Module) -> bool:
+    """True for an nn.Sequential and the like, which call their modules one after the other."""
+    cls = origin(type(module))
+    return issubclass(cls, nn.Sequential) and not overrides(cls, nn.Sequential) and "forward" not in module.__dict__
+
+
+def parts(module: nn.Module, in_sequences: bool = False) -> Iterator[nn.Module]:
     """The children that a module's forward calls: those in a ModuleList and the like are called one by one."""
     for child in module.children():
         yield child
-        if _is_container(child):
-            yield from parts(child)
+        if _is_container(child) or (in_sequences and is_sequence(child)):
+            yield from parts(child, in_sequences)
 
 
-def is_worth_tracing(module: nn.Module) -> bool:
-    """True if the module may have chains: it has a convolution of ours, and computes something."""
+def is_worth_tracing(module: nn.Module, in_sequences: bool = True) -> bool:
+    """True if the module may have chains: it has a convolution of ours, or one in a sequence of its own, and computes something."""
     if _is_container(module) or isinstance(module, _ALL_CONVOLUTIONS):
         return False
-    return any(is_convolution(type(part)) for part in parts(module))
+    return any(is_convolution(type(part)) for part in parts(module, in_sequences))
 
 
 def _recipe(module: nn.Module, training: bool, given: tuple[str, ...], traces: Traces) -> _Recipe | str:
     """The module's forward, called with these arguments, with its chains fused; or why it cannot be traced."""
+    opened: dict[str, bool | None] = {}
     try:
-        graph = _traced(module, training, given)
-        called = [str(node.target).split(".") for node in graph.nodes if node.op == "call_module"]
-        looked_into = dict.fromkeys(["", *(".".join(name[:depth]) for name in called for depth in range(len(name)))])
+        graph = _traced(module, training, given, opened=None if training else opened)
+        called = [str(node.target) for node in graph.nodes if node.op == "call_module"]
+        paths = [name.split(".") for name in called]
+        looked_into = dict.fromkeys(["", *(".".join(path[:depth]) for path in paths for depth in range(len(path)))])
         finder = _Finder(module, graph, training, traces)
         chains = [chain for node in list(graph.nodes) if finder.calls(node, finder.is_convolution) and (chain := finder.fuse(node))]
-        finder.pass_inputs_on()
+        if training:
+            finder.pass_inputs_on()
+        else:
+            finder.open_modules()
         looked_into |= dict.fromkeys(finder.looked_into)
         code = graph.python_code("self")
         exec(code.src, code.globals)
     except Exception as error:  # whatever a forward does when it is called with stand-ins
         return str(error).partition("\n")[0] or type(error).__name__
-    return _Recipe(code.globals["forward"], chains, tuple(looked_into), finder.taken_in)
+    taken_in = opened | finder.taken_in
+    return _Recipe(code.globals["forward"], chains, tuple(name for name in looked_into if name not in taken_in), taken_in, tuple(called))
 
 
 def _is_one_of(node: torch.fx.Node, targets: Collection[Any]) -> bool:
@@ -535,8 +650,8 @@ class _Finder:
             last = following
             names.append(str(last.target) if last.op == "call_module" else _ACTIVATIONS[last.target])
             chain += [*passed, last]
-        if norm is None and activation is None:
-            return ()
+        if norm is None and activation is None:  # alone, it is still called without its module
+            last, names, residual, chain = convolution, names[:1], None, []
         for node in chain:
             if node is not norm and node.op == "call_module":
                 child = self.child(node)
@@ -572,6 +687,29 @@ class _Finder:
             node.replace_all_uses_with(result, lambda user, made=(result, passed): user not in made)
             for user in later:
                 user.replace_input_with(input, passed)
+
+    def open_modules(self) -> None:
+        """Put what other modules compute in the place of their calls, where that is known: a call takes a microsecond or two."""
+        for node in list(self.graph.nodes):
+            if not self.calls(node, lambda child: not hooked(child)):
+                continue
+            name, child = str(node.target), self.child(node)
+            inside = _COMPUTED.get(type(child)) or self.traces.of(_steps, child, self.training)
+            if inside is None:
+                continue
+            with self.graph.inserting_before(node):
+                if isinstance(inside, torch.fx.Graph):
+                    placeholder, *steps, end = inside.nodes
+                    made = {placeholder: node.args[0]}
+                    for step in steps:
+                        made[step] = self.graph.node_copy(step, made.__getitem__)
+                    result = made[end.args[0]]
+                else:
+                    result = self.graph.call_function(inside, (self.graph.get_attr(name), node.args[0]))
+            node.replace_all_uses_with(result)
+            self.graph.erase_node(node)
+            always = inside is _COMPUTED.get(type(child)) or str(self.traces.of(_steps, child, not self.training)) == str(inside)
+            self.taken_in[name] = None if always else self.training
 
     def reads_only(self, node: torch.fx.Node) -> bool:
         """True if the node is a layer that is trained, or calls modules of which a convolution is the first."""
@@ -612,14 +750,18 @@ class _Finder:
 
 def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any) -> Any:
     """Convolution, batch normalisation, sum with a residual, activation; each of the last three may be None. A traced forward calls it."""
-    found = _filter_of(convolution, norm) if input.dim() == len(convolution.kernel_size) + 2 else None
-    if found is not None:
-        weight, scale, shift = found
-        try:
-            return convolution._conv_forward(input, weight, shift, scale=scale, residual=residual, activation=activation)
-        except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
-            pass
-    return _finished(_normalised(norm, convolution(input)), residual, activation)
+    folded = _folded(convolution, norm)
+    if folded is None or input.dim() != len(convolution.kernel_size) + 2:
+        return _finished(_normalised(norm, convolution(input)), residual, activation)
+    weight, scale, shift, asked = folded
+    if asked is not None:
+        made = quick.call(quick.table, (*asked, activation), False, input, weight, shift, scale, residual, None)
+        if made is not None:
+            return made
+    try:
+        return convolution._conv_forward(input, weight, shift, scale=scale, residual=residual, activation=activation)
+    except ConvArgumentError:  # torch's sum takes another shape or dtype too; all else it refuses as well
+        return _finished(_normalised(norm, convolution(input)), residual, activation)
 
 
 def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any, passes_on: bool = False) -> Any:
@@ -656,42 +798,91 @@ def hooked(module: Any) -> bool:
     ) or nn.modules.module._has_any_global_hook()
 
 
-def _filter_of(convolution: Any, norm: Any) -> tuple[Any, Any, Any] | None:
-    """The convolution's weight, and what `norm`, or None, does to each channel, with the convolution's bias: a factor and a summand.
+class _Folded(NamedTuple):
+    """A convolution's weight; what a batch normalisation, or None, does to each channel, with the convolution's bias: a factor and a
+    summand; and what :func:`pycuda_conv.quick.call` is asked, but for the activation, or None where it is not to be called."""
 
-    Both are kept as long as nothing that they are made of changes. None for what was put in the place of the two, and where they have
-    hooks or use the batch's statistics.
-    """
-    own = convolution.__dict__  # a module's attributes are slow, and this is asked for on every call
-    if not is_convolution(type(convolution)) or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    weight: Any
+    scale: Any
+    shift: Any
+    asked: tuple[Any, ...] | None
+
+
+class _Kept:
+    """The two modules that something was made of, and what has to hold for that. It belongs to these modules: copies of them get none."""
+
+    def __init__(self, convolution: Any, norm: Any, conditions: Conditions, folded: _Folded) -> None:
+        self.convolution, self.norm, self.conditions, self.folded = convolution, norm, conditions, folded
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None
-    parameters = own["_parameters"]
-    computed = "weight" not in parameters or "bias" not in parameters  # as torch.nn.utils.parametrize does
-    weight, bias = (convolution.weight, convolution.bias) if computed else (parameters["weight"], parameters["bias"])
+
+    def __reduce__(self) -> Any:
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _folded(convolution: Any, norm: Any) -> _Folded | None:
+    """What is computed in one step, kept as long as nothing that it is made of changes.
+
+    None for what was put in the place of the two, and where they have hooks or use the batch's statistics.
+    """
+    own = (convolution if norm is None else norm).__dict__  # a module's attributes are slow, and this is asked for on every call
+    kept = own.get("_folded")
+    if kept is not None and kept.convolution is convolution and kept.norm is norm and holds(kept.conditions):
+        folded: _Folded = kept.folded
+        return folded if folded.weight is not None else folded._replace(weight=convolution.weight)
+    made = _fold(convolution, norm)
+    if made is None:
+        return None
+    folded, conditions = made
+    if conditions is not None:
+        computed = "weight" not in convolution._parameters
+        own["_folded"] = _Kept(convolution, norm, conditions, folded._replace(weight=None) if computed else folded)
+    return folded
+
+
+def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | None:
+    """What is computed in one step, and how long that holds; None for the latter where it is not to be kept."""
+    own = convolution.__dict__
+    if not is_convolution(type(convolution)) or any(map(own.get, _OTHERWISE)):
+        return None
+    weight, bias, asked = convolution.weight, convolution.bias, convolution._asked()
+    watch = Watch()
+    watch.module(convolution)
+    watch.unhooked(own, *_FORWARD_HOOKS)
+    watch.entries(own, *modules.OPTIONS, "_parameters")
+    watch.entries(own["_parameters"], "weight", "bias")
+    lasting = "bias" in own["_parameters"]  # else it is computed, as torch.nn.utils.parametrize does
     if norm is None:
-        return weight, None, bias
+        return _Folded(weight, None, bias, asked), watch.conditions() if lasting else None
     own = norm.__dict__
-    if _norm_base(type(norm)) is None or own["training"] or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+    if _norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
         return None
     parameters, buffers = own["_parameters"], own["_buffers"]
-    statistics = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]  # torch counts changes in the last only
-    if statistics[0] is None:
+    gamma, beta, mean, variance = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]
+    if mean is None or variance is None:
         return None
-    sources = bias, parameters["weight"], parameters["bias"], *statistics
+    watch.module(norm)
+    watch.unhooked(own, *_FORWARD_HOOKS)
+    watch.entries(own, "training", "eps", "_parameters", "_buffers")
+    watch.entries(parameters, "weight", "bias")
+    watch.entries(buffers, "running_mean", "running_var", "num_batches_tracked")
+    counted = buffers["num_batches_tracked"]  # torch counts changes of the statistics in this only
+    sources = convolution._parameters.get("weight"), bias, gamma, beta, mean, variance, counted
     try:
-        state = [weight.dtype, *[None if t is None else (id(t), t.data_ptr(), t._version) for t in sources]]
+        for tensor in sources:
+            if tensor is not None:
+                watch.tensor(tensor)
     except RuntimeError:  # tensors of inference mode have no version
         return None
-    kept = own.get("_scale_and_shift")
-    if kept is not None and kept[0] == state:
-        return weight, *kept[2]
-    bias, gamma, beta, mean, variance, _ = (None if t is None else t.detach() for t in sources)
-    assert mean is not None and variance is not None
-    scale = torch.rsqrt(variance.double() + norm.eps)
-    scale = scale if gamma is None else scale * gamma
-    shift = -mean * scale if bias is None else (bias - mean) * scale
-    shift = shift if beta is None else shift + beta
-    made = scale.to(weight.dtype), shift.to(weight.dtype)
-    if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):  # then there are no numbers yet
-        own["_scale_and_shift"] = state, sources, made  # the tensors, so that their ids stay theirs
-    return weight, *made
+    scale = torch.rsqrt(variance.detach().double() + norm.eps)
+    scale = scale if gamma is None else scale * gamma.detach()
+    shift = -mean.detach() * scale if bias is None else (bias.detach() - mean.detach()) * scale
+    shift = shift if beta is None else shift + beta.detach()
+    folded = _Folded(weight, scale.to(weight.dtype), shift.to(weight.dtype), asked)
+    lasting = lasting and not (weight.is_cuda and torch.cuda.is_current_stream_capturing())  # then there are no numbers yet
+    return folded, watch.conditions() if lasting else None

@@ -24,7 +24,7 @@ from torch.nn.utils import parametrize
 
 from pycuda_conv.errors import brief
 from pycuda_conv.nn import modules
-from pycuda_conv.nn.chains import Fusion, Traces, is_convolution, is_worth_tracing, origin
+from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_convolution, is_worth_tracing, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
 from pycuda_conv.nn.pooling import pooled
@@ -158,7 +158,7 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
     rest = [(name, module) for name, module in model.named_modules() if module not in owned]
     for name, module in rest:
         module.__class__ = origin(type(module))
-        for kept in ("_scale_and_shift", "_fusion", "_conversion"):
+        for kept in KEPT:
             module.__dict__.pop(kept, None)
         if isinstance(module, tuple(_OURS)):
             try:
@@ -192,6 +192,8 @@ def _fuse(
     name: str, module: torch.nn.Module, found: dict[torch.nn.Module, Converted], notes: list[str], in_training: bool, traces: Traces
 ) -> None:
     """Give `module` a fused forward if its own has chains to fuse; add a note if they can't be looked for."""
+    if not is_worth_tracing(module, in_sequences=False):
+        notes = []  # the sequences are looked at on their own
     who = f"nothing in {name or 'the model'} ({type(module).__name__}) is fused"
     try:
         if "forward" in module.__dict__:
@@ -208,9 +210,9 @@ def _fuse(
     module.__dict__["_fusion"] = fusion
     for variant in fusion.variants.values():
         for target, *followers in variant.chains:
-            convolution = module.get_submodule(target)
+            convolution, beside = module.get_submodule(target), target.rpartition(".")[0] + "."
             if len(followers) > len(found[convolution].fused):
-                found[convolution] = replace(found[convolution], fused=tuple(followers))
+                found[convolution] = replace(found[convolution], fused=tuple(name.removeprefix(beside) for name in followers))
 
 
 # ---- classes
@@ -287,7 +289,7 @@ class _Fused(_Changed):
                 chosen = None if fusion is None else fusion.chosen(self, args, kwargs)
                 if chosen is not None:
                     function, arrays = chosen
-                    return function(self, *arrays)
+                    return function(*arrays)
             return cls.forward(self, *args, **kwargs)
 
         return forward

@@ -309,37 +309,34 @@ def _backward(
     The last is made where `out` is given, the layer's result after the sum and ReLU; it is dout in a sum without ReLU.
     `added` is added to the gradient of the input.
     """
-    activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
-    asked = activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
-    again: _BackwardAgain | None = quick.find(_again, asked, *operands) if quick.possible() else None
-    made = None if again is None else quick.perform(again.ready, *operands)
     order = _order(y)
-    dx = dweight = masked = None
-    if again is not None and made is not None:
-        sums, *results = made
-        masked = None if out is None else results.pop(0)
-        dy = results.pop(0) if again.makes_dy else None
-        dx = results.pop(0) if again.makes_dx else None
-        dweight = results.pop(0) if again.makes_dweight else None
-    else:
-        y = TORCH.ready(y, order)  # saved tensors may come back otherwise than they were saved
-        dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
-        masked = None if out is None else TORCH.empty(y.shape, y, None, order)
-        if y.numel():
-            found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, how)
-            by_x, by_weight = found.by_x is not None, found.by_weight is not None
-            dx = TORCH.empty(x.shape, x, None, order) if by_x else None
-            dweight = weight.new_empty(weight.shape) if by_weight else None
-            given = (
-                y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-                None if out is None else TORCH.ready(out, order), TORCH.ready(x, order) if by_weight else None,
-                TORCH.ready(weight, found.filter_order) if by_x else None, None if added is None or not by_x else TORCH.ready(added, order),
-            )
-            execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
-            del given  # a copy of dout must be gone when what follows takes its memory
-            if quick.possible():
-                _remember_backward(asked, operands, of_x, of_weight, how, found)
+    dx = dweight = None
+    y = TORCH.ready(y, order)  # saved tensors may come back otherwise than they were saved
+    dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
+    masked = None if out is None else TORCH.empty(y.shape, y, None, order)
+    if y.numel():
+        found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, how)
+        by_x, by_weight = found.by_x is not None, found.by_weight is not None
+        dx = TORCH.empty(x.shape, x, None, order) if by_x else None
+        dweight = weight.new_empty(weight.shape) if by_weight else None
+        given = (
+            y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
+            None if out is None else TORCH.ready(out, order), TORCH.ready(x, order) if by_weight else None,
+            TORCH.ready(weight, found.filter_order) if by_x else None, None if added is None or not by_x else TORCH.ready(added, order),
+        )
+        execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
+        del given  # a copy of dout must be gone when what follows takes its memory
+        if quick.possible():
+            _remember_backward(operands, of_x, of_weight, how, found)
+    return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, how, added), sums, masked
+
+
+def _all_gradients(
+    dx: Tensor | None, dweight: Tensor | None, dy: Tensor | None, x: Tensor, weight: Tensor, order: _Order, of_x: bool, of_weight: bool,
+    how: _How, added: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of input and filter: those that the layer's own launches have not made, too, and in the order of their arrays."""
     if of_x:
         if dx is None:
             dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
@@ -348,7 +345,7 @@ def _backward(
             dx = TORCH.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight and dweight is None:
         dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
-    return dx, dweight, sums, masked
+    return dx, dweight
 
 
 def _inference(
@@ -425,14 +422,41 @@ class _BackwardAgain(NamedTuple):
     makes_dy: bool
     makes_dx: bool
     makes_dweight: bool
+    #: whether it makes all gradients, as they are to lie
+    complete: bool
 
 
-def _remember_backward(
-    asked: tuple[Any, ...], operands: Sequence[Any], of_x: bool, of_weight: bool, how: _How, found: _Backward
-) -> None:
+def _asked_backward(of_x: bool, of_weight: bool, how: _How) -> tuple[Any, ...]:
+    activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
+    return activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
+
+
+def _backward_again(
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
+    of_x: bool, of_weight: bool, how: _How, added: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
+    """As :func:`_backward`, of a pass that was made before; else None."""
+    if not quick.possible():
+        return None
+    operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
+    again: _BackwardAgain | None = quick.find(_again, _asked_backward(of_x, of_weight, how), *operands)
+    made = None if again is None else quick.perform(again.ready, *operands)
+    if again is None or made is None:
+        return None
+    sums, *results = made
+    masked = None if out is None else results.pop(0)
+    dy = results.pop(0) if again.makes_dy else None
+    dx = results.pop(0) if again.makes_dx else None
+    dweight = results.pop(0) if again.makes_dweight else None
+    if not again.complete:
+        dx, dweight = _all_gradients(dx, dweight, dy, x, weight, _order(y), of_x, of_weight, how, added)
+    return dx, dweight, sums, masked
+
+
+def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, how: _How, found: _Backward) -> None:
     """Likewise a backward pass. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(asked, *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, how), *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -469,7 +493,8 @@ def _remember_backward(
             steps += quick.steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, None))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight))
+    complete = not makes_dy and (not of_x or _order(x) == order)
+    quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
 
 
 # ---- the two ways
@@ -487,19 +512,17 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    how, asked = ctx.how, (statistics, of_x, of_weight)
-    dx: Tensor | None
-    dweight: Tensor | None
-    masked: Tensor | None = None
-    if torch.is_grad_enabled() or _traced(x, weight, gamma, beta, dout):  # the operator refuses the gradients of gradients
+    how, given = ctx.how, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
+    twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
+    made = None if twice else _backward_again(*given, how, added)
+    if made is None and (twice or _traced(x, weight, gamma, beta, dout)):
         if out is not None:
             dout, how = dout.masked_fill(out <= 0, 0), how._replace(activation=None)
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
-            dout, x, weight, gamma, beta, y, *asked, how.in_integers()
+            dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, how.in_integers()
         )
-        dx = dx if added is None or not of_x else dx + added
-    else:
-        dx, dweight, sums, masked = _backward(dout, x, weight, gamma, beta, y, out, *asked, how, added)
+        made = dx if added is None or not of_x else dx + added, dweight, sums, None
+    dx, dweight, sums, masked = _backward(*given, how, added) if made is None else made
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
@@ -620,7 +643,8 @@ def _fused_conv_bn_relu_backward(
     of_weight: bool, how: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_backward`; gradients that are not asked for are without elements."""
-    dx, dweight, sums, _ = _backward(dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _How.of(how))
+    given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _How.of(how)
+    dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
 
 
@@ -751,7 +775,8 @@ class _FusedConvBnReLU(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size); a `residual` is added before the ReLU."""
-        return conv_bn_act(self.conv, self.bn, input, "relu" if self.relu else None, self.precision, self._ndim, residual)
+        children = self.__dict__["_modules"]  # a module's attributes are slow
+        return conv_bn_act(children["conv"], children["bn"], input, "relu" if self.relu else None, self.precision, self._ndim, residual)
 
 
 def conv_bn_act(

@@ -22,6 +22,10 @@ def checked_precision(precision: str) -> str:
     return precision
 
 
+#: The attributes that decide what a convolution computes, besides its parameters.
+OPTIONS = "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "precision"
+
+
 class _Precise:
     """What all the modules have besides torch's: a precision."""
 
@@ -52,6 +56,13 @@ class _Conv(_Precise):
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
 
 
+    def _asked(self: Any) -> tuple[Any, ...] | None:
+        """The members of a :class:`pycuda_conv.call.Call` but for the activation; None where what is around the input is made first."""
+        if self.padding_mode != "zeros":
+            return None
+        return "conv", len(self.kernel_size), self.stride, self.padding, self.dilation, self.groups, self.precision, 0
+
+
 class _ConvTranspose(_Precise):
     function: Callable[..., Any]
 
@@ -75,6 +86,11 @@ class _ConvTranspose(_Precise):
         return self.function(
             input, weight, bias, self.stride, self.padding, output_padding, self.groups, self.dilation, precision=self.precision, **epilogue
         )
+
+    def _asked(self: Any) -> tuple[Any, ...]:
+        """As :class:`Conv1d` and so on have it."""
+        options = self.stride, self.padding, self.dilation, self.groups, self.precision, self.output_padding
+        return "conv_transpose", len(self.kernel_size), *options
 
 
 class Conv1d(_Conv, torch.nn.Conv1d):

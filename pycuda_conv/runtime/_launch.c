@@ -10,9 +10,12 @@
 // is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
 // None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
 //
+// Conditions. What was decided about a module holds as long as the module is what it was. holds() asks that of all objects that the
+// decision looked at, in a fraction of the time that Python takes for it: nn/watch.py writes the conditions down.
+//
 // Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
-// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and a thread that is back from
-// its launches watches for a moment whether another one goes to its own: take_again(). What is asked of torch, and memory, come from
+// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and threads that make call after
+// call take turns: take_again(). What is asked of torch, and memory, come from
 // functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
@@ -269,8 +272,16 @@ typedef volatile long Flag;
 #define TAKE(flag) (_InterlockedCompareExchange(flag, 1, 0) == 0)
 #define ADD(flag, value) _InterlockedExchangeAdd(flag, value)
 #define PAUSE() _ReadWriteBarrier()
+typedef volatile int64_t Number;
+#define GET(number) (number)
+#define PUT(number, value) ((number) = (value))
+#define THREAD_LOCAL __declspec(thread)
 #else
 typedef int Flag;
+typedef int64_t Number;
+#define GET(number) __atomic_load_n(&(number), __ATOMIC_RELAXED)
+#define PUT(number, value) __atomic_store_n(&(number), value, __ATOMIC_RELAXED)
+#define THREAD_LOCAL __thread
 #define SET(flag, value) __atomic_store_n(flag, value, __ATOMIC_RELEASE)
 #define TAKE(flag) (__atomic_load_n(flag, __ATOMIC_RELAXED) == 0 && __atomic_exchange_n(flag, 1, __ATOMIC_ACQUIRE) == 0)
 #define ADD(flag, value) __atomic_fetch_add(flag, value, __ATOMIC_RELAXED)
@@ -281,10 +292,21 @@ typedef int Flag;
 #endif
 #endif
 
-enum { WAKING_NS = 60000, MOST_WAITING = 2 };  // as was measured with 2, 4 and 8 threads
+// Threads take turns. For a turn, a thread has the GIL again after each of its launches, and others that are back from theirs wait outside of
+// it: the first of them awake, to have the next turn, the others asleep. Nobody who sleeps for the GIL has to be woken then at each launch,
+// and a core keeps what it has at hand for some calls. As was measured with 2, 4 and 8 threads.
+enum {
+  TURN_NS = 200000,   // a turn, while others wait
+  AWAY_NS = 20000,    // a thread that is not met for so long does something else
+  LAUNCH_NS = 10000,  // launches that take longer wait for the driver
+};
 
-static Flag on_the_way;  // whether a thread that has launched has the GIL again: it lets go of it at its next launch, in microseconds
-static Flag waiting;     // threads that have launched and watch for that
+static Flag turn = 1;                 // its number
+static Flag on_the_way;               // whether a thread that has launched has the GIL again
+static Flag met;                      // how often the threads whose turn it was were back from launches
+static Number begun;                  // when the turn began
+static THREAD_LOCAL long own_turn;    // the last one that this thread had
+static PyThread_type_lock next_turn;  // who holds it has the next turn
 
 static int64_t now(void) {
   struct timespec t;
@@ -292,26 +314,41 @@ static int64_t now(void) {
   return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
+// Not where the clock was set in between, either.
+static int lasts(int64_t since, int64_t until, int64_t most) { return until - since >= 0 && until - since <= most; }
+
 static PyThreadState* let_go(void) {
   PyThreadState* state = PyEval_SaveThread();
   SET(&on_the_way, 0);
   return state;
 }
 
-// A thread that waits for the GIL sleeps, and to be woken takes it longer than a call. So it first watches for the thread that has the
-// GIL to launch. That one may do something else instead: after WAKING_NS the wait is an ordinary one.
-static void take_again(PyThreadState* state) {
-  if (!TAKE(&on_the_way)) {
-    if (ADD(&waiting, 1) < MOST_WAITING) {
-      const int64_t start = now();
-      int64_t passed = 0;
-      while (!TAKE(&on_the_way) && passed >= 0 && passed < WAKING_NS) {  // below 0, the clock was set
-        for (int i = 0; i < 4; i++) PAUSE();
-        passed = now() - start;
-      }
-    }
-    ADD(&waiting, -1);
+// Wait until the turn is over, or the thread whose turn it is does something else.
+static void wait_for_turn(void) {
+  int64_t t = now(), last = t;
+  long before = -1;
+  for (;;) {
+    const int launching = !GET(on_the_way);
+    const long found = 2L * GET(met) + launching;
+    if (found != before) before = found, last = t;
+    if (launching && !(lasts(GET(begun), t, TURN_NS) && lasts(last, t, LAUNCH_NS)) && TAKE(&on_the_way)) return;
+    if (!launching && !lasts(last, t, AWAY_NS)) return;
+    for (int i = 0; i < 8; i++) PAUSE();
+    t = now();
   }
+}
+
+static void take_again(PyThreadState* state) {
+  if (GET(turn) == own_turn && TAKE(&on_the_way)) {
+    ADD(&met, 1);
+    PyEval_RestoreThread(state);
+    return;
+  }
+  PyThread_acquire_lock(next_turn, 1);
+  wait_for_turn();
+  own_turn = ADD(&turn, 1) + 1;
+  PUT(begun, now());
+  PyThread_release_lock(next_turn);
   PyEval_RestoreThread(state);
   SET(&on_the_way, 1);
 }
@@ -430,7 +467,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version;
   long least;  // ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // likewise, memory without an object of Python's
@@ -876,6 +913,52 @@ static PyObject* find(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return found;
 }
 
+// ---- conditions
+
+static int object_holds(PyObject* object, PyObject* type, PyObject* attributes) {
+  if ((PyObject*)Py_TYPE(object) != type) return 0;
+  PyObject* found = PyObject_GenericGetDict(object, NULL);
+  Py_XDECREF(found);  // the object keeps it
+  return found == attributes;
+}
+
+static int tensor_holds(PyObject* tensor, PyObject* pointer, PyObject* version) {
+  uint64_t address, expected;
+  long place;
+  if (!torch.tensor || pointer_of(tensor, &address, &place) || number(pointer, &expected) || address != expected) return 0;
+  PyObject* now = PyObject_GetAttr(tensor, torch.name_version);
+  const int same = now && PyLong_AsLongLong(now) == PyLong_AsLongLong(version);
+  Py_XDECREF(now);
+  return same;
+}
+
+static int row_holds(int kind, PyObject* row, Py_ssize_t i) {
+  PyObject *first = PyTuple_GetItem(row, i), *second = PyTuple_GetItem(row, i + 1);
+  if (kind == 0) return object_holds(first, second, PyTuple_GetItem(row, i + 2));
+  if (kind == 1) return PyDict_GetItemWithError(first, second) == PyTuple_GetItem(row, i + 2);
+  if (kind == 2) return !PyDict_GetItemWithError(first, second) && !PyErr_Occurred();
+  if (kind == 3) return PyDict_Size(first) == PyLong_AsSsize_t(second);
+  return tensor_holds(first, second, PyTuple_GetItem(row, i + 2));
+}
+
+// holds((objects, entries, absent, sizes, tensors)) -> whether all of them are what they were
+//
+// objects: (object, its type, its attributes, ...). entries: (dict, key, value, ...). absent: (dict, key, ...). sizes: (dict, size, ...).
+// tensors: (tensor, address, version, ...).
+static PyObject* holds(PyObject* self, PyObject* conditions) {
+  static const Py_ssize_t each[] = {3, 3, 2, 2, 3};
+  int true_so_far = 1;
+  if (!PyTuple_Check(conditions) || PyTuple_Size(conditions) != 5) return PyErr_Format(PyExc_TypeError, "holds takes a tuple of five rows");
+  for (int kind = 0; kind < 5; kind++) {
+    PyObject* row = PyTuple_GetItem(conditions, kind);
+    const Py_ssize_t n = PyTuple_Size(row);
+    if (n < 0 || n % each[kind]) return PyErr_Format(PyExc_TypeError, "a row of conditions has %zd members", n);
+    for (Py_ssize_t i = 0; true_so_far && i < n; i += each[kind]) true_so_far = row_holds(kind, row, i);
+  }
+  PyErr_Clear();
+  return PyBool_FromLong(true_so_far);
+}
+
 // learn((Tensor, Parameter), (data_ptr, stride, get_device, marked, is_inference), is_grad_enabled, increment_version, states, levels,
 //       least, exchange)
 //
@@ -892,7 +975,8 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
-  if (!torch.name_shape || !torch.name_type || !torch.name_requires_grad || !torch.name_level) return NULL;
+  torch.name_version = PyUnicode_InternFromString("_version");
+  if (!torch.name_shape || !torch.name_type || !torch.name_requires_grad || !torch.name_level || !torch.name_version) return NULL;
   for (int i = 0; i < 11; i++) {
     PyObject* before = *places[i];
     Py_INCREF(given[i]);
@@ -926,8 +1010,12 @@ static PyMethodDef methods[] = {
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"run", (PyCFunction)(void*)run_ready, METH_FASTCALL, "run(ready, input, weight, bias): the result."},
     {"perform", (PyCFunction)(void*)perform_ready, METH_FASTCALL, "perform(ready, operand, ...): a tuple of the results, or None."},
+    {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
 };
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_launch", "Launches of whole schedules, and calls that were made before.", 0, methods};
-PyMODINIT_FUNC PyInit__launch(void) { return PyModule_Create(&module); }
+PyMODINIT_FUNC PyInit__launch(void) {
+  if (!next_turn && !(next_turn = PyThread_allocate_lock())) return PyErr_NoMemory();
+  return PyModule_Create(&module);
+}
