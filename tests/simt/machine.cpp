@@ -291,6 +291,7 @@ void make_block(int number, int threads, size_t first_fiber) {
       f->sums.clear();
       f->committed = f->issued = f->copies = f->stores = 0;
       f->fenced = false;
+      for (int& count : f->under_way) count = 0;
       f->wrote.clear();
       f->has_written.assign(units, false);
       if (!f->started) prepare(*f);

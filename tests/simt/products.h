@@ -216,28 +216,36 @@ void store_matrices(u32 row, const u32* from, int count, bool turned) {
     }
   simt::meet(~0u, "stmatrix's end");
 }
-// What the lanes bring to a product: each finds the others' registers by their addresses, until all are through.
+// What the lanes bring to a product: each finds the others' by their addresses, until all are through.
 struct Fragments {
   const void *a, *b;
 };
 template <class T> static const T* registers_of(int lane, const void* Fragments::*which) { return (const T*)(((const Fragments*)simt::gathered(lane))->*which); }
-void mma(float* const* d, const u32* a, const u32* b, Operand type) {  // m16n8k16, of TF32 m16n8k8: 32 bytes of k
-  const int each = type == TF32 ? 1 : 2;  // of a register
-  const Fragments own{a, b};
+struct HalfFragments {  // as numbers
+  double a[8], b[4];
+};
+template <int EACH> static void mma_of(float* const* d, const u32* a, const u32* b, Operand type) {  // EACH: numbers of a register
+  HalfFragments own;
+  for (int i = 0; i < 4 * EACH; ++i) own.a[i] = number_of((const char*)a + 4 / EACH * i, type);
+  for (int i = 0; i < 2 * EACH; ++i) own.b[i] = number_of((const char*)b + 4 / EACH * i, type);
   const int lane = current->lane;
   simt::exchange(~0u, (unsigned long long)&own, lane, "mma");
-  double sum[4];
-  for (int i = 0; i < 4; ++i) {
-    sum[i] = *d[i];
-    for (int k = 0; k < 8 * each; ++k) {
-      const int from = k / each % 4, half = k / (4 * each), byte = k % each * 2;
-      const u32* const row = registers_of<u32>(lane / 4 * 4 + from, &Fragments::a) + half * 2 + i / 2;
-      const u32* const column = registers_of<u32>((lane % 4 * 2 + i % 2) * 4 + from, &Fragments::b) + half;
-      sum[i] += number_of((const char*)row + byte, type) * number_of((const char*)column + byte, type);
-    }
+  const HalfFragments *rows[4], *columns[2][4];
+  for (int from = 0; from < 4; ++from) {
+    rows[from] = (const HalfFragments*)simt::gathered(lane / 4 * 4 + from);
+    for (int i = 0; i < 2; ++i) columns[i][from] = (const HalfFragments*)simt::gathered((lane % 4 * 2 + i) * 4 + from);
   }
+  double sum[4] = {*d[0], *d[1], *d[2], *d[3]};
+  for (int half = 0; half < 2; ++half)
+    for (int from = 0; from < 4; ++from)
+      for (int e = 0; e < EACH; ++e)
+        for (int i = 0; i < 4; ++i) sum[i] += rows[from]->a[(half * 2 + i / 2) * EACH + e] * columns[i % 2][from]->b[half * EACH + e];
   simt::meet(~0u, "mma's end");
   for (int i = 0; i < 4; ++i) *d[i] = (float)sum[i];
+}
+void mma(float* const* d, const u32* a, const u32* b, Operand type) {  // m16n8k16, of TF32 m16n8k8: 32 bytes of k
+  if (type == TF32) mma_of<1>(d, a, b, type);
+  else mma_of<2>(d, a, b, type);
 }
 void mma_f64(double* const* d, int m, int k, const double* a, const double* b) {  // m8n8k4, m16n8k16
   const Fragments own{a, b};

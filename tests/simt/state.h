@@ -89,6 +89,7 @@ struct Fiber {
   int committed = 0, issued = 0;
   bool fenced = false;
   int copies = 0, stores = 0;  // committed groups of cp.async, and of bulk stores
+  int under_way[3] = {};       // transfers of each kind
   std::vector<u32> wrote;      // of which 16 bytes this thread has written some since it fenced for bulk copies and wgmma last
   std::vector<bool> has_written;
 };

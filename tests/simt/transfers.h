@@ -40,6 +40,7 @@ void begin(Transfer&& t) {
         const int unit = std::min(t.bytes - at, 16);
         memset(host_address(t.block, swizzled(row.place + at, t.span), unit), 0xff, unit);
       }
+  ++t.by->under_way[t.kind];
   transfers.push_back(std::move(t));
 }
 
@@ -47,6 +48,7 @@ void finish(size_t which) {
   const Transfer t = std::move(transfers[which]);
   transfers[which] = std::move(transfers.back());
   transfers.pop_back();
+  --t.by->under_way[t.kind];
   each_16(t, [&](u32 at) { --(t.kind == Transfer::STORE ? t.block->reads : t.block->writes)[at]; });
   const int unit = std::min(t.bytes, 16);
   for (const Row& row : t.rows)
@@ -74,9 +76,13 @@ void finish(size_t which) {
 
 // finishes the transfers of a kind of this thread's that belong to groups before `last`
 void finish_own(int kind, int last) {
-  for (size_t i = 0; i < transfers.size();)
-    if (transfers[i].kind == kind && transfers[i].by == current && transfers[i].group < last) finish(i);
+  int left = current->under_way[kind];
+  for (size_t i = 0; left;) {
+    const bool own = transfers[i].kind == kind && transfers[i].by == current;
+    left -= own;
+    if (own && transfers[i].group < last) finish(i);
     else ++i;
+  }
 }
 
 const Map& map_of(u64 at) {
