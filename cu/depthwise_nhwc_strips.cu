@@ -32,8 +32,9 @@
 #define COLUMNS ((TILE_Q - 1) * STRIDE + S)                                 // of x, that a row of a thread's results meets
 #define LIVE ((R - 1) / STRIDE + 1)
 #define AHEAD (DTYPE < 32 && R == 3 ? 2 : 1)                                // 16 bits want more loads under way, and have the registers
+#define SKIPS (R == 5 && V == 4)                                            // whether rows of sums outside the strip are left out: a branch for each
 #define TURN (STRIDE > AHEAD ? STRIDE : AHEAD)                              // steps after which all is where it was
-#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 ? 3 : 4)  // of a multiprocessor at once
+#define BLOCKS (R == 7 || DTYPE == 64 || INDEX_64 || R * V > 12 ? 3 : 4)  // of a multiprocessor at once
 
 // Of a step i, a multiple of STRIDE and m more: filter row r that meets the k-th row of sums, the last k, whether the first row is complete.
 #define NEWEST(m) ((R - 1 - (m)) / STRIDE)
@@ -115,6 +116,15 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
       LOAD_ROW(i + AHEAD, coming[turn % AHEAD])
 #pragma unroll
       for (int row = 0; row <= NEWEST(m); ++row) {
+        // rows of sums above the strip or below it only move up
+        if (SKIPS && (unsigned)(i - FILTER_ROW(m, row)) >= (unsigned)(rows * STRIDE)) {
+          if (COMPLETES(m) && row)
+#pragma unroll
+            for (int j = 0; j < TILE_Q; ++j)
+#pragma unroll
+              for (int v = 0; v < V; ++v) sum[row - 1][j][v] = sum[row][j][v];
+          continue;
+        }
         acc_t part[TILE_Q][V];  // of one row of the filter: short sums lose less
 #pragma unroll
         for (int j = 0; j < TILE_Q; ++j)
@@ -139,12 +149,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
             if (COMPLETES(m) && row) sum[row - 1][j][v] = all;
             else sum[row][j][v] = all;
           }
-        if (COMPLETES(m) && row == 0 && i >= R - 1 && i < steps) {
+        if (COMPLETES(m) && row == 0 && (SKIPS || (i >= R - 1 && i < steps))) {
           acc_t times[V], plus[V];
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            times[v] = taps[R * S * PITCH + own + v];
-            plus[v] = taps[(R * S + 1) * PITCH + own + v];
+            times[v] = has_scale ? taps[R * S * PITCH + own + v] : 1;
+            plus[v] = has_bias ? taps[(R * S + 1) * PITCH + own + v] : NOTHING;
           }
           STORE_COLUMNS(y, to, TILE_Q, sum[0], q0 + j < q_end)
           to += y_row;

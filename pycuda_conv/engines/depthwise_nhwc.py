@@ -40,9 +40,10 @@ class Depthwise(Config):
 
 @dataclass(frozen=True)
 class DepthwiseStrips(Config):
-    """Rows of the result that a thread walks down: ``depthwise_nhwc_strips.cu``."""
+    """Rows of the result that a thread walks down, and its channels at the most: ``depthwise_nhwc_strips.cu``."""
 
     ROWS: int = 14
+    CHANNELS: int = 4
 
 
 @dataclass(frozen=True)
@@ -247,6 +248,8 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return "it takes 16 bits and float32, square filters of 3, 5 and 7 taps, strides of 1 and 2, pixels of a multiple of 16 bytes"
         if isinstance(config, DepthwiseStrips) and not (_unrolled(problem) and (problem.direction == "fprop" or _flipped(problem))):
             return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
+        if isinstance(config, DepthwiseStrips) and config.CHANNELS not in (1, 2, 4):
+            return "CHANNELS must be 1, 2 or 4"
         if _walks(problem, config).units > _MOST_UNITS:
             return f"it takes at most {_MOST_UNITS:,} groups of columns"
     if _grid(problem, config) > GRID_LIMIT:
@@ -282,19 +285,26 @@ def _fits_ring(problem: ConvProblem) -> bool:
     return max(math.prod(problem.weight_shape), math.prod(problem.input_shape)) < 2**31
 
 
-def _vector(problem: ConvProblem, kind: type[Config]) -> int:
-    """Channels of a thread: as many as the registers hold; a word, where it comes from shared memory."""
+def _vector(problem: ConvProblem, kind: type[Config], most: int = 4) -> int:
+    """Channels of a thread: as many as the registers hold, and `most` at the most; a word, where it comes from shared memory."""
     if kind is DepthwiseRing:
         return 4 // problem.itemsize
     if problem.K != problem.groups:  # several channels of the output see one of the input
         return 1
-    return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if problem.K % v == 0)
+    return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if v <= most and problem.K % v == 0)
+
+
+def _vector_of(problem: ConvProblem, config: Config) -> int:
+    """Channels of a thread of `config`."""
+    return _vector(problem, type(config), config.CHANNELS if isinstance(config, DepthwiseStrips) else 4)
 
 
 def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
     """The vectors of channels of a thread, as many as its registers hold or one, for an unrolled filter or, of size 0, another."""
     if not size or kind is Depthwise:
         most = 2 if dtype == 64 else 4
+    elif kind is DepthwiseStrips and size == 5 and dtype != 64:
+        return 4, 2, 1
     elif kind is DepthwiseStrips:
         most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
     else:
@@ -338,7 +348,7 @@ class _Walks(NamedTuple):
 
 
 def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad | DepthwiseRing) -> _Walks:
-    vector = _vector(problem, type(config))
+    vector = _vector_of(problem, config)
     lanes_c = _lanes(problem.K, vector, problem.itemsize, isinstance(config, DepthwiseRing))
     lanes_u, blocks_c = THREADS // lanes_c, ceil(problem.K, lanes_c * vector)
     if isinstance(config, DepthwiseStrips):
@@ -394,7 +404,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         told: Any = _ring_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
         return _with_sum(problem, config.PARTS, launch)
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector_of(problem, config), "INDEX_64": int(needs_64_bits(problem))}
     if isinstance(config, DepthwiseWgrad):
         parts = config.PARTS
         taps_r, taps_s = _taps(problem)
@@ -533,15 +543,32 @@ def _made(d: Mapping[str, int], tiles: tuple[tuple[int, int], ...] | None) -> bo
 # ---- the choice
 
 
-#: Strips took so much of what is counted on an H200: 0.85 in 16 layers, which float64 keeps, and less in 14 random ones of other types.
-STRIPS = {True: 0.85, False: 0.7}
+class _Pace(NamedTuple):
+    """How fast unrolled loops go."""
+
+    begin: float  # microseconds of a launch
+    first: float  # instructions a cycle of a scheduler that has a warp of one block
+    most: float  # and at the most
+    hidden: float  # 1: memory and instructions take turns; more: the shorter hides behind the longer
+    step: float  # microseconds that a thread waits for each row
+    memory: float  # bytes a microsecond of 132 multiprocessors
+
+
+#: Fitted to 227 times of strips, 36 of them on an H200, the others on H100s (root mean square of the error 11%), and to 20 of tiles, all
+#: on an H200 (15%).
+PACES: dict[type[Config], _Pace] = {
+    DepthwiseStrips: _Pace(1.74, 0.508, 0.848, 1.32, 0.074, 4.76e6), Depthwise: _Pace(1.5, 0.73, 0.73, 1.7, 0.26, 3.6e6),
+}  # fmt: skip
+OF_TILES = 1.55  # instructions of a tile for each that is counted
+OF_STRIPS, BESIDE_PRODUCTS = 845, 0.85  # instructions of a strip before its first row; and for each that is counted beside products
+FLOAT64_STRIPS = 0.85  # of what is counted: 16 layers on an H200
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float:
     """Roughly the microseconds.
 
-    What is read and written once takes its time, and so do the instructions: measured on an H200, neither hides the other. Both take longer
-    where blocks do not fill the machine. While the last blocks end, it is half empty.
+    What is read and written once takes its time, and so do the instructions of the multiprocessor that has most blocks. Of float64 and of
+    gradients of filters neither hides the other, and both take longer where blocks do not fill the machine.
     """
     waits = 0.0  # of a thread, for one tap after another
     if isinstance(config, Depthwise) and not (_unrolled(problem) and problem.K == problem.groups):
@@ -550,13 +577,19 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
         return 3 + max(waits, problem.macs / 2e6 * 132 / device.multiprocessors)
     if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel
-        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
+        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector_of(problem, config)
         loops = LOOPS_OF_FILTER if _of_filter(problem) else LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
     if isinstance(config, DepthwiseRing):
         return _ring_time(problem, config, device)
     work = _work(problem, config)
     multiprocessors, blocks = device.multiprocessors, max(_grid(problem, config), 1)
+    if type(config) in PACES and problem.dtype != "float64":
+        pace, each = PACES[type(config)], ceil(blocks, multiprocessors)
+        rate = min(pace.most, pace.first * min(each, work.blocks))
+        busy = each * work.instructions / rate / CLOCK  # a block has a warp for each scheduler
+        moving = problem.bytes / pace.memory * 132 / multiprocessors
+        return pace.begin + float((busy**pace.hidden + moving**pace.hidden) ** (1 / pace.hidden)) + work.steps * pace.step
     at_once = work.blocks * multiprocessors
     rounds = blocks / at_once
     if isinstance(config, DepthwiseWgrad) and rounds > 1:  # blocks take long, and all as long: so does the last round
@@ -564,14 +597,14 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     us = problem.bytes / 4.2e6 + (blocks * THREADS * work.instructions / 29e6) * 132 / multiprocessors
     us = 3 + us / min(1.0, rounds) + work.steps / 4
     if isinstance(config, DepthwiseStrips):
-        us *= STRIPS[problem.dtype == "float64"]
+        us *= FLOAT64_STRIPS
     if isinstance(config, DepthwiseWgrad) and config.PARTS > 1:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), multiprocessors)
     return us
 
 
-# Of rings. Fitted to 120 times of 24 layers on an H100, but for the memory's rate, which is an H200's: root mean square of the error 12%.
 CLOCK = 1700.0  # cycles a microsecond
+# Of rings. Fitted to 120 times of 24 layers on an H100, but for the memory's rate, which is an H200's: root mean square of the error 12%.
 RING_MEMORY = 3.0e6  # bytes a microsecond
 RING_BEGIN = 1.5  # microseconds of a launch, with its first rows
 ALONE = 1.47  # warps of a scheduler that take as long as one
@@ -610,12 +643,12 @@ class _Work(NamedTuple):
     instructions: float
 
 
-START, LOADED, STORED = 600, 5, 4  # instructions of a thread before its first row, what it waits for included; and of a load and a store
+START, LOADED, STORED = 600, 5, 4  # instructions of a thread that walks before its first row; and of a load and a store
 
 
 def _work(problem: ConvProblem, config: Config) -> _Work:
     """What a thread of `config` does, for a filter whose loops are unrolled."""
-    size, vector = _unrolled(problem), _vector(problem, type(config))
+    size, vector = _unrolled(problem), _vector_of(problem, config)
     unpacked = vector if problem.itemsize == 2 else 0
     parts = 0 if problem.itemsize == 2 else 1  # of the sums, by rows of the filter, that are added
     if isinstance(config, DepthwiseWgrad):
@@ -636,10 +669,16 @@ def _work(problem: ConvProblem, config: Config) -> _Work:
         steps, read, taps = rows // stride + size // stride, columns // stride + size // stride, taps / stride**2
     else:
         steps, read = (rows - 1) * stride + size, (columns - 1) * stride + size
-    row = columns * (vector * (taps + parts * size + 3) + vector + STORED)
-    wide = size == 7 or problem.dtype == "float64"
+    products, beside = columns * vector * (taps + parts * size), columns * (4 * vector + STORED)
+    loading = steps * (read * (LOADED + unpacked) + 15)
+    wide = size == 7 or size * vector > 12 or problem.dtype == "float64"
     blocks = 3 if wide and isinstance(config, DepthwiseStrips) else 4
-    return _Work(blocks, steps, START + steps * (read * (LOADED + unpacked) + 15) + rows * row)
+    if problem.dtype == "float64":
+        return _Work(blocks, steps, START + loading + rows * (products + beside))
+    if isinstance(config, Depthwise):
+        return _Work(blocks, steps, OF_TILES * (loading + rows * (products + beside)))
+    met = rows if size == 5 and vector == 4 else steps / stride  # rows of sums, of which some are outside the strip
+    return _Work(blocks, steps, OF_STRIPS + BESIDE_PRODUCTS * (loading + rows * beside) + met * products)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
@@ -701,7 +740,8 @@ def _rows(p: int) -> list[int]:
 def _strips(problem: ConvProblem) -> Iterator[Config]:
     """Configurations of strips, none lower than a tile."""
     _, p, _ = problem.result_size
-    yield from (DepthwiseStrips(rows) for rows in _rows(p) if rows >= min(p, TILES[0][0]))
+    widths = (4, 2) if _unrolled(problem) == 5 and _vector(problem, DepthwiseStrips) == 4 else (4,)
+    yield from (DepthwiseStrips(rows, channels) for rows in _rows(p) for channels in widths if rows >= min(p, TILES[0][0]))
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
