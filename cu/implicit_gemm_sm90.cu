@@ -1326,47 +1326,60 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 #endif
 
 #if JOINS
-// The sums of a tile's parts, finished. A thread takes VEC neighbours at a time.
+// The sums of a tile's parts, finished. A thread takes VEC neighbours at a time, and several such runs at once: each waits for memory as long
+// as all of them together.
 template <class T>
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const T* bias, const T* scale, const T* residual,
                       T* y) {
-  constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC;
+  constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
   struct alignas(VEC * sizeof(T)) Vector {
     T v[VEC];
   };
-  for (int i = threadIdx.x - 128; i < ALL; i += 128 * CONSUMERS) {
-    const int across = i % ACROSS * VEC, down = i / ACROSS, m = of.m + (NHWC ? across : down), pixel = of.pixel + (NHWC ? down : across);
-    if (m >= (int)shape.rows_group || pixel >= of.end) continue;
-    const int k = of.group * (int)shape.rows_group + m;
-    const Divided of_image(pixel, shape.plane, shape.by_plane);
-    const long long inside = plane_offset<DENSE>(shape, of_image.rest);
-    const long long at = NHWC ? (of_image.quotient * shape.out_size + inside) * shape.rows + k : of_image.quotient * shape.out_image + k * shape.out_row + inside;
-    float v[VEC] = {};
-    const float* from = parts + at;
-#pragma unroll 8
+  for (int first = threadIdx.x - 128; first < ALL; first += RUNS * APART) {
+    long long at[RUNS];  // in y; -1 where there is nothing
+    int k[RUNS];
+    float v[RUNS][VEC] = {};
+#pragma unroll
+    for (int run = 0; run < RUNS; ++run) {
+      const int i = first + run * APART, across = i % ACROSS * VEC, down = i / ACROSS;
+      const int m = of.m + (NHWC ? across : down), pixel = of.pixel + (NHWC ? down : across);
+      k[run] = of.group * (int)shape.rows_group + m;
+      const Divided of_image(pixel, shape.plane, shape.by_plane);
+      const long long inside = plane_offset<DENSE>(shape, of_image.rest);
+      at[run] = NHWC ? (of_image.quotient * shape.out_size + inside) * shape.rows + k[run] : of_image.quotient * shape.out_image + k[run] * shape.out_row + inside;
+      if (i >= ALL || m >= (int)shape.rows_group || pixel >= of.end) at[run] = -1;
+    }
+    const float* from = parts;
+#pragma unroll 2
     for (int part = 0; part < (int)shape.splits; ++part) {
-      if (VEC == 4) {
-        const float4 more = __ldcg((const float4*)from);
-        v[0] += more.x;
-        v[VEC / 4] += more.y;
-        v[VEC / 2] += more.z;
-        v[VEC * 3 / 4] += more.w;
-      } else {
-        v[0] += __ldcg(from);
-      }
+      float more[RUNS][VEC];
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run)
+        if (at[run] >= 0) {
+          if constexpr (VEC == 4) *(float4*)more[run] = __ldcg((const float4*)(from + at[run]));
+          else more[run][0] = __ldcg(from + at[run]);
+        }
+#pragma unroll
+      for (int run = 0; run < RUNS; ++run)
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) v[run][e] += more[run][e];
       from += shape.out_part;
     }
-    Vector added = {}, out;
-    if (has_residual(join)) added = *(const Vector*)(residual + at);
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) {
-      const Finish<false> finish{ScaleAndBias(join, scale, bias, k + (NHWC ? e : 0))};
-      v[e] = finish.whole(join, v[e], 1, has_residual(join) ? to_float(added.v[e]) : -0.f);
+    for (int run = 0; run < RUNS; ++run) {
+      if (at[run] < 0) continue;
+      Vector added = {}, out;
+      if (has_residual(join)) added = *(const Vector*)(residual + at[run]);
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) {
+        const Finish<false> finish{ScaleAndBias(join, scale, bias, k[run] + (NHWC ? e : 0))};
+        v[run][e] = finish.whole(join, v[run][e], 1, has_residual(join) ? to_float(added.v[e]) : -0.f);
+      }
+      activate(join, v[run]);
+#pragma unroll
+      for (int e = 0; e < VEC; ++e) out.v[e] = from_float<T>(v[run][e]);
+      *(Vector*)(y + at[run]) = out;
     }
-    activate(join, v);
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) out.v[e] = from_float<T>(v[e]);
-    *(Vector*)(y + at) = out;
   }
 }
 

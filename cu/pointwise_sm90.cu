@@ -2,7 +2,7 @@
 //
 //   D[row, column] = sum over k of A[row, k] * B[column, k]
 //                         row             column            k                   A     B
-//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter
+//   fprop and dgrad, NCHW pixel           channel of y      channel of x        x     the filter, split by split_filter, or RAW_FILTER
 //   the same, NHWC        pixel           channel of y      channel of x        x     the same
 //   WGRAD                 channel of one  channel of other  pixel of all images dy, x, or x, dy: as they lie
 //
@@ -17,7 +17,7 @@
 // A        goes through registers: nothing else turns an operand of 32 bits, or splits it without being written once more.
 // Shared   a ring of STAGES stages of 32 of k: A, [warp][16 * BLOCKS rows][32 k], NCHW [warp][32 k][32 pixels]; B, [limb][BLOCK_N][32 k].
 //          Rows of 128 bytes, swizzled. full[stage]: the bytes have arrived; empty[stage]: the 8 consumer warps have read them.
-//          WGRAD: the consumers make the second limb of B, or round it, as it has arrived.
+//          WGRAD, RAW_FILTER: the consumers make the second limb of B, or round it, as it has arrived. Forward, LIMBS = 1: the load rounds it.
 //          NCHW: `busy` of the warps have a box, so many that no round of tiles is nearly empty; the others multiply what they find.
 // NCHW     a warp's 32 pixels are neighbours in an image, and a thread's four are, so that y is written 16 bytes at once, a channel's
 //          128 by 8 lanes: lane / 4 names the four, lane % 4 the channel. Which row of the product is which pixel is of no account.
@@ -35,6 +35,7 @@
 #define NHWC 0
 #define HAS_RESIDUAL 0
 #define MOMENTS 0
+#define RAW_FILTER 0
 #endif
 #include "finish.cuh"
 #include "truncation.cuh"
@@ -43,7 +44,8 @@
 constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
 constexpr int A_WARP = WARP_ROWS * 128, A_BYTES = WARPS * A_WARP, B_BYTES = BLOCK_N * 128, STAGE_BYTES = A_BYTES + LIMBS * B_BYTES;
-constexpr int LOADED_BYTES = A_BYTES + (WGRAD ? 1 : LIMBS) * B_BYTES;
+#define MAKES_LIMBS (WGRAD || RAW_FILTER)
+constexpr int LOADED_BYTES = A_BYTES + (MAKES_LIMBS ? 1 : LIMBS) * B_BYTES;
 static_assert(!PIXEL_QUADS || BLOCKS == 2, "a thread's four rows are four neighbouring pixels");
 static_assert(BLOCK_N % 32 == 0 && BLOCK_N <= 128, "see wgmma_tf32");
 
@@ -104,7 +106,7 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
             }
         }
 #pragma unroll
-        for (int limb = 0; limb < LIMBS; ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
+        for (int limb = 0; limb < (RAW_FILTER ? 1 : LIMBS); ++limb) load_box(b + limb * B_BYTES, map_b, arrived, step * 32, of.column, limb);
       }
       at.next();
     }
@@ -142,7 +144,7 @@ struct Split {
   }
 };
 
-#if WGRAD
+#if MAKES_LIMBS
 // B as it has arrived to limbs, by all consumers.
 DEVICE void make_limbs(uint8_t* b) {
 #pragma unroll
@@ -208,12 +210,12 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
   for (int step = of.first; step < of.last; ++step) {
     barrier_wait(full + 8 * at.stage, at.parity);
     uint8_t* const stage = ring + at.stage * STAGE_BYTES;
-#if WGRAD
+#if MAKES_LIMBS
     make_limbs(stage + A_BYTES);
 #endif
     const uint8_t* const of_warp = stage + (threadIdx.x / 32 - 4) * A_WARP;
     const uint64_t b = wgmma_descriptor<128>(shared_address(stage) + A_BYTES);
-    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || WGRAD ? 8 : 32 / BLOCKS;  // of k: as many as there are registers for
+    constexpr int AT_ONCE = LIMBS == 1 ? 32 : MOMENTS || MAKES_LIMBS ? 8 : 32 / BLOCKS;  // of k: as many as there are registers for
 #pragma unroll
     for (int first = 0; first < 32; first += AT_ONCE) {
       uint32_t a[AT_ONCE / 8][BLOCKS][4];

@@ -1067,7 +1067,9 @@ def pointwise_product(step, memory: Memory) -> None:
     warp_rows, columns, turned = 16 * define["BLOCKS"], define["BLOCK_N"], not define["WGRAD"] and not define["NHWC"]
     for described in step.maps:
         check_map(described, memory)
-        assert described.span == 128 and described.dtype == "float32" and described.box[0] == 32
+        assert described.span == 128 and described.box[0] == 32
+    lying = b_map.dtype == "tfloat32"  # a filter of one limb, as it lies
+    assert a_map.dtype == "float32" and (b_map.dtype == "float32" or (lying and limbs == 1 and not define["WGRAD"])) and limbs + 1 > 2 * define["RAW_FILTER"]
     assert a_map.box == ((32, 32, 1) if turned else (32, 8 * warp_rows, 1)) and b_map.box == (32, columns, 1)
     assert step.block == 384 and step.arch == "sm_90a" and define["STAGES"] * (8 * warp_rows + limbs * columns) * 128 + 1023 <= step.shared
     assert step.shared + 16 * define["STAGES"] <= MOST_SHARED and 1 <= step.grid <= s.tiles < 2**31
@@ -1089,7 +1091,9 @@ def pointwise_product(step, memory: Memory) -> None:
                     a = np.pad(a, ((0, 8 * warp_rows - len(a)), (0, 0)))  # in truth whatever lies there
                 else:
                     a = boxed(a_map, memory, (32 * k, row * 8 * warp_rows, 0))[0]
-                b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(limbs)]
+                b = [boxed(b_map, memory, (32 * k, column * columns, limb))[0] for limb in range(1 if define["RAW_FILTER"] else limbs)]
+                if define["RAW_FILTER"] or lying:
+                    b = tf32_limbs(b[0], limbs)
             high, *low = tf32_limbs(a, limbs)
             with np.errstate(invalid="ignore", over="ignore"):
                 main += high @ b[0].T

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 import test_dense_nhwc as dense
 import test_depthwise_planes as planes
+import test_direct_quads as quads
 import test_dmma as doubles
 import test_epilogue as epilogue
 import test_few_channels as few
@@ -124,7 +125,7 @@ def main(pattern: str = "") -> int:
                 good = run(Plan(case.problem(), device, config=fft.config_of(case)), arrays)
                 print("ok " if good else "BAD", line + kind, flush=True)
                 bad += not good
-    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *gather.RUNS[::17], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
+    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *gather.RUNS[::17], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7], *quads.RUNS[::5])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
     for case, mode, config, parts in runs if device.capability == (9, 0) else ():
         arrays = epilogue.arrays(case, dtype_of(mode), parts, integers=True) if parts else case.integers(dtype_of(mode))
         problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)

@@ -52,7 +52,7 @@ CASES = [
 
 def tiles(case: Case, mode: str) -> list[Pointwise]:
     """All that are legal, with few stages."""
-    shapes = (Pointwise(columns, blocks, 3) for columns in (32, 64, 96, 128) for blocks in (1, 2))
+    shapes = (Pointwise(columns, blocks, 3, RAW_FILTER=raw) for raw in (False, True) for columns in (32, 64, 96, 128) for blocks in (1, 2))
     return [config for config in shapes if pw.refusal(asked(case, mode), config) is None]
 
 
@@ -178,6 +178,8 @@ POINT = fprop((3, 64, 10, 12), (136, 64, 1, 1))
         (POINT, "fp32 last", Pointwise(64, 3), "one or two blocks"), (POINT, "fp32", Pointwise(64, 1), "four neighbouring pixels"), (POINT, "fp32", Pointwise(64, 2, 4, 2), "swapped or split"),
         (POINT, "tf32 last", Pointwise(64, 2, 4, 1, True), "swapped or split"), (POINT, "fp32", Pointwise(64, 2, 5), "bytes of shared memory"), (POINT, "fp32", Pointwise(64, 2, 1), "bytes of shared"),
         (POINT, "fp32", Pointwise(64, 2, 4, 0), "at least one split"), (dgrad((2, 8, 4, 4), (8, 4, 1, 1), stride=2), "fp32", Pointwise(), "1x1 filters"),
+        (POINT, "tf32", Pointwise(RAW_FILTER=True), "split as they are loaded"), (dgrad((2, 8, 4, 4), (8, 4, 1, 1)), "fp32", Pointwise(RAW_FILTER=True), "split as they are loaded"),
+        (fprop((2, 6, 4, 4), (4, 6, 1, 1)), "fp32", Pointwise(RAW_FILTER=True), "split as they are loaded"),
     ],
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
@@ -291,6 +293,9 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
     steps = {}
     for mode in MODES:
         widest = Pointwise(128 if "tf32" in mode else 64, 2, 3)
+        raw = replace(widest, RAW_FILTER="tf32" not in mode)
+        for step in (step for stage in pw.schedule(asked(POINT, mode), raw, H200).whole for step in stage):
+            steps[step.source()] = step, f"{POINT} {raw}"
         for problem in (asked(POINT, mode), replace(asked(POINT, mode), has_scale=True, has_residual=True, activation="relu")):
             for program in (pw.schedule(problem, widest, H200), pw.schedule(problem, widest, H200, True)):
                 for step in (step for stage in program.whole for step in stage):

@@ -11,7 +11,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
@@ -95,6 +95,7 @@ DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu an
 #: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
 WGRAD_RUN = 128
 FEW = 1024  # results: below, the launch is all there is, and the smallest kernel wins
+MOST_MACS = 2e9  # of problems whose sums may be split: of larger ones matrix products are faster
 LAYOUTS = "NCHW", "CNHW"
 TENSOR_CORES = False
 
@@ -428,10 +429,20 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 # ---- the choice
 
 
-STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
+STAGED = 0.096  # microseconds in which each thread of a block brings a number of the filter to shared memory
 TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
-ALONE = 0.4  # of a full multiprocessor's time: what a single thread's walk takes
-CHUNK = 1.0  # microseconds in which a block turns from the channels whose filter it has there to the next ones
+ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
+TILE_START = 1.9  # microseconds of a launch of direct_tile.cu
+#: What 132 multiprocessors do in a microsecond: taps of pixels, numbers loaded; and microseconds of a block.
+TILE_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 0.87e6, 4.1e-4
+BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
+BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
+STRIDED = 0.37  # which takes the stride along w to the power of this as long
+DIRECT_MEMORY = 3e6  # bytes a microsecond
+DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
+DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
+DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
+CHUNK = 0.7  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
@@ -439,15 +450,19 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
 
     A thread of direct_batched.cu and direct_dgrad.cu waits for memory at every channel, so what counts are the channels that one walks
     and how many threads are there for each that fits, not the multiplications. So it is with pixels in direct_wgrad.cu. A tile costs its
-    multiplications, those of its overhang included, and its loads. Fitted to 200 timings of 50 random problems on an H200: most are
-    right within a factor of 1.5, small ones of many channels within 2 or 3.
+    multiplications, those of its overhang included, and its loads, and its block. Fitted to 119 times of float32 on an H200: half
+    of a tile's are within 7%, of the others most within a quarter. direct_wgrad.cu's are older, and too short for filters of 81 taps and
+    more.
     """
     if isinstance(config, Tile):
         _, p, q = problem.result_size
         planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
-        us = planes * (pixels * taps / 12e6 + _tile_loads(problem, config) / 0.5e6) * 132 / device.multiprocessors
-        return 3 + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
+        blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
+        multiplied = taps * (min(problem.stride[2], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
+        of_plane = pixels * multiplied / TILE_TAPS + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
+        us = planes * of_plane * 132 / device.multiprocessors
+        return TILE_START + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
     if isinstance(config, Single):
@@ -459,11 +474,12 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
     if isinstance(config, Batched):
-        block, start, channel = config.BLOCK_K, 3.5, 0.04 * taps
+        block, start = config.BLOCK_K, BATCHED_START
+        channel = (BATCHED_CHANNEL + BATCHED_TAP * taps) * problem.stride[2] ** STRIDED
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
         met = taps / math.prod(_every(problem.stride, problem.dilation))
-        block, start = config.BLOCK_C, 0.4
-        channel = max(0.6, 0.09 * met) if _unrolled_dgrad(problem) else max(0.1, (0.07 + 0.014 * block) * met)
+        block, start = config.BLOCK_C, DGRAD_ROUND
+        channel = max(DGRAD_WAIT, DGRAD_TAP * met) if _unrolled_dgrad(problem) else max(0.1, (DGRAD_ANY + DGRAD_SUM * block) * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
     split, _, run, size = _parts(problem, config.SPLIT, read, at_once)
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
@@ -472,35 +488,36 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     rounds = threads / ((512 if block == 8 else 768) * device.multiprocessors)  # a thread of 8 sums has more registers
     walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
-        us = 1 + start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
+        us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
-        us = 1 + max(1.0, rounds) * (start + walk)
+        us = DGRAD_START + max(1.0, rounds) * (start + walk)
+    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape))
+    us = max(us, moved / DIRECT_MEMORY)
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
-    """The first legal configuration by rules that were measured.
-
-    On a GPU it comes with what it should take where other engines' kernels may win.
-    """
-    for config in _by_rule(problem, device):
-        if refusal(problem, config) is None:
-            alone = problem.direction == "fprop" and problem.layout == "NCHW" and problem.K == problem.C
-            us = time(problem, config, device) if device.backend == "cuda" and not alone else None
-            return BY_RULE if us is None else us, config
-    for config in _for_little_work(problem, device):
-        if refusal(problem, config) is None:
-            if device.backend != "cuda":
-                return LAST_RESORT, config
-            return min(((time(problem, one, device) or 0.0, one) for one in _in_parts(problem, config)), key=lambda pair: pair[0])
-    return None
+    """On a GPU the configuration that should be the fastest; else the first legal one by rules that were measured."""
+    legal = [config for config in _by_rule(problem, device) if refusal(problem, config) is None]
+    if device.backend != "cuda":
+        little = next(_for_little_work(problem, device), None)
+        return (BY_RULE, legal[0]) if legal else (LAST_RESORT, little) if little else None
+    alone = problem.direction == "fprop" and problem.layout == "NCHW" and problem.K == problem.C == problem.groups
+    if alone and legal and problem.dtype != "float32":  # of whose depthwise layers depthwise_planes has a rule
+        return BY_RULE, legal[0]
+    if not (alone and legal):
+        legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
+    timed = [(time(problem, config, device), config) for config in legal]
+    if alone:  # direct_single.cu, which no model knows, is for what no tile can run
+        timed = [pair for pair in timed if pair[0] is not None] or timed
+    return min(((BY_RULE if us is None else us, config) for us, config in timed), key=lambda pair: pair[0], default=None)
 
 
 def _in_parts(problem: ConvProblem, config: Config) -> Iterator[Config]:
     """`config` with its sum over channels in so many parts, each of whole blocks of channels."""
     assert isinstance(config, Batched | Dgrad)
     read = problem.operand_channels // problem.groups
-    for split in DIRECT_SPLITS:
+    for split in DIRECT_SPLITS if problem.macs < MOST_MACS else (1,):
         if isinstance(config, Batched):
             yield replace(config, SPLIT=split, BLOCK_C=max(1, min(config.BLOCK_C, read // split)))
         else:
@@ -524,19 +541,18 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 
 def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
-    """Configurations for problems too small for tiles of a matrix product, from the best downwards."""
+    """Configurations for problems too small for tiles of a matrix product: on a GPU all of them, on OpenCL from the best downwards."""
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     blocks = BLOCKS[device.backend]
     for block in blocks:
-        # as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
-        threads = _pixels(problem) * problem.groups * ceil(written, block)
-        if block == blocks[-1] or (block <= written and threads >= 256 * device.multiprocessors):
-            for reduction in (16, 8, 4, 2, 1):
-                if reduction <= max(read, 1):
-                    if problem.direction == "fprop":
-                        yield Batched(BLOCK_K=block, BLOCK_C=reduction)
-                    else:
-                        yield Dgrad(BLOCK_C=block, BLOCK_K=reduction)
+        # on OpenCL as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
+        filled = device.backend == "cuda" or _pixels(problem) * problem.groups * ceil(written, block) >= 256 * device.multiprocessors
+        if block == blocks[-1] or (block <= written and filled):
+            tiles = (
+                Batched(BLOCK_K=block, BLOCK_C=reduction) if problem.direction == "fprop" else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
+                for reduction in (16, 8, 4, 2, 1) if reduction <= max(read, 1)
+            )  # fmt: skip
+            yield from islice((tile for tile in tiles if refusal(problem, tile) is None), 1)
 
 
 def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> float:

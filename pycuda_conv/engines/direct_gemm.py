@@ -223,12 +223,18 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
-#: TFLOP/s of the tiles with the machine full: fitted to 700 timings of 32 layers on an H200
-#: so that the model's choice is 2% slower than the best one in the geometric mean. Only their ratios matter.
+#: TFLOP/s of the tiles with the machine full. Fitted with the numbers below to 264 times of float32 on an H200: half of them are within 6%,
+#: gradients of many phases not within a factor of three.
 GEMM_RATES = {
-    Gemm(128, 128, 16, 8, 8, 2): 39.4, Gemm(128, 64, 16, 8, 8, 2): 38.5, Gemm(64, 128, 16, 8, 8, 3): 34.1, Gemm(64, 64, 16, 8, 4, 4): 29.9,
-    Gemm(32, 128, 16, 4, 8, 4): 29.9,
+    Gemm(128, 128, 16, 8, 8, 2): 38.1, Gemm(128, 64, 16, 8, 8, 2): 35.6, Gemm(64, 128, 16, 8, 8, 3): 31.4, Gemm(64, 64, 16, 8, 4, 4): 37.5,
+    Gemm(32, 128, 16, 4, 8, 4): 25.8,
 }
+STEPS = 1.1  # of the loop, that a block takes to start and to store
+FILLED = 0.52  # a multiprocessor with n of the m blocks that fit runs at (n/m) to the power of this, of its full rate
+PHASED, LAST = 0.85, 0.5  # times as long blocks of phases take; what the last of them take alone, of a multiprocessor full of the longest
+SECTOR, SCATTERED = 32, 0.92e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
+PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
+BEGIN, JOIN_TIME = 2.2, 1.7  # microseconds of a launch, and of one that adds the parts of a split sum
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(32, 64, 8, 4, 4, 2): 10.6}
 
@@ -260,8 +266,8 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
 
     It runs in rounds of blocks, of which the last may leave multiprocessors half empty.
 
-    A block costs its multiplications and 3 more steps of the loop for its start and its stores. A multiprocessor with
-    n of the m blocks that fit runs at (n/m)^0.15 of its full rate. Phases of dgrad run side by side, the longest
+    A block costs its multiplications and STEPS more of the loop for its start and its stores. A multiprocessor with
+    n of the m blocks that fit runs at (n/m)^FILLED of its full rate. Phases of dgrad run side by side, the longest
     first, and what is left over at the end is most of one long block. A split sum is written and read once more, twice
     the bytes where a phase writes every other pixel.
     """
@@ -275,19 +281,21 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     reduction = problem.operand_channels // problem.groups
     blocks = _grids(problem, config)
     lengths = [
-        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + 3) / rate for phase in phases(problem)
+        step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + STEPS) / rate for phase in phases(problem)
     ]
     if len(blocks) == 1:
         rounds, rest = divmod(blocks[0], multiprocessors * fit)
         last = ceil(rest, multiprocessors)
-        us = lengths[0] * (rounds * fit + (last / (last / fit) ** 0.15 if last else 0))
+        us = lengths[0] * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
     else:
         work = sum(count * length for count, length in zip(blocks, lengths, strict=True))
-        us = work / multiprocessors + 0.8 * fit * max(lengths)
+        us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * len(blocks))
+        apart = min(phases(problem)[0].step[2], SECTOR // problem.itemsize)  # of a row of the result, of which a phase writes a part
+        us += problem.itemsize * math.prod(problem.result_shape) * apart / SCATTERED * 132 / multiprocessors
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
-        us += 2 + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
-    return us + 3
+        us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
+    return us + BEGIN
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:

@@ -760,8 +760,11 @@ def packed_key(problem: ConvProblem, windows: bool = False) -> Hashable:
 
 
 FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
-JOIN_TIME, JOIN_RATE = 1.0, 80e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
-FEW, FEW_TIME = 32, 0.008  # pixels of a block that packs few, and the microseconds that it adds to such a launch
+#: By the bytes of an element: bytes a microsecond that launches beside the product move, microseconds of each, and those that a block
+#: which packs FEW pixels adds to one.
+BESIDE = {8: (3.9e6, 0.9, 0.018), 4: (3.9e6, 0.9, 0.018), 2: (3.5e6, 1.5, 0.008)}
+FEW = 32
+JOIN_TIME, JOIN_RATE = 1.9, 9.4e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 
 
 @lru_cache(maxsize=64)  # the planner asks for them once a configuration
@@ -792,8 +795,8 @@ def overhead(
     elif split > 1:
         moved += math.prod(problem.result_shape) * (8 * split + problem.itemsize)
         adding = 2.0
-    few = 0.0
+    few, (rate, launch_time, few_time) = 0.0, BESIDE[problem.itemsize]
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
-        few = FEW_TIME * _filter_blocks(problem, packed)
+        few = few_time * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    return adding + max(moved / 3.5e6, few) + 1.5 * launches
+    return adding + max(moved / rate, few) + launch_time * launches

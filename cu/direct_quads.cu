@@ -1,0 +1,196 @@
+// direct_quads.cu: convolutions of few channels, float32, on plain cores: a thread keeps quads, which are four neighbouring pixels of a row, of eight channels.
+//
+//   y[n,k,o,p,q] = sum over c,t,r,s of x[n, g*cg + c, o*stride_d + low_d + t*dil_d, p*stride_h + low_h + r*dil_h, q*STRIDE + low_w + s] * w[k,c,t,r,s],
+//                  g = k / kg
+//
+// direct_batched.cu loads a number of x for eight multiplications. Here the pixels of a quad share what they meet: of a row of taps a thread
+// loads a run of neighbours once, by vectors, and keeps it in registers while the taps pass. Two quads share the filter's numbers too. Nothing
+// is packed and nothing is split, so a launch is all there is.
+//
+// Sizes    They are arguments; S and STRIDE, along w, are defined. With LAYER, the layer's epilogue is constant.
+// Mapping  block -> a tile of y, `rows` x `quads` quads of a slice of an image, times 8 channels a channel warp, all of one group;
+//          GID_0 = (((image * o + slice) * tiles down + tile down) * tiles across + tile across) * k_tiles + k tile.
+//          warp -> 8 channels, and 32 * QUADS quads; the lanes are neighbouring quads.
+// Memory   shared, by turns two buffers of some planes (a channel's slices of x that the tile meets): the filter's numbers,
+//          [plane][r][s][channel]; the patch of x, [plane][row][phase][quad][4], where columns that are STRIDE apart are neighbours: so a
+//          quad's vectors are too. While one buffer is multiplied the copies into the other one are on their way.
+//
+// By hand: nvcc -cubin -arch=sm_90 cu/direct_quads.cu
+#ifndef S
+#define S 7
+#define STRIDE 2
+#define QUADS 2  // of a thread
+#endif
+#define MOMENTS 0
+#include "finish.cuh"
+
+constexpr int THREADS = 128, CHANNELS = 8;     // channels: of a thread
+constexpr int PHASES = S < STRIDE ? S : STRIDE;  // columns modulo STRIDE that a tap meets
+constexpr int PAD = 4;                           // numbers behind the channels of a tap, so that copies meet every bank once
+
+// by_n is the divisor n, prepared (division.cuh).
+struct DirectQuadsArguments {
+  long long k_tiles, by_k_tiles, tiles_w, by_tiles_w, tiles_h, by_tiles_h, out_d, by_out_d;  // blocks along the grid's axes
+  long long groups, group_tiles, by_group_tiles, cg, kg;   // k tiles of a group; channels of x and y of a group
+  long long rows, quads, by_quads;                         // of a tile
+  long long channel_shift;                                 // two to the power of it: warps of a block with channels of their own
+  long long planes, at_once;                               // channels of x times slices of the filter: all, and of a buffer
+  long long slices, by_slices, taps_r, taps, by_taps;      // of the filter: slices, rows of one, taps of one
+  long long w_group, w_k, w_c, tap_first, tap_step;        // elements of the filter from one to the next; the first tap, and from one to the next
+  long long patch, patch_columns, by_patch_columns;        // numbers of a plane's patch, and of a row of it, as they are loaded
+  long long phase, pitch, room;                            // numbers of shared memory: of a phase, of a row, of a plane
+  long long filter, buffer;                                // numbers of shared memory: of the filter's planes, of a buffer
+  long long depth, height, width, p, q;                    // of x, of y
+  long long stride_d, stride_h, low_d, low_h, low_w, dilation_d, dilation_h;
+  long long wide;                                          // whether rows of y begin at multiples of four elements
+  long long has_bias, has_scale, has_residual, activation, slope;
+};
+
+DEVICE void copy(uint32_t to, const float* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+}
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+
+// Where a block's tile is.
+struct Place {
+  int image, slice, p, q, group, k;  // k: of the group, the block's first channel
+  DEVICE Place(const DirectQuadsArguments& arg) {
+    const Divided of_k(blockIdx.x, arg.k_tiles, arg.by_k_tiles), of_w(of_k.quotient, arg.tiles_w, arg.by_tiles_w);
+    const Divided of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
+    const Divided of_group(of_k.rest, arg.group_tiles, arg.by_group_tiles);
+    image = of_d.quotient, slice = of_d.rest, p = of_h.rest * (int)arg.rows, q = of_w.rest * (int)arg.quads * 4;
+    group = of_group.quotient, k = of_group.rest << (int)arg.channel_shift + 3;
+  }
+};
+
+// The copies of `count` planes from the first on, for a buffer.
+DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const float* x, const float* w, uint32_t buffer, int first, int count) {
+  // the filter: lanes are 8 neighbouring taps of 4 channels
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, taps = (int)arg.taps, channels = CHANNELS << (int)arg.channel_shift;
+  for (int tap = warp * 8 + lane % 8; tap < count * taps; tap += THREADS / 4) {
+    const Divided of_plane(tap, arg.taps, arg.by_taps), of_channel(first + of_plane.quotient, arg.slices, arg.by_slices);
+    const int number = (int)arg.tap_first + (of_channel.rest * taps + of_plane.rest) * (int)arg.tap_step;
+    const float* const of_tap = w + tile.group * (int)arg.w_group + tile.k * (int)arg.w_k + of_channel.quotient * (int)arg.w_c + number;
+    for (int channel = lane / 8; channel < channels; channel += 4) {
+      const bool there = tile.k + channel < (int)arg.kg;
+      copy(buffer + 4 * (tap * (channels + PAD) + channel), there ? of_tap + channel * (int)arg.w_k : w, there);
+    }
+  }
+  // the patch: every thread's places are the same in each plane
+  const int d0 = tile.slice * (int)arg.stride_d + (int)arg.low_d, h0 = tile.p * (int)arg.stride_h + (int)arg.low_h, w0 = tile.q * STRIDE + (int)arg.low_w;
+  const int plane = (int)arg.height * (int)arg.width;
+  for (int i = threadIdx.x; i < (int)arg.patch; i += THREADS) {
+    const Divided of_row(i, arg.patch_columns, arg.by_patch_columns);
+    const int h = h0 + of_row.quotient, column = w0 + of_row.rest, phase = of_row.rest % STRIDE;
+    if (phase >= PHASES) continue;
+    const bool inside = (unsigned)h < (unsigned)arg.height && (unsigned)column < (unsigned)arg.width;
+    const int from = h * (int)arg.width + column;
+    uint32_t to = buffer + 4 * ((int)arg.filter + of_row.quotient * (int)arg.pitch + phase * (int)arg.phase + of_row.rest / STRIDE);
+    for (int j = 0; j < count; ++j) {
+      const Divided of_channel(first + j, arg.slices, arg.by_slices);
+      const int d = d0 + of_channel.rest * (int)arg.dilation_d;
+      const bool there = inside && (unsigned)d < (unsigned)arg.depth;
+      const int c = (tile.image * (int)arg.groups + tile.group) * (int)arg.cg + of_channel.quotient;
+      copy(to, there ? x + (c * (int)arg.depth + d) * plane + from : x, there);
+      to += 4 * (int)arg.room;
+    }
+  }
+  commit_copies();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
+    direct_quads(const float* __restrict__ x, const float* __restrict__ w, const float* __restrict__ bias, const float* __restrict__ scale,
+                 const float* residual, float* __restrict__ y, const __grid_constant__ DirectQuadsArguments arg) {
+  AFTER_LAST_LAUNCH
+  extern __shared__ __align__(16) float dynamic[];
+  const Place tile(arg);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, shift = (int)arg.channel_shift, mine = (warp & (1 << shift) - 1) * CHANNELS;
+  const int pitch_w = (CHANNELS << shift) + PAD, tap_rows = (int)arg.taps_r;
+
+  // this thread's quads: which of the tile, and where their first vector is in a plane's patch
+  int row[QUADS], quad[QUADS], at[QUADS];
+  bool used[QUADS];
+#pragma unroll
+  for (int i = 0; i < QUADS; ++i) {
+    const int number = ((i << 2 - shift) + (warp >> shift)) * 32 + lane;
+    used[i] = number < (int)(arg.rows * arg.quads);
+    const Divided of_row(used[i] ? number : 0, arg.quads, arg.by_quads);
+    row[i] = of_row.quotient, quad[i] = of_row.rest;
+    at[i] = row[i] * (int)(arg.stride_h * arg.pitch) + 4 * quad[i];
+  }
+
+  float sum[CHANNELS][QUADS][4] = {};
+  const int planes = (int)arg.planes, at_once = (int)arg.at_once;
+  start(arg, tile, x, w, shared_address(dynamic), 0, min(at_once, planes));
+  for (int first = 0, parity = 0; first < planes; first += at_once, parity ^= 1) {
+    wait_for_copies();
+    __syncthreads();  // everybody's copies have arrived, and everybody has read the other buffer
+    const int next = first + at_once;
+    if (next < planes) start(arg, tile, x, w, shared_address(dynamic + (parity ^ 1) * (int)arg.buffer), next, min(at_once, planes - next));
+    const float* of_w = dynamic + parity * (int)arg.buffer + mine;
+    const float* of_x = dynamic + parity * (int)arg.buffer + (int)arg.filter;
+    for (int plane = 0; plane < min(at_once, planes - first); ++plane) {
+      const float* x_row = of_x;
+      for (int r = 0; r < tap_rows; ++r) {
+        for_all<PHASES>([&](auto number) {
+          constexpr int phase = decltype(number)::value, TAPS = (S - phase + STRIDE - 1) / STRIDE, VECTORS = 1 + (TAPS + 2) / 4;
+          float v[QUADS][4 * VECTORS];
+#pragma unroll
+          for (int i = 0; i < QUADS; ++i)
+#pragma unroll
+            for (int j = 0; j < VECTORS; ++j) *(float4*)(v[i] + 4 * j) = *(const float4*)(x_row + at[i] + phase * (int)arg.phase + 4 * j);
+#pragma unroll
+          for (int tap = 0; tap < TAPS; ++tap) {
+            float weights[CHANNELS];
+#pragma unroll
+            for (int j = 0; j < CHANNELS; j += 4) *(float4*)(weights + j) = *(const float4*)(of_w + (phase + tap * STRIDE) * pitch_w + j);
+#pragma unroll
+            for (int k = 0; k < CHANNELS; ++k)
+#pragma unroll
+              for (int i = 0; i < QUADS; ++i)
+#pragma unroll
+                for (int e = 0; e < 4; ++e) sum[k][i][e] = fmaf(v[i][tap + e], weights[k], sum[k][i][e]);
+          }
+        });
+        of_w += S * pitch_w;
+        x_row += (int)(arg.dilation_h * arg.pitch);
+      }
+      of_x += (int)arg.room;
+    }
+  }
+
+  // y
+  const int plane = (int)arg.p * (int)arg.q, groups = (int)arg.groups;
+#pragma unroll
+  for (int k = 0; k < CHANNELS; ++k) {
+    const int of_group = tile.k + mine + k;
+    if (of_group >= (int)arg.kg) break;
+    const int channel = tile.group * (int)arg.kg + of_group;
+    Finish<false> finish;
+    finish.of = ScaleAndBias(arg, scale, bias, channel);
+#pragma unroll
+    for (int i = 0; i < QUADS; ++i) {
+      const int p = tile.p + row[i], q = tile.q + 4 * quad[i], left = (int)arg.q - q;
+      if (!used[i] || p >= (int)arg.p || left <= 0) continue;
+      const int to = (((tile.image * groups * (int)arg.kg + channel) * (int)arg.out_d + tile.slice) * plane) + p * (int)arg.q + q;
+      float4 added = make_float4(-0.f, -0.f, -0.f, -0.f);
+      if (has_residual(arg)) {
+        if (arg.wide) added = *(const float4*)(residual + to);
+        else
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (e < left) ((float*)&added)[e] = residual[to + e];
+      }
+      float v[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) v[e] = finish.whole(arg, sum[k][i][e], 1, ((float*)&added)[e]);
+      activate(arg, v);
+      if (arg.wide) store_word(y + to, *(const uint4*)v);
+      else
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (e < left) y[to + e] = v[e];
+    }
+  }
+}

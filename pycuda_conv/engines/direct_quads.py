@@ -1,0 +1,298 @@
+"""Convolutions of few channels in NCHW, float32, on plain cores: ``cu/direct_quads.cu``.
+
+A thread keeps quads of neighbouring pixels in its registers, of eight channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_strides
+from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import fastest
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Quads", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
+]  # fmt: skip
+
+WARPS, LANES = 4, 32  # of a block, of a warp
+CHANNELS, PAD = 8, 4  # of a thread; numbers behind a tap's channels in shared memory
+#: The strides along w that have a text, by the taps along w.
+STRIDES = {
+    1: (1,), 2: (1, 2), 3: (1, 2), 4: (1, 2, 4), 5: (1, 2), 7: (1, 2, 4), 8: (1, 2, 4, 8), 10: (1, 5), 11: (1, 2, 4), 14: (2,),
+    16: (1, 2, 4, 8),
+}  # fmt: skip
+MOST_BUFFER = 24 * 1024  # bytes, with more than one plane
+MOST_CHANNELS = 64  # of problems that it is for
+
+
+@dataclass(frozen=True)
+class Quads(Config):
+    """Quads of pixels of a thread of ``direct_quads.cu``, and warps of a block that have channels of their own."""
+
+    QUADS: int = 2
+    CHANNEL_WARPS: int = 4
+
+
+CONFIGS = (Quads,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = False
+
+
+class DirectQuadsArguments(NamedTuple):
+    """The struct of ``direct_quads.cu``, which says what its members are."""
+
+    k_tiles: int
+    by_k_tiles: int
+    tiles_w: int
+    by_tiles_w: int
+    tiles_h: int
+    by_tiles_h: int
+    out_d: int
+    by_out_d: int
+    groups: int
+    group_tiles: int
+    by_group_tiles: int
+    cg: int
+    kg: int
+    rows: int
+    quads: int
+    by_quads: int
+    channel_shift: int
+    planes: int
+    at_once: int
+    slices: int
+    by_slices: int
+    taps_r: int
+    taps: int
+    by_taps: int
+    w_group: int
+    w_k: int
+    w_c: int
+    tap_first: int
+    tap_step: int
+    patch: int
+    patch_columns: int
+    by_patch_columns: int
+    phase: int
+    pitch: int
+    room: int
+    filter: int
+    buffer: int
+    depth: int
+    height: int
+    width: int
+    p: int
+    q: int
+    stride_d: int
+    stride_h: int
+    low_d: int
+    low_h: int
+    low_w: int
+    dilation_d: int
+    dilation_h: int
+    wide: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the engine can't run `problem` whatever the tile, or None if it can."""
+    if problem.layout != "NCHW" or problem.direction not in ("fprop", "dgrad") or problem.dtype != "float32":
+        return "it takes float32 arrays in NCHW"
+    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+        return "there is nothing to compute"
+    if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
+        return "it computes gradients of convolutions without stride"
+    if problem.stride[2] not in STRIDES.get(problem.filter_size[2], ()) or problem.dilation[2] != 1:
+        return "it takes the taps and strides along w that have a text, without dilation"
+    if problem.largest_array >= 2**31:
+        return "it counts elements in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Quads) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if config.QUADS not in (1, 2) or config.CHANNEL_WARPS not in (1, 2, 4):
+        return "a thread has one or two quads, and 1, 2 or 4 warps of a block have channels of their own"
+    tile = _tile(problem, config)
+    if tile.shared > SHARED_BYTES:
+        return f"the filter and a patch of the input take {tile.shared:,} bytes of shared memory; a block has {SHARED_BYTES:,}"
+    if tile.blocks > GRID_LIMIT:
+        return f"it has more than {GRID_LIMIT:,} blocks"
+    return None
+
+
+class _Tile(NamedTuple):
+    """The tile of a configuration."""
+
+    rows: int
+    quads: int
+    tiles_w: int
+    tiles_h: int
+    group_tiles: int
+    blocks: int
+    at_once: int  # planes of a buffer
+    planes: int
+    patch_rows: int
+    patch_columns: int
+    phase: int  # numbers of shared memory: of a phase, of a row, of the filter's planes, of a buffer
+    pitch: int
+    filter: int
+    buffer: int
+    shared: int  # bytes
+
+
+@lru_cache(maxsize=1024)  # the planner asks for it several times
+def _tile(problem: ConvProblem, config: Quads) -> _Tile:
+    """Of the tiles that a block has quads for the one that leaves the fewest idle, and among equals loads the least."""
+    (t, r, s), (o, p, q), groups = problem.filter_size, problem.result_size, problem.groups
+    stride_h, stride_w, dilation_h = problem.stride[1], problem.stride[2], problem.dilation[1]
+    most = config.QUADS * WARPS * LANES // config.CHANNEL_WARPS
+    across, channels = ceil(q, 4), CHANNELS * config.CHANNEL_WARPS
+    group_tiles, planes = ceil(problem.result_channels // groups, channels), problem.operand_channels // groups * t
+
+    def of(tiles_w: int) -> _Tile:
+        quads = ceil(across, tiles_w)
+        rows = min(most // quads, p)
+        tiles_h = ceil(p, rows)
+        rows = ceil(p, tiles_h)
+        patch_rows, patch_columns = (rows - 1) * stride_h + (r - 1) * dilation_h + 1, (4 * quads - 1) * stride_w + s
+        phase = 4 * (quads + ceil(ceil(s, stride_w) - 1, 4))  # a quad's last vector may lie behind the row's end
+        pitch = min(s, stride_w) * phase
+        of_plane = r * s * (channels + PAD), patch_rows * pitch
+        at_once = max(1, min(planes, MOST_BUFFER // (4 * sum(of_plane))))
+        buffers = 1 if at_once == planes else 2
+        buffer = at_once * sum(of_plane)
+        blocks = problem.N * o * tiles_h * tiles_w * group_tiles * groups
+        return _Tile(
+            rows, quads, tiles_w, tiles_h, group_tiles, blocks, at_once, planes, patch_rows, patch_columns, phase, pitch,
+            at_once * of_plane[0], buffer, 4 * buffers * buffer,
+        )  # fmt: skip
+
+    def cost(tile: _Tile) -> int:
+        return tile.tiles_w * tile.tiles_h * (most * 4 * r * s * CHANNELS + LOADED * tile.patch_rows * tile.patch_columns)
+
+    fewest = ceil(across, most)
+    return min(map(of, range(fewest, min(across, fewest + MORE) + 1)), key=cost)
+
+
+#: What a number of the patch costs, in multiplications of a thread: of tiles of a block the cheapest is taken. So many more of them along w
+#: than are needed are tried.
+LOADED, MORE = 6, 15
+
+
+# ---- launches
+
+
+def schedule(problem: ConvProblem, config: Quads, device: Device, noted: bool = False) -> Schedule:
+    """The launch of `config`, which can run `problem`; it notes no moments."""
+    tile, forward = _tile(problem, config), problem.direction == "fprop"
+    (t, r, s), (depth, height, width), (o, p, q) = problem.filter_size, problem.operand_size, problem.result_size
+    reach = [(n - 1) * d for n, d in zip(problem.filter_size, problem.dilation, strict=True)]
+    # the gradient is a convolution with the taps in reverse
+    low = [-pad if forward else pad - far for pad, far in zip(problem.padding_before, reach, strict=True)]
+    w_group, w_k, w_c = filter_strides(problem)
+    taps = t * r * s
+    told = arguments(
+        DirectQuadsArguments, k_tiles=tile.group_tiles * problem.groups, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
+        groups=problem.groups, group_tiles=tile.group_tiles, cg=problem.operand_channels // problem.groups,
+        kg=problem.result_channels // problem.groups, rows=tile.rows, quads=tile.quads, channel_shift=config.CHANNEL_WARPS.bit_length() - 1,
+        planes=tile.planes, at_once=tile.at_once, slices=t, taps_r=r, taps=r * s, w_group=w_group, w_k=w_k, w_c=w_c,
+        tap_first=0 if forward else taps - 1, tap_step=1 if forward else -1, patch=tile.patch_rows * tile.patch_columns,
+        patch_columns=tile.patch_columns, phase=tile.phase, pitch=tile.pitch, room=tile.patch_rows * tile.pitch, filter=tile.filter,
+        buffer=tile.buffer, depth=depth, height=height, width=width, p=p, q=q, stride_d=problem.stride[0], stride_h=problem.stride[1],
+        **by_axis("low_", low), dilation_d=problem.dilation[0], dilation_h=problem.dilation[1], wide=int(q % 4 == 0), **finish(problem),
+    )  # fmt: skip
+    defines = {"S": s, "STRIDE": problem.stride[2], "QUADS": config.QUADS}
+    buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
+    launch = KernelLaunch(
+        "direct_quads", defines, tile.blocks, WARPS * LANES, buffers, (), shared=tile.shared, arguments=told, layer=finish_constants(told)
+    )
+    return Schedule.plain([[launch]])
+
+
+def filter_key(problem: ConvProblem, config: Quads) -> None:
+    """None: the kernel reads the filter as it is."""
+
+
+def sum_order(problem: ConvProblem, config: Quads) -> Hashable:
+    """All tiles add up planes, rows of taps, phases and taps in their order."""
+    return Quads
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for the taps and the stride along w, and a thread's quads."""
+    for taps, strides in STRIDES.items():
+        yield TextFamily("direct_quads", {"S": (taps,), "STRIDE": strides, "QUADS": (1, 2)})
+
+
+# ---- the choice
+
+# Fitted to 223 times on an H200: root mean square of the error 13%.
+CLOCK = 1700.0  # cycles a microsecond
+BEGIN = 1.0  # microseconds of a launch with its first loads
+MEMORY = 3.8e6  # bytes a microsecond
+WAIT = 2.3  # microseconds that a block waits for a buffer
+LOAD_CYCLES = 80.0  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
+COPY_CYCLES = 27.0
+STORE_CYCLES = 30.0  # of a multiprocessor, for a block's quads of a channel
+FILLED = 0.25  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
+BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Quads]:
+    """The configurations worth comparing for `problem`: none for many channels."""
+    if problem.operand_channels // problem.groups > MOST_CHANNELS or why_not(problem):
+        return
+    written = problem.result_channels // problem.groups
+    for warps in (1, 2, 4):
+        if warps == 1 or CHANNELS * (warps // 2) < written:
+            for quads in (1, 2):
+                config = Quads(quads, warps)
+                if refusal(problem, config) is None:
+                    yield config
+
+
+def time(problem: ConvProblem, config: Quads, device: Device) -> float:
+    """Microseconds that `config` should take: the multiplications of the fullest multiprocessor, or its blocks' waits, or memory."""
+    tile, (_, r, s), stride = _tile(problem, config), problem.filter_size, problem.stride[2]
+    vectors = sum(1 + (ceil(s - phase, stride) + 2) // 4 for phase in range(min(s, stride)))
+    multiplying = config.QUADS * 4 * CHANNELS * s  # cycles of a row of taps: of the plain cores, of shared memory
+    reading = 4 * WARPS * (config.QUADS * vectors + CHANNELS // 4 * s)
+    products = tile.planes * r * max(multiplying, reading) * BUSY
+    patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
+    buffers = ceil(tile.planes, tile.at_once)
+    loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
+    each = products + loading + config.QUADS * CHANNELS * STORE_CYCLES
+    resident = min(5 if config.QUADS == 1 else 4, 224 * 1024 // (tile.shared + 1024))
+    together = ceil(tile.blocks, device.multiprocessors)
+    alone = each * min(together, resident) ** FILLED / CLOCK + buffers * WAIT
+    us = max(together * each / CLOCK, ceil(together, resident) * alone)
+    read, written = math.prod(problem.operand_size) * problem.operand_channels, math.prod(problem.result_size) * problem.result_channels
+    moved = 4 * problem.N * (read + written * (2 if problem.has_residual else 1))
+    return BEGIN + max(us, moved / MEMORY)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Quads] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))
