@@ -431,6 +431,7 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 STAGED = 0.068  # microseconds in which each thread of a block brings a number of the filter to shared memory
 TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
 ALONE = 0.4  # of a full multiprocessor's time: what a single thread's walk takes
+OF_GROUPS = 2.0  # times as long as the model says take the threads of groups that fill the machine: on four layers 2.0 to 2.4
 CHUNK = 1.0  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
@@ -472,7 +473,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     rounds = threads / ((512 if block == 8 else 768) * device.multiprocessors)  # a thread of 8 sums has more registers
     walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
-        us = 1 + start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
+        crowded = OF_GROUPS * rounds if problem.groups > 1 else rounds
+        us = 1 + start + (crowded if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
         us = 1 + max(1.0, rounds) * (start + walk)
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
