@@ -54,9 +54,9 @@ PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multi
 CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
-#: The tiles and clusters for NCHW arrays.
-PLANES_TILES = {64: (64, 192), 128: (64, 128, 192), 256: (192,)}
-PLANES_CLUSTERS = (1, 4)
+#: The tiles and clusters for NCHW arrays: clusters took 3 us longer than as many parts, and other tiles won nothing.
+PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
+PLANES_CLUSTERS = (1,)
 FOLD_THREADS = 256  # of a block that folds
 
 
@@ -544,7 +544,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
                 blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
                 filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
-                for split in sorted({max(split, least) for split in ((1, ceil(filling, 2), filling) if filling else (1, 2, 3, 4))}):
+                tried = (1, ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
+                if _planes(problem):  # without clusters
+                    tried = (*tried, min(filling, stages // LEAST_STAGES))
+                for split in sorted({max(split, least) for split in tried}):
                     if split * cluster > least and stages < LEAST_STAGES * split * cluster:
                         continue
                     one = replace(config, SPLIT=split)

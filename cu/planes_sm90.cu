@@ -1,0 +1,213 @@
+// planes_sm90.cu: 1x1 convolutions of 16-bit NCHW arrays as they lie, without stride, on Hopper's tensor cores, and the gradients of their inputs.
+//
+//   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel], and finish.cuh
+//   gemm m: output channel | gemm n: pixel of an image | gemm k: input channel, in stages of 64
+//
+// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image, those of the same pixels side by side. A consumer warpgroup has 64 channels,
+//          of all pixels of the tile or, where BLOCK_M is 64 and there are several blocks of 64 pixels, of half of them. Behind the consumers a warp,
+//          one thread of which, the producer, asks for x and w. Persistent: loads go on while a tile is stored. Two blocks of
+//          the small tiles share a multiprocessor.
+// Shared   a ring of STAGES stages: BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. full[stage]: the
+//          bytes have arrived; empty[stage]: the consumer warps have read them. Behind the ring the consumers' results of two tiles, in blocks of
+//          64 channels x 64 pixels, which TMA stores: one is read from while the other is filled.
+// x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels that an image does not have are not loaded.
+// w        K-major, 64 input channels of each output channel, as a forward filter lies; W_MN_MAJOR, the gradient's: 64 output channels of each
+//          input channel.
+// Ends     what lies past the last pixel or channel arrives as zeros, and is not stored.
+//
+// By hand: nvcc -cubin -arch=sm_90a cu/planes_sm90.cu
+#ifndef BLOCK_M
+#define BLOCK_M 128
+#define BLOCK_N 192
+#define WGMMA_N 192  // pixels of a consumer
+#define STAGES 4
+#define TYPE 17       // of the arrays: 16 half, 17 bfloat16
+#define W_MN_MAJOR 0  // output channels of w are neighbours
+#endif
+#if TYPE == 17
+#define WGMMA_TYPE "bf16"
+#else
+#define WGMMA_TYPE "f16"
+#endif
+#if W_MN_MAJOR
+#define WGMMA_MN_MAJOR_A "1"
+#else
+#define WGMMA_MN_MAJOR_A "0"
+#endif
+#define WGMMA_MN_MAJOR_B "1"
+#include "finish.cuh"
+#include "wgmma.cuh"
+
+typedef element<TYPE> data_t;
+
+constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; steps of the tensor core in a stage
+constexpr int CONSUMERS = BLOCK_M / 64 * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + 32;
+constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, OWN_BLOCKS = WGMMA_N / 64, STAGE_BYTES = (X_BLOCKS + W_BLOCKS) * BLOCK;
+static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, "whole blocks");
+static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
+
+// by_n is the divisor n, prepared (division.cuh).
+struct PlanesProduct {
+  long long tiles, tiles_m, by_tiles_m, tiles_n, by_tiles_n;      // all; along the channels, and the pixels of an image
+  long long steps, rows, plane;                                   // stages of a sum; output channels; pixels of an image
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
+};
+
+struct Tile {
+  int image, pixel, channel;
+  DEVICE Tile(const PlanesProduct& arg, int tile) {
+    const Divided down(tile, arg.tiles_m, arg.by_tiles_m), across(down.quotient, arg.tiles_n, arg.by_tiles_n);
+    channel = down.rest * BLOCK_M;
+    pixel = across.rest * BLOCK_N;
+    image = across.quotient;
+  }
+};
+
+typedef RingPosition<STAGES> Position;
+
+struct Ring {
+  uint32_t stages, full, empty;
+};
+
+DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const PlanesProduct& arg, const Ring& ring) {
+  Position at;
+  for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
+    const Tile of(arg, tile);
+    const int x_blocks = min(((int)arg.plane - of.pixel + 63) / 64, X_BLOCKS), w_blocks = min(((int)arg.rows - of.channel + 63) / 64, W_BLOCKS);
+    for (int step = 0; step < (int)arg.steps; ++step) {
+      const uint32_t x = ring.stages + at.stage * STAGE_BYTES, w = x + X_BLOCKS * BLOCK, arrived = ring.full + 8 * at.stage;
+      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+      barrier_expect(arrived, (x_blocks + w_blocks) * BLOCK);
+#pragma unroll
+      for (int i = 0; i < X_BLOCKS; ++i)
+        if (i < x_blocks) load_box(x + i * BLOCK, map_x, arrived, of.pixel + 64 * i, 64 * step, of.image);
+#pragma unroll
+      for (int i = 0; i < W_BLOCKS; ++i) {
+        const int channel = of.channel + 64 * i;
+        if (i < w_blocks) load_box(w + i * BLOCK, map_w, arrived, W_MN_MAJOR ? channel : 64 * step, W_MN_MAJOR ? 64 * step : channel, 0);
+      }
+      at.next();
+    }
+  }
+}
+
+#if TYPE == 16
+DEVICE uint32_t word_of(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *(const uint32_t*)&both;
+}
+#else
+DEVICE uint32_t word_of(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *(const uint32_t*)&both;
+}
+#endif
+
+// A consumer's sums, of 64 channels from `channel` and its pixels from `pixel` on, finished and left in shared memory. Lanes of a warp meet all
+// banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: nothing finishes them.
+template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2], const PlanesProduct& arg, int image, int channel, int pixel, uint8_t* results,
+                          const data_t* scale, const data_t* bias, const data_t* residual) {
+  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int own = row + 8 * half, k = min(channel + own, (int)arg.rows - 1);
+    Finish<false> finish;
+    if (!plain) finish.of = ScaleAndBias(arg, scale, bias, k);
+    const data_t* const added = residual + (image * arg.rows + k) * arg.plane;
+#pragma unroll
+    for (int i = 0; i < WGMMA_N / 8; i += 2) {
+      float v[4];
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        const int at = pixel + 8 * (i + e / 2) + column;
+        uint32_t pair = 0;
+        if (!plain && has_residual(arg) && at < (int)arg.plane) pair = *(const uint32_t*)(added + at);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float one = sum[4 * (i + e / 2) + 2 * half + j];
+          if (plain) v[e + j] = one;
+          else v[e + j] = has_residual(arg) ? finish.whole(arg, one, 1, to_float(((const data_t*)&pair)[j])) : finish.shifted(arg, one, 1);
+        }
+      }
+      if (!plain) activate(arg, v);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int eight = (i + e) % 8, block = (i + e) / 8;
+        *(uint32_t*)(results + block * BLOCK + own * 128 + (eight ^ own % 8) * 16 + column * 2) = word_of(v[2 * e], v[2 * e + 1]);
+      }
+    }
+  }
+}
+
+DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMap* map_y, uint8_t* results, const data_t* scale, const data_t* bias,
+                    const data_t* residual) {
+  const int consumer = threadIdx.x / 128, down = BLOCK_M == 64 ? 0 : consumer, across = BLOCK_M == 64 ? consumer : 0;
+  const bool stores = threadIdx.x % 128 == 0;
+  const bool plain = !has_scale(arg) && !has_bias(arg) && !has_residual(arg) && !activation(arg);
+  results += consumer * 2 * OWN_BLOCKS * BLOCK;
+  Position at;
+  int turn = 0;
+  float sum[WGMMA_N / 2];
+  for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
+    const Tile of(arg, tile);
+    for (int step = 0; step < (int)arg.steps; ++step) {
+      const uint32_t stage = ring.stages + at.stage * STAGE_BYTES, w = stage + (X_BLOCKS + down) * BLOCK;
+      barrier_wait(ring.full + 8 * at.stage, at.parity);
+      const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w);
+      const uint64_t b = wgmma_mn_major_descriptor(stage + across * OWN_BLOCKS * BLOCK);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (W_MN_MAJOR ? BLOCK / STEPS : 32) / 16 * k, b + BLOCK / STEPS / 16 * k, step > 0 || k > 0);
+      wgmma_commit();
+      wgmma_wait<1>();  // the stage before this one has been read
+      if (step > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
+      at.next();
+    }
+    wgmma_wait<0>();
+    wgmma_arrived(sum);
+    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
+    const int channel = of.channel + 64 * down, pixel = of.pixel + WGMMA_N * across;
+    uint8_t* const own = results + turn * OWN_BLOCKS * BLOCK;
+    turn ^= 1;
+    if (stores) bulk_wait_read<1>();
+    named_barrier(1 + consumer, 128);  // the results of the tile before the last have been read
+    if (plain) leave_results<true>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
+    else leave_results<false>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
+    fence_for_bulk();
+    named_barrier(1 + consumer, 128);  // all of them are there
+    if (stores) {
+      for (int i = 0; i < OWN_BLOCKS; ++i)
+        if (pixel + 64 * i < (int)arg.plane && channel < (int)arg.rows) store_box(map_y, shared_address(own + i * BLOCK), pixel + 64 * i, channel, of.image, 0);
+      bulk_commit();
+    }
+  }
+  if (stores) bulk_wait<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M * BLOCK_N <= 64 * 128 ? 2 : 1)
+    planes_sm90(const __grid_constant__ CUtensorMap map_x, const __grid_constant__ CUtensorMap map_w, const __grid_constant__ CUtensorMap map_y,
+                const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual, const __grid_constant__ PlanesProduct arg) {
+  extern __shared__ uint8_t dynamic[];
+  __shared__ alignas(8) uint64_t barriers[2 * STAGES];
+  Ring ring;
+  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
+  ring.full = shared_address(barriers);
+  ring.empty = ring.full + 8 * STAGES;
+  uint8_t* const results = dynamic + (ring.stages - shared_address(dynamic)) + STAGES * STAGE_BYTES;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < STAGES; ++i) {
+      barrier_init(ring.full + 8 * i, 1);
+      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
+    }
+    barrier_init_done();
+  }
+  if (threadIdx.x == CONSUMER_THREADS) {
+    prefetch_map(&map_x);
+    prefetch_map(&map_w);
+    prefetch_map(&map_y);
+  }
+  __syncthreads();
+  AFTER_LAST_LAUNCH
+  if (threadIdx.x < CONSUMER_THREADS) consume(arg, ring, &map_y, results, scale, bias, residual);
+  else if (threadIdx.x == CONSUMER_THREADS) produce(&map_x, &map_w, arg, ring);
+}

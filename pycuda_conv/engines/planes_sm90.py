@@ -1,0 +1,214 @@
+"""1x1 convolutions of 16-bit NCHW arrays as they lie, and the gradients of their inputs, on Hopper's tensor cores (``cu/planes_sm90.cu``).
+
+They are matrix products, of the filter and each image. wgmma takes 16-bit operands whichever of their axes is the fastest, so nothing is
+packed or transposed: neither planes nor the filter, forwards or backwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.hopper import BEGIN, CLOCK, ROW, ROW_CYCLES, SHARED_BYTES, unsupported
+from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
+from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, HALF, fastest, why_not_so_many
+from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.problem import ConvProblem
+from pycuda_conv.runtime.base import Device, KernelLaunch, TensorMap
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Planes", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
+]  # fmt: skip
+
+#: Channels and pixels of a tile, and the pixels of a consumer.
+TILES = {(64, 64): 64, (64, 128): 64, (64, 256): 128, (128, 64): 64, (128, 128): 128, (128, 192): 192}
+STAGES = 8  # of a ring, at the most
+BLOCK = 64  # channels, and pixels, that are loaded and stored at once
+
+
+@dataclass(frozen=True)
+class Planes(Config):
+    """One tile of ``planes_sm90.cu``: its output channels and pixels, and the stages of its ring."""
+
+    BLOCK_M: int = 128
+    BLOCK_N: int = 128
+    STAGES: int = 4
+
+
+CONFIGS = (Planes,)
+LAYOUTS = ("NCHW",)
+TENSOR_CORES = True
+
+
+# ---- what runs
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why the kernel can't run `problem`, or None if it can."""
+    if problem.itemsize != 2 or problem.groups != 1:
+        return "it takes float16 and bfloat16 arrays of one group"
+    if 0 in problem.result_shape or 0 in problem.input_shape:
+        return "there is nothing to compute"
+    ones = (1, 1, 1)
+    if problem.filter_size != ones or problem.stride != ones or any(problem.padding_before) or problem.operand_size != problem.result_size:
+        return "it takes 1x1 filters without stride and padding"
+    if math.prod(problem.operand_size) % 8 or problem.weight_shape[1] % 8:
+        return "tensor loads take planes, and rows of the filter, of a multiple of 16 bytes"
+    if problem.largest_array >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Planes) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    reason = why_not(problem)
+    if reason:
+        return reason
+    if (config.BLOCK_M, config.BLOCK_N) not in TILES:
+        return f"its tiles are of {', '.join(f'{rows} x {pixels}' for rows, pixels in TILES)} channels and pixels"
+    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config.BLOCK_M, config.BLOCK_N), 1)
+
+
+def _beside(rows: int, pixels: int) -> int:
+    """Blocks that share a multiprocessor."""
+    return 2 if rows * pixels <= 64 * 128 else 1
+
+
+def _most_shared(rows: int, pixels: int) -> int:
+    """Shared memory that a block may take."""
+    return SHARED_BYTES // 2 - 1024 if _beside(rows, pixels) == 2 else SHARED_BYTES
+
+
+def _shared_bytes(config: Planes) -> int:
+    """Shared memory of a block: the ring, the results of two tiles, and room to align them."""
+    return config.STAGES * ROW * (config.BLOCK_M + config.BLOCK_N) + 2 * 2 * config.BLOCK_M * config.BLOCK_N + 1024
+
+
+def _most_stages(rows: int, pixels: int) -> int:
+    """The stages that a ring has room for."""
+    return next(stages for stages in range(STAGES, 1, -1) if _shared_bytes(Planes(rows, pixels, stages)) <= _most_shared(rows, pixels))
+
+
+# ---- launches
+
+
+class PlanesProduct(NamedTuple):
+    """The struct of ``planes_sm90.cu``, which says what its members are."""
+
+    tiles: int
+    tiles_m: int
+    by_tiles_m: int
+    tiles_n: int
+    by_tiles_n: int
+    steps: int
+    rows: int
+    plane: int
+    has_bias: int
+    has_scale: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+def schedule(problem: ConvProblem, config: Planes, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`."""
+    down, across, steps = _tiles(problem, config)
+    plane, consumer = math.prod(problem.operand_size), TILES[config.BLOCK_M, config.BLOCK_N]
+    told = arguments(
+        PlanesProduct, tiles=problem.N * down * across, tiles_m=down, tiles_n=across, steps=steps, rows=problem.result_channels,
+        plane=plane, **finish(problem),
+    )  # fmt: skip
+    backward = problem.direction == "dgrad"
+    first, last = problem.weight_shape[:2]
+    of_filter = TensorMap(WEIGHT, 0, (last, first, 1), (2 * last, 2 * last * first), (BLOCK, BLOCK, 1), ROW, problem.dtype)
+    maps = _planes(problem, INPUT, problem.operand_channels), of_filter, _planes(problem, RESULT, problem.result_channels, 1)
+    defines = {
+        "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": consumer, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
+        "W_MN_MAJOR": int(backward),
+    }  # fmt: skip
+    grid = min(told.tiles, device.multiprocessors * _beside(config.BLOCK_M, config.BLOCK_N))
+    launch = KernelLaunch(
+        "planes_sm90", defines, grid, 128 * _consumers(config) + 32, (BIAS, SCALE, RESIDUAL), (),
+        maps=maps, shared=_shared_bytes(config), arch="sm_90a", arguments=told, layer=finish_constants(told),
+    )  # fmt: skip
+    return Schedule.plain([[launch]])
+
+
+def _consumers(config: Planes) -> int:
+    return config.BLOCK_M // 64 * (config.BLOCK_N // TILES[config.BLOCK_M, config.BLOCK_N])
+
+
+def _planes(problem: ConvProblem, buffer: int, channels: int, *more: int) -> TensorMap:
+    """The planes of images, 64 pixels of 64 channels at once; with `more` axes, which have one index."""
+    row = 2 * math.prod(problem.operand_size)
+    sizes, strides = (row // 2, channels, problem.N, *more), (row, row * channels, *(row * channels * problem.N for _ in more))
+    return TensorMap(buffer, 0, sizes, strides, (BLOCK, BLOCK, 1, *more), ROW, problem.dtype)
+
+
+def _tiles(problem: ConvProblem, config: Planes) -> tuple[int, int, int]:
+    """Tiles of an image along its channels, and its pixels; stages of a sum."""
+    plane = math.prod(problem.operand_size)
+    return ceil(problem.result_channels, config.BLOCK_M), ceil(plane, config.BLOCK_N), ceil(problem.operand_channels, BLOCK)
+
+
+def filter_key(problem: ConvProblem, config: Planes) -> None:
+    """None: nothing is packed."""
+
+
+def sum_order(problem: ConvProblem, config: Planes) -> Hashable:
+    """The same of all tiles."""
+    return None
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a tile, the type, and the direction."""
+    for (rows, pixels), consumer in TILES.items():
+        choices = {
+            "BLOCK_M": (rows,), "BLOCK_N": (pixels,), "WGMMA_N": (consumer,), "STAGES": (_most_stages(rows, pixels),),
+            "TYPE": (HALF, BFLOAT), "W_MN_MAJOR": FLAG,
+        }  # fmt: skip
+        yield TextFamily("planes_sm90", choices, arch="sm_90a")
+
+
+# ---- the choice
+
+# Of 26 layers on an H100, the tile that they choose took 2% longer in the mean than the best of six, 8% at most.
+MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside loads
+STORED = 60e3  # bytes of the result a microsecond and multiprocessor, to shared memory
+TILE = 0.3  # microseconds of a tile beside its stages and stores
+SHARED = 0.7  # of two blocks of a multiprocessor: exponent of their number, by which each takes longer
+MEMORY = 3.6e6  # bytes a microsecond
+BESIDE = 0.1  # of the shorter one of memory's time and the multiprocessors': what does not go on beside the other
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Planes]:
+    """The configurations worth comparing for `problem`."""
+    if why_not(problem):
+        return
+    for rows, pixels in TILES:
+        if rows == 64 or problem.result_channels > 64:
+            yield Planes(rows, pixels, _most_stages(rows, pixels))
+
+
+def time(problem: ConvProblem, config: Planes, device: Device) -> float:
+    """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; or bytes from and to memory."""
+    down, across, steps = _tiles(problem, config)
+    plane = math.prod(problem.operand_size)
+    pixels = min(config.BLOCK_N, ceil(plane, BLOCK) * BLOCK)
+    loads = (min(config.BLOCK_M, ceil(problem.result_channels, BLOCK) * BLOCK) + pixels) * ROW_CYCLES
+    step = max(MULTIPLIED * config.BLOCK_M * config.BLOCK_N / 32, loads) / CLOCK
+    end = TILE + 2 * config.BLOCK_M * config.BLOCK_N / STORED
+    beside = _beside(config.BLOCK_M, config.BLOCK_N)
+    rounds = ceil(problem.N * down * across, device.multiprocessors * beside)
+    works = rounds * (steps * step + end) * beside**SHARED, problem.bytes / MEMORY
+    return BEGIN + max(works) + BESIDE * min(works)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Planes] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    return fastest((time(problem, config, device), config) for config in configs(problem, device))

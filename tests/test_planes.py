@@ -1,0 +1,134 @@
+"""1x1 filters of 16-bit NCHW arrays as they lie: the kernel's own text on the CPU (simt), compiled, and, on an sm_90 GPU, its numbers."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import simt
+from alike import check_epilogue, check_numbers_on_gpu
+from reference import DTYPES, assert_exact, dgrad, fprop
+from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
+from test_kernels import check_refused
+
+from pycuda_conv import Plan, engines
+from pycuda_conv.engines import planes_sm90 as pn
+from pycuda_conv.engines.planes_sm90 import Planes
+from pycuda_conv.tools import families
+
+MODES = tuple(mode for mode, dtype in (("fp16", "float16"), ("bf16", "bfloat16")) if dtype in DTYPES)
+simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+#: Tails of channels and pixels, several tiles and stages, gradients, one to three axes.
+CASES = [
+    fprop((3, 72, 10, 12), (136, 72, 1, 1)), fprop((2, 8, 24), (64, 8, 1)), dgrad((2, 40, 12, 20), (40, 72, 1, 1)), dgrad((2, 200, 4, 6, 8), (200, 16, 1, 1, 1)),
+    fprop((5, 264, 8, 9), (20, 264, 1, 1)), dgrad((1, 72, 15, 24), (72, 208, 1, 1)),
+]  # fmt: skip
+TILES = [Planes(rows, pixels, min(stages, pn._most_stages(rows, pixels))) for (rows, pixels), stages in zip(pn.TILES, (2, 3, 3, 2, 5, 3), strict=True)]
+SOME = [(case, MODES[i % len(MODES)], TILES[(2 * i + more) % len(TILES)]) for i, case in enumerate(CASES) for more in (0, 3)]
+
+
+def test_every_tile_is_among_them():
+    assert {config for _, _, config in SOME} == set(TILES) and {(c.BLOCK_M, c.BLOCK_N) for c in TILES} == set(pn.TILES)
+
+
+@simulated
+@pytest.mark.parametrize(("case", "mode", "config"), SOME, ids=ids_of(SOME))
+def test_the_text_computes_the_convolution(case, mode, config):
+    arrays = case.integers(dtype_of(mode))
+    assert_exact(simt.computed(asked(case, mode), config, *arrays, seeds=(1, 2)), case.reference(*arrays), config)
+
+
+@simulated
+def test_what_finishes_a_sum():
+    check_epilogue(CASES[0], "fp16", Planes(64, 128, 3), activations=("gelu", "relu6"))
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("text", "instead"),
+    [
+        ("barrier_wait(ring.full + 8 * at.stage, at.parity);", ""), ("wgmma_wait<0>();\n    wgmma_arrived", "wgmma_arrived"), ("fence_for_bulk();", ""),
+        ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(x_blocks + w_blocks) * BLOCK", "STAGE_BYTES"),
+    ],
+)  # fmt: skip
+def test_the_machine_notices(text, instead):
+    case = fprop((3, 72, 10, 12), (72, 72, 1, 1))
+    arrays = case.integers("float16")
+    with pytest.raises(AssertionError):
+        assert_exact(simt.computed(asked(case, "fp16"), Planes(64, 256, 2), *arrays, seeds=(1, 2), broken=(text, instead), multiprocessors=2), case.reference(*arrays))
+
+
+@simulated
+def test_what_is_not_finite():
+    case = fprop((3, 24, 8, 9), (16, 24, 1, 1))
+    check_not_finite(case, "fp16", lambda *arrays: simt.computed(asked(case, "fp16"), Planes(64, 64, 3), *arrays, seeds=(1,)))
+
+
+# ---- what is legal, and the choice
+
+BASE = CASES[0]
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (asked(BASE, "tf32"), Planes(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), Planes(), "in the layouts NCHW, not in NHWC"), (asked(fprop((0, 8, 8, 8), (8, 8, 1, 1)), "fp16"), Planes(), "nothing to compute"),
+        (asked(fprop((2, 8, 8, 8), (8, 8, 3, 3), padding=1), "fp16"), Planes(), "1x1 filters without"), (asked(fprop((2, 8, 8, 8), (8, 8, 1, 1), stride=2), "fp16"), Planes(), "1x1 filters without"),
+        (asked(fprop((2, 8, 7, 7), (8, 8, 1, 1)), "fp16"), Planes(), "multiple of 16 bytes"), (asked(fprop((2, 12, 8, 8), (8, 12, 1, 1)), "fp16"), Planes(), "multiple of 16 bytes"),
+        (asked(fprop((2, 16, 8, 8), (8, 8, 1, 1), groups=2), "fp16"), Planes(), "of one group"), (asked(fprop((2, 2**14, 256, 256), (8, 2**14, 1, 1)), "fp16"), Planes(), "32 bits"),
+        (asked(BASE, "fp16"), Planes(128, 256), "its tiles are"), (asked(BASE, "fp16"), Planes(128, 192, 4), "bytes of shared memory"), (asked(BASE, "fp16"), Planes(64, 64, 1), "bytes of shared memory"),
+    ],
+    ids=lambda v: str(v)[:50],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(problem, config, reason):
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), problem, config, reason)
+
+
+def test_the_choice_is_legal_and_its_texts_are_listed():
+    listed, r, met = list(pn.texts(H200)), random.Random(3), 0
+    for _ in range(30):
+        problem = families.problem(families.layer(r, "dense 1x1"), r.choice(("fprop", "dgrad")), r.choice(("float16", "bfloat16")), "fp32", "NCHW")
+        if pn.why_not(problem):
+            assert pn.choose(problem, H200) is None
+            continue
+        met += 1
+        found = list(pn.configs(problem, H200))
+        assert pn.choose(problem, H200)[1] in found and all(pn.refusal(problem, config) is None for config in found)
+        for config in found:
+            ((launch,),) = pn.schedule(problem, config, H200).whole
+            assert any(launch in one for one in listed)
+    assert met > 10
+
+
+def test_steps_fit_their_kernel():
+    check_steps(pn.schedule(asked(BASE, "fp16"), TILES[0], H200), "planes_sm90")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_planner_s_kernels_compile_and_do_not_spill(tmp_path):
+    steps = {}
+    for i, (rows, pixels) in enumerate(pn.TILES):
+        for case in (CASES[0], CASES[2])[i % 2 :][:1] if rows == 64 else (CASES[0], CASES[2]):
+            config = Planes(rows, pixels, pn._most_stages(rows, pixels))
+            ((launch,),) = pn.schedule(asked(case, MODES[i % len(MODES)]), config, H200).whole
+            steps[launch.source()] = launch, str(config)
+    check_compiled(steps, tmp_path)
+
+
+# ---- on the GPU
+
+LARGE = [fprop((9, 192, 28, 28), (256, 192, 1, 1)), dgrad((9, 320, 40, 40), (320, 136, 1, 1))]
+RUNS = [(case, mode, Planes(rows, pixels, pn._most_stages(rows, pixels))) for case in (*CASES, *LARGE) for mode in MODES for rows, pixels in pn.TILES]
+
+
+@cache
+def plans() -> dict:
+    return side_by_side("planes", lambda run: Plan(asked(*run[:2]), "cuda", config=run[2]), RUNS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    check_numbers_on_gpu(torch, plans()[str(run)], *run[:2])
