@@ -26,6 +26,11 @@ constexpr int LIVE = (TAPS - 1) / STRIDE + 1;                                   
 constexpr int TURN = LIVE * STRIDE;                   // steps after which each row of y is where the first was
 constexpr int SLOT = STRIDE == 1 ? 384 : 512, SLOTS = STRIDE == 1 ? 6 : 5;  // floats of a slot of the ring
 constexpr int MOST_COPIES = 4 * STRIDE + 4;
+#if __CUDA_ARCH__ >= 900
+constexpr int BLOCKS = 4;                             // of a multiprocessor at once
+#else
+constexpr int BLOCKS = 3;                             // before Hopper four would spill
+#endif
 constexpr int PARTS = 8;                              // in which a tap's sums are added first
 
 // by_n is the divisor n, prepared (division.cuh).
@@ -55,7 +60,7 @@ struct Unit {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     depthwise_wgrad(const float* __restrict__ x, const float* __restrict__ y, float* __restrict__ dw, const __grid_constant__ DepthwiseWgradPlanesArguments arg) {
   AFTER_LAST_LAUNCH
   __shared__ alignas(16) float memory[WARPS * SLOTS * SLOT];
