@@ -153,8 +153,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, BLOCKS) void depthwise_nhwc_strips(const GLOBAL_ME
           acc_t times[V], plus[V];
 #pragma unroll
           for (int v = 0; v < V; ++v) {
-            times[v] = has_scale ? taps[R * S * PITCH + own + v] : 1;
-            plus[v] = has_bias ? taps[(R * S + 1) * PITCH + own + v] : NOTHING;
+            times[v] = taps[R * S * PITCH + own + v];
+            plus[v] = taps[(R * S + 1) * PITCH + own + v];
           }
           STORE_COLUMNS(y, to, TILE_Q, sum[0], q0 + j < q_end)
           to += y_row;

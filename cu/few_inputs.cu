@@ -109,7 +109,8 @@ struct Word {
 
 // Which rows of x a tile's patch holds.
 struct Corner {
-  int n, slice, p, q, d, h, element;  // the image; of y the slice, of all images, and the first pixel; of x the first slice, row and element of one, which may lie outside
+  // the image; of y the slice, of all images, and the first pixel; of x the first slice, row and element of one, which may lie outside
+  int n, slice, p, q, d, h, element;
   DEVICE Corner(const FewInputsArguments& arg, int tile) {
     const Divided of_w(tile, arg.tiles_w, arg.by_tiles_w), of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
     n = of_d.quotient, slice = of_h.quotient, p = of_h.rest * (int)arg.rows, q = of_w.rest << (int)arg.column_bits;

@@ -103,7 +103,7 @@
 #include "limbs.cuh"
 #endif
 #define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
-#define JOINS (OUT == 32 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
+#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "wgmma.cuh"
@@ -188,9 +188,9 @@ struct Maps {
   CUtensorMap of[PHASES];
 };
 #if JOINS
-// What becomes of a split sum whose parts are added here, if joins: y's type (32 float, 16 half, 17 bfloat16), and what finishes it.
+// What becomes of a split sum whose parts are added here, if joins: what finishes it.
 struct JoinArguments {
-  long long joins, type, has_bias, has_scale, has_residual, activation, slope;
+  long long joins, has_bias, has_scale, has_residual, activation, slope;
 };
 #endif
 #if MENDS
@@ -198,6 +198,7 @@ struct Mends {
   MendPhase of[PHASES];
   MendArrays arrays;
 };
+__shared__ int any_flag;  // whether anything is flagged: consumers write it while the first loads are under way, and read it behind a barrier
 #endif
 // Tiles of all phases of the launch, and which phase tile number `tile` belongs to. The grid and the phases (or the pairs of them) have no common factor, so a block
 // meets all phases.
@@ -1328,12 +1329,11 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 #if JOINS
 // The sums of a tile's parts, finished. A thread takes VEC neighbours at a time, and several such runs at once: each waits for memory as long
 // as all of them together.
-template <class T>
-DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const T* bias, const T* scale, const T* residual,
-                      T* y) {
+DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const float* bias, const float* scale,
+                      const float* residual, float* y) {
   constexpr int ACROSS = (NHWC ? BLOCK_M : BLOCK_N) / VEC, ALL = BLOCK_M * BLOCK_N / VEC, APART = 128 * CONSUMERS, RUNS = VEC == 4 ? 4 : 8;
-  struct alignas(VEC * sizeof(T)) Vector {
-    T v[VEC];
+  struct alignas(VEC * 4) Vector {
+    float v[VEC];
   };
   for (int first = threadIdx.x - 128; first < ALL; first += RUNS * APART) {
     long long at[RUNS];  // in y; -1 where there is nothing
@@ -1373,11 +1373,11 @@ DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const T
 #pragma unroll
       for (int e = 0; e < VEC; ++e) {
         const Finish<false> finish{ScaleAndBias(join, scale, bias, k[run] + (NHWC ? e : 0))};
-        v[run][e] = finish.whole(join, v[run][e], 1, has_residual(join) ? to_float(added.v[e]) : -0.f);
+        v[run][e] = finish.whole(join, v[run][e], 1, has_residual(join) ? added.v[e] : -0.f);
       }
       activate(join, v[run]);
 #pragma unroll
-      for (int e = 0; e < VEC; ++e) out.v[e] = from_float<T>(v[run][e]);
+      for (int e = 0; e < VEC; ++e) out.v[e] = v[run][e];
       *(Vector*)(y + at[run]) = out;
     }
   }
@@ -1393,7 +1393,7 @@ struct JoinOperands {
 // The block's tiles whose last part it stored. Only the consumers' threads come here, when all they stored is there.
 __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArguments& join, const JoinOperands& operands
 #if MENDS
-                                        , const Mends& mends, const MendOperands& flagged, const int& any_flag  // which other warps may write until the first barrier
+                                        , const Mends& mends, const MendOperands& flagged
 #endif
 ) {
   __shared__ bool last;
@@ -1410,15 +1410,7 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
     const bool mine = last;
     if (mine) {
       __threadfence();
-#if BF16
-      typedef element<17> y_t;
-#else
-      typedef element<16> y_t;
-#endif
-      if (PRODUCTS == 3 || (!BF16 && join.type == 32))
-        add_parts(shape, join, of, operands.parts, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual, (out_t*)operands.y);
-      else
-        add_parts(shape, join, of, operands.parts, (const y_t*)operands.bias, (const y_t*)operands.scale, (const y_t*)operands.residual, (y_t*)operands.y);
+      add_parts(shape, join, of, operands.parts, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual, (out_t*)operands.y);
     }
     named_barrier(STORED, 128 * CONSUMERS);
 #if MENDS
@@ -1501,7 +1493,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     barrier_init_done();
   }
 #if MENDS
-  __shared__ int any_flag;
 #if JOINS
   const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else mending is left to what adds the parts
 #else
@@ -1574,7 +1565,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
       join_tiles(shapes, join, {y, tickets, bias, scale, residual, joined}
 #if MENDS
-                 , mends, operands, any_flag
+                 , mends, operands
 #endif
       );
       return;

@@ -191,15 +191,6 @@ def test_blocks_add_the_parts_of_split_sums(case, mode, config, blocks):
     check(case, mode, config, (4,), kept=True, multiprocessors=blocks)
 
 
-@pytest.mark.parametrize(("mode", "activation"), [("fp16", "relu"), ("bf16", None), ("fp16", None)])
-def test_blocks_add_parts_of_16_bits(mode, activation):
-    case = fprop((2, 40, 7, 8), (24, 40, 3, 3), padding=1)
-    problem = replace(asked(case, mode), activation=activation)
-    assert [step.kernel for stage in emulator.program_of(problem, ImplicitGemm(64, 64, 3, 4), 132).whole for step in stage] == ["pack", "implicit_gemm_sm90"]
-    arrays = case.integers(dtype_of(mode))
-    assert_exact(simt.computed(problem, ImplicitGemm(64, 64, 3, 4), *arrays, seeds=(1, 2)), activated(case.reference(*arrays), activation), mode)
-
-
 def test_flagged_results_need_to_be_computed_once_more():
     """What the test before compares is wrong without."""
     case, mode, config = MENDED[0]

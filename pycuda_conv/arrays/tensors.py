@@ -70,7 +70,7 @@ class TorchKind(DeviceKind, HostKind):
         return get_device(device) if signature[2] == -1 else DeviceKind.device(self, signature, device)
 
     def layout(self, array: Any, ndim: int) -> str:
-        if array.layout is not torch.strided:
+        if array.layout is not torch.strided or array.is_nested:
             return "NCHW"
         if array.is_contiguous():  # a single channel lies in either order: as for torch, its stride says which is meant
             axis = array.dim() - ndim - 1

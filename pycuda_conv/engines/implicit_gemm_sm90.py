@@ -37,7 +37,7 @@ from pycuda_conv.engines.packing import (
 from pycuda_conv.engines.range_guard import MomentsLayout, mending, slack
 from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Moments, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
@@ -60,11 +60,11 @@ PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
 )  # fmt: skip
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
 BFLOAT_PARTS = {128: (64, 128), 64: (64, 144)}
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, by turns or not, that are
-#: loaded once for all taps, and that are split then.
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, that are loaded once for all
+#: taps, and that are split then.
 PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
-PLANES, PINGPONG_PLANES = ((64, 128), (64, 256), (128, 64), (128, 128)), ((128, 64), (128, 128))
-HALOS, SPLIT_HALOS = ((64, 224), (128, 128)), ((64, 224),)
+PLANES = (64, 256), (128, 128)  # planes_sm90.py's kernel takes most of such images
+HALOS, SPLIT_HALOS = ((64, 224),), ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
 PHASES, PAIRED_PHASES = (4, 1), (4, 2)
 
@@ -565,10 +565,10 @@ def _product(
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
-    if defines["OUT"] == FLOAT and not (config.halo or config.takes_turns or moments):  # its text may add parts
+    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns or moments):  # its text may add parts
         buffers += RESULT, tickets or RESULT
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
-        structs += (JoinArguments(joins=int(tickets is not None), type=ELEMENTS[problem.dtype], **kept),)
+        structs += (JoinArguments(joins=int(tickets is not None), **kept),)
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
@@ -683,7 +683,6 @@ class JoinArguments(NamedTuple):
     """What the kernel is told of split sums, which its text explains."""
 
     joins: int
-    type: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -780,7 +779,6 @@ def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
         yield from (ImplicitGemm(rows, pixels) for pixels in widths)
     yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
     yield from (ImplicitGemm(*tile, loader="planes") for tile in PLANES)
-    yield from (ImplicitGemm(*tile, loader="planes", schedule="pingpong") for tile in PINGPONG_PLANES)
     yield from (ImplicitGemm(*tile, loader="halo") for tile in HALOS)
     yield from (ImplicitGemm(*tile, loader="halo_split") for tile in SPLIT_HALOS)
 
