@@ -540,7 +540,7 @@ def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
     mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
-    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("PATCH_ROWS", "PINGPONG", "MOMENTS"))
+    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PATCH_ROWS", "PINGPONG", "MOMENTS"))
     assert len(step.structs) == (2 * room + 1 if mends else room) + may_join
     assert room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
@@ -567,7 +567,7 @@ def product(step, memory: Memory) -> None:
 def join(step, s, a, number: int, phases: int, memory: Memory):
     """Add the parts of a phase's sums, by as many tickets as there are tiles; as a step whose result they are."""
     *_, y, tickets = step.buffers
-    kind, define = ELEMENT[a.type], step.defines
+    kind, define = "float32", step.defines
     assert s.tiles % s.splits == 0 and s.splits > 1 and not (s.has_bias or s.has_scale or s.has_residual or s.activation)
     taken = inside(memory.view(tickets, "uint32"), np.arange(s.tiles // s.splits) * phases + number)
     assert not taken.any(), "tickets that nobody has set to zero"
