@@ -651,7 +651,7 @@ def check_steps(program, kernel: str) -> None:
             phases = step.defines.get("PHASES", 1)
             mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
             d = step.defines
-            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["PATCH_ROWS"] or d["PINGPONG"] or d["MOMENTS"])  # its text may add parts
+            joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["BF16"] or d["PATCH_ROWS"] or d["PINGPONG"] or d["MOMENTS"])  # its text may add parts
             assert len(step.structs) == (2 * phases + 1 if mends else phases) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
