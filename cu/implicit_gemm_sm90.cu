@@ -54,7 +54,7 @@
 // Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32. A block that is through takes
 //          a ticket for each of its tiles, and the one that has a tile's last adds its parts, in their order, finishes and mends them: JOINS. Tickets
 //          count to splits and are zero again then; pack.cu has set them to zero first. Where parts are many, one block would read them for too
-//          long: joins is 0, and direct_reduce.cu adds them.
+//          long: joins is 0, and direct_reduce.cu adds them. It adds those of 16-bit results as well.
 // Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
 //          that writes every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. With a stride of 2
 //          along w a block takes the same tile of two phases, of even and odd columns, one after the other (INTERLEAVE_COLUMNS): a thread has the

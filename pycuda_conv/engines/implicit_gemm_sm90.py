@@ -60,11 +60,11 @@ PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
 )  # fmt: skip
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
 BFLOAT_PARTS = {128: (64, 128), 64: (64, 144)}
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, that are loaded once for all
-#: taps, and that are split then.
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, and that are loaded once for
+#: all taps, split then or before.
 PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
 PLANES = (64, 256), (128, 128)  # planes_sm90.py's kernel takes most of such images
-HALOS, SPLIT_HALOS = ((64, 224),), ((64, 224),)
+HALOS = ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
 PHASES, PAIRED_PHASES = (4, 1), (4, 2)
 
@@ -780,7 +780,7 @@ def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
     yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
     yield from (ImplicitGemm(*tile, loader="planes") for tile in PLANES)
     yield from (ImplicitGemm(*tile, loader="halo") for tile in HALOS)
-    yield from (ImplicitGemm(*tile, loader="halo_split") for tile in SPLIT_HALOS)
+    yield from (ImplicitGemm(*tile, loader="halo_split") for tile in HALOS)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -858,7 +858,7 @@ def _made(d: Mapping[str, int]) -> bool:
 #: Stages of a ring that are tried.
 _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
     ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3), ("planes", "cooperative"): (4, 3, 2),
-    ("planes", "pingpong"): (6, 5, 4, 3), ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
+    ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
 }  # fmt: skip
 
 

@@ -55,7 +55,6 @@ class _Conv(_Precise):
             padding = 0
         return self.function(input, weight, bias, self.stride, padding, self.dilation, self.groups, precision=self.precision, **epilogue)
 
-
     def _asked(self: Any) -> tuple[Any, ...] | None:
         """The members of a :class:`pycuda_conv.call.Call` but for the activation; None where what is around the input is made first."""
         if self.padding_mode != "zeros":
