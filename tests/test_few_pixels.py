@@ -97,12 +97,12 @@ def test_random_data(number, mode):
     case, config = CASES[number], tiles(CASES[number], mode)[number % 9]
     arrays = case.normals(dtype_of(mode), seed=1)
     ref = case.reference(*arrays)
-    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1, 2, 3)), ref, bound(case, mode, *arrays, ref), config)
+    assert_close(simt.computed(asked(case, mode), config, *arrays, seeds=(1,)), ref, bound(case, mode, *arrays, ref), config)
 
 
 @on_cpu
 def test_tiles_of_one_order_of_sums_give_the_same_bits():
-    case, mode = CASES[1], "fp32"
+    case, mode = fprop((1, 72, 5, 4), (40, 72, 3, 3), padding=1), "fp32"
     arrays, found = case.normals("float32", seed=3), {}
     for config in tiles(case, mode):
         order = fp.sum_order(asked(case, mode), config)
@@ -131,7 +131,7 @@ def test_the_epilogue(case, mode, config):
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        check(fprop((2, 400, 5, 5), (40, 400, 3, 3), padding=1), "fp32", FewPixels(32, 32, 2), range(1, 6), broken=(old, new))
+        check(fprop((1, 200, 5, 5), (33, 200, 3, 3), padding=1), "fp32", FewPixels(32, 32, 2), range(1, 6), broken=(old, new))
 
 
 # ---- numbers of every range
@@ -166,7 +166,7 @@ def test_a_nan_of_all_bits(mode):
 
 
 RANGED = [(mode, scenario) for mode in ("fp32", "tf32") for scenario in SCENARIOS if mode == "fp32" or scenario != "subnormals"]
-SMALL = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
+SMALL = fprop((4, 32, 5, 6), (40, 32, 1, 1), bias=False)
 
 
 @on_cpu
