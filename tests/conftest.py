@@ -51,6 +51,9 @@ def why_no_opencl() -> str | None:
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
+    import reference
+
+    reference.all_texts = config.getoption("--all-texts")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -124,6 +127,7 @@ def nothing_behind_calls():
 
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
+    parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, not only some with every value of every define")
 
 
 @pytest.fixture(scope="session", autouse=True)

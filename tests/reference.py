@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from filelock import FileLock
 
 from pycuda_conv import ConvProblem
-from pycuda_conv.runtime.base import KERNEL_DIR
+from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
 from pycuda_conv.runtime.compiler import Nvcc
 
 try:
@@ -318,29 +317,31 @@ def with_headers(text: str) -> dict[str, str]:
     return found
 
 
-def nvcc(file: Path, arch: str, *options: str) -> subprocess.CompletedProcess:
-    """What nvcc and ptxas say about a kernel file. A macro that its text does not name is not defined: what differs by nothing else is compiled once."""
-    texts = with_headers(file.read_text())
-    named = [one for one in options if not one.startswith("-D") or any(re.search(rf"\b{one[2:].partition('=')[0]}\b", text) for text in texts.values())]
-    return kept_nvcc(["-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), *named], file, texts)[0]
+def nvcc(file: Path, arch: str) -> subprocess.CompletedProcess:
+    """What nvcc and ptxas say about a kernel file."""
+    command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", "kernel.cubin", str(file)]
+    return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=600, check=False)
 
 
-def kept_nvcc(options: list[str], file: Path, texts: dict[str, str], cwd: Path | None = None) -> tuple[subprocess.CompletedProcess, Path]:
-    """What nvcc says of `file`, and the cubin. What compiles is kept, for other tests, other workers and later runs; what fails is compiled again each time."""
-    key = repr((Nvcc(str(NVCC)).identity, options, texts))
-    kept = kept_folder() / f"nvcc_{hashlib.sha256(key.encode()).hexdigest()[:32]}"
-    cubin, command = kept.with_suffix(".cubin"), [str(NVCC), *options]
-    with FileLock(kept.with_suffix(".lock")):
-        if kept.exists() and cubin.exists():
-            return subprocess.CompletedProcess(command, 0, "", kept.read_text()), cubin
-        done = subprocess.run([*command, "-o", str(cubin), str(file)], cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
-        if done.returncode == 0:
-            kept.write_text(done.stdout + done.stderr)
-        return done, cubin
+#: Whether all texts of a test are compiled, as `--all-texts` asks, or those that `covering` chooses.
+all_texts = False
+
+
+def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
+    """A few of some launches: for each kernel file and architecture, every value of every define is among them. Large values come together where they can."""
+    if all_texts:
+        return launches
+    values = [{(launch.file or launch.kernel, launch.arch, *define) for define in (("", 0), *launch.defines.items())} for launch in launches]
+    chosen, missing = [], set().union(*values)
+    while missing:
+        best = max(range(len(launches)), key=lambda i: (len(values[i] & missing), sum(launches[i].defines.values())))
+        missing -= values[best]
+        chosen.append(launches[best])
+    return chosen
 
 
 #: Texts in one run of nvcc, which takes half a second before it begins with the first.
-TOGETHER = 6
+TOGETHER = 12
 
 
 def nvcc_of(texts: list[tuple[str, str]]) -> list[subprocess.CompletedProcess]:
@@ -405,15 +406,6 @@ def _together(texts: list[str], arch: str) -> list[str] | None:
 
 
 _EXTERN = 'extern "C" __global__'
-
-
-def nvcc_by_hand(file: Path, root: Path) -> tuple[str, subprocess.CompletedProcess, Path]:
-    """The GPU's architecture in the command that a kernel file opens with, if it has one; what the command says, with ptxas' numbers; and the cubin."""
-    (command,) = re.findall(r"^// By hand: nvcc (-cubin .*)$", file.read_text(), re.M)
-    *options, path = command.split()
-    assert path == f"cu/{file.name}"
-    arch = "".join(one.removeprefix("-arch=") for one in options if one.startswith("-arch="))
-    return arch, *kept_nvcc([*options, "-Xptxas=-v"], Path(path), with_headers(file.read_text()), root)
 
 
 def spills(said: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from reference import needs_nvcc, nvcc
+from reference import needs_nvcc, nvcc_of
 
 from pycuda_conv.engines.geometry import divider
 from pycuda_conv.runtime.base import KERNEL_DIR, KernelLaunch
@@ -82,8 +82,6 @@ def test_cuda_divides_so(monkeypatch):
 
 
 @needs_nvcc
-def test_nvcc_takes_it(tmp_path):
-    file = tmp_path / "quotients.cu"
-    file.write_text(TEXT)
-    result = nvcc(file, "sm_90")
+def test_nvcc_takes_it():
+    (result,) = nvcc_of([(TEXT, "sm_90")])
     assert result.returncode == 0 and "warning" not in result.stderr, result.stderr

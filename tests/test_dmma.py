@@ -12,7 +12,7 @@ import pytest
 import simt
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from reference import NVCC, assert_close, assert_exact, nvcc_of
+from reference import NVCC, assert_close, assert_exact, covering, nvcc_of
 from test_implicit_gemm import H200, Arrays, side_by_side
 
 from pycuda_conv import ConvProblem, Plan, engines
@@ -225,13 +225,13 @@ def test_every_text_compiles_without_spilling_much():
         for asked, config in some:
             for step in (launch for launches in dmma.schedule(asked.launched, config, device).whole for launch in launches):
                 if step.file == "dmma" or step.kernel == "dmma":
-                    texts.setdefault((arch, step.source()), step)
+                    texts.setdefault((arch, step.source()), replace(step, arch=arch))
     assert len({key for key in texts if key[0] == "sm_90"}) <= 33  # three tiles, one of them for two kinds of sums, two ways to copy A, four to copy B, and the filter's
-    done = nvcc_of([(source, arch) for arch, source in texts])
-    for (arch, _), result in zip(texts, done, strict=True):
-        assert result.returncode == 0, f"{arch}: {result.stderr}"
+    chosen = covering(list(texts.values()))
+    for step, result in zip(chosen, nvcc_of([(step.source(), step.arch) for step in chosen]), strict=True):
+        assert result.returncode == 0, f"{step.arch}: {result.stderr}"
         spilt = [int(line.split(" bytes spill stores")[0].split()[-1]) for line in result.stderr.splitlines() if "bytes spill stores" in line]
-        assert max(spilt) <= 64, f"{arch}: {result.stderr}"
+        assert max(spilt) <= 64, f"{step.arch}: {result.stderr}"
 
 
 # ---- on a GPU
