@@ -1306,6 +1306,7 @@ DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags
 __device__ __noinline__ void mend_tile(const GemmPhase& shape, const MendFinish& what, const Tile& of, const Mends& mends, int phase,
                                        const MendOperands& operands, [[maybe_unused]] int* redone, out_t* y) {
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
+#pragma unroll 1  // results are seldom computed again, and every call with an empty cache waits for the compiler
   for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
     const int m = of.m + strip % (BLOCK_M / MENDED) * MENDED, inside = strip / (BLOCK_M / MENDED) * 32 + lane;
     if (m >= (int)shape.rows_group) continue;
