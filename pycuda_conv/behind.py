@@ -44,8 +44,8 @@ def launches(schedule: Schedule) -> list[KernelLaunch]:
     return [launch for step in (*schedule.whole, *(schedule.filter_last or ())) for launch in step]
 
 
-#: Configurations that calls of this process were served by, whose kernels are likely to be there.
-used: set[engines.Config] = set()
+#: Configurations that calls of this process were served by, in that order: their kernels are likely to be there.
+used: dict[engines.Config, None] = {}
 
 #: Times the predicted time of the better configuration that one which stands in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
@@ -61,10 +61,8 @@ def stand_in(
     be there sooner than ones that are not begun yet. The schedules that were made on the way are added to `schedules`.
     """
     known: dict[engines.Config, Schedule] = {} if schedules is None else schedules
-    others = engines.alternatives(problem, config, device, measured_configs(device))
-    others.sort(key=lambda one: one not in used)
     coming = []
-    for one in chain((config,), _not_slow(problem, config, others, device)):
+    for one in chain((config,), _not_slow(problem, config, _alike(problem, config, device), device)):
         if one not in known:
             known[one] = engines.schedule(problem, one, device)
         left = missing(form(known[one], device), device)
@@ -73,6 +71,16 @@ def stand_in(
         if all(map(device.coming, left)):
             coming.append(one)
     return coming[0] if coming else None
+
+
+def _alike(problem: ConvProblem, config: engines.Config, device: Device) -> Iterator[engines.Config]:
+    """Others that give the same bits as `config`, the fastest first: of those that this process has used, then of all.
+
+    Mostly one of the former serves. The rest takes longer to find, and is looked for only if none does.
+    """
+    before = tuple(used)
+    yield from engines.fastest_first(problem, (one for one in engines.same_bits(problem, config, before) if one != config), device)
+    yield from (one for one in engines.alternatives(problem, config, device, measured_configs(device)) if one not in before)
 
 
 def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[engines.Config], device: Device) -> Iterator[engines.Config]:

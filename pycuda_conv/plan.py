@@ -159,7 +159,7 @@ class Plan:
         else:
             self._set_up(instead, noted, schedules[instead])
             self._better_config, self._behind = config, behind.Behind(device, missing)
-        behind.used.add(self.config)
+        behind.used[self.config] = None
         return self
 
     def _await_constants(self) -> None:

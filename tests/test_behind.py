@@ -148,7 +148,7 @@ def slow(monkeypatch):
     if why_not():
         pytest.skip(why_not())
     monkeypatch.setattr(behind, "_said", set())
-    monkeypatch.setattr(behind, "used", set())
+    monkeypatch.setattr(behind, "used", {})
     monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     cached_plan.cache_clear()
     yield Slow(get_device("opencl"), monkeypatch)
@@ -535,6 +535,7 @@ class Empty(Target):
 @pytest.fixture
 def empty(monkeypatch):
     monkeypatch.setattr(behind, "_foreseen", set())
+    monkeypatch.setattr(behind, "used", {})
     device = Empty("sm_90a")
     device.model = ""
     return device
@@ -690,10 +691,24 @@ def test_what_the_process_has_used_stands_in_first(empty, monkeypatch):
     best = engines.choose(problem, empty)
     other, third = (one for one in engines.alternatives(problem, best, empty)[1:3])
     monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty) | texts_of(problem, third, empty))
-    monkeypatch.setattr(behind, "used", set())
     assert behind.stand_in(problem, best, empty) == other
-    behind.used.add(third)
+    behind.used[third] = None
     assert behind.stand_in(problem, best, empty) == third
+    tile = ImplicitGemm(128, 224, 4)  # not one that the planner chooses from here
+    monkeypatch.setattr(Empty, "known", texts_of(problem, tile, empty))
+    assert behind.stand_in(problem, best, empty) is None
+    behind.used[tile] = None
+    assert tile not in engines.alternatives(problem, best, empty) and behind.stand_in(problem, best, empty) == tile
+
+
+def test_the_rest_is_not_looked_for_where_what_was_used_serves(empty, monkeypatch):
+    problem = fprop((4, 64, 28, 28), (128, 64, 3, 3), padding=1).problem("float16")
+    best = engines.choose(problem, empty)
+    other = engines.alternatives(problem, best, empty)[0]
+    monkeypatch.setattr(Empty, "known", texts_of(problem, other, empty))
+    behind.used[other] = None
+    monkeypatch.setattr(behind, "measured_configs", None)
+    assert behind.stand_in(problem, best, empty) == other
 
 
 def test_a_measured_tile_stands_in(monkeypatch, empty):

@@ -15,6 +15,7 @@ from pycuda_conv.engines.registry import (
     candidates,
     choose,
     config_classes,
+    fastest_first,
     filter_key,
     find,
     predicted,
@@ -28,8 +29,8 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "filter_key", "find", "predicted", "predictions",
-    "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
+    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "predicted",
+    "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
 ]  # fmt: skip
 
 

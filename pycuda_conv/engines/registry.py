@@ -158,8 +158,12 @@ def alternatives(problem: ConvProblem, config: Config, device: Device, others: I
     """Other configurations that give the same bits as `config`, the fastest first: its engine's, and any of `others`."""
     engine, launched = engine_of(config), problem.launched
     known = dict.fromkeys([*engine.configs(launched, device), *others])
-    found = [one for one in same_bits(problem, config, known) if one != config]
-    return sorted(found, key=lambda one: engine.time(launched, one, device) or 0.0)
+    return fastest_first(problem, (one for one in same_bits(problem, config, known) if one != config), device)
+
+
+def fastest_first(problem: ConvProblem, configs: Iterable[Config], device: Device) -> list[Config]:
+    """`configs` by the microseconds that they should take; those that no model knows come first."""
+    return sorted(configs, key=lambda one: predicted(problem, one, device) or 0.0)
 
 
 def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) -> Iterator[Config]:
