@@ -132,12 +132,24 @@ def pytest_addoption(parser):
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled_fast(request):
-    """PoCL compiles most kernels without its optimiser, which takes five to ten times as long as these kernels run; `optimised` brings it back."""
+    """PoCL compiles most kernels without its optimiser, which takes five to ten times as long as these kernels run; `optimised` brings it back.
+
+    Nor does it read the declarations of functions that no kernel calls.
+    """
+    from declarations import declared
+
     from pycuda_conv.runtime import opencl
+
+    build = opencl.OpenCLDevice._build
+
+    def build_fast(self, source, options):
+        before, more = declared() if "-cl-opt-disable" in options else ("", [])
+        return build(self, before + source, [*options, *more])
 
     with pytest.MonkeyPatch.context() as patch:
         if not request.config.getoption("--optimised"):
             patch.setattr(opencl, "OPTIONS", [*opencl.OPTIONS, "-cl-opt-disable"])
+            patch.setattr(opencl.OpenCLDevice, "_build", build_fast)
         yield
 
 

@@ -97,14 +97,15 @@ def test_kernels_and_plans_number_activations_alike():
     assert [word.strip().lower() for word in words.split(",")][1:] == list(WORDS[1:])
 
 
-# ---- kernels: each activation by each, float64 and 16 bits by turns
+# ---- kernels: each activation by every second, with the types by turns
 
 CONFIGS = [
     (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
     (GENERAL, Gemm(64, 64, 8, 4, 4, 1, SPLIT_K=3)), (DEPTHWISE, Depthwise()),
 ]  # fmt: skip
 RUNS = [
-    (case, config, DTYPES[(i + j) % len(DTYPES)], activation) for i, activation in enumerate(ACTIVATIONS) for j, (case, config) in enumerate(CONFIGS)
+    (case, config, DTYPES[(i + j // 2) % len(DTYPES)], activation)
+    for i, activation in enumerate(ACTIVATIONS) for j, (case, config) in enumerate(CONFIGS) if (i + j) % 2 == 0
 ]  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def test_planning(monkeypatch, case, mode, config):
         parts = "all" if everything else "relu"
         given = arrays(case, dtype_of(mode), parts, integers=True)
         given[1] = given[1] / given[1].dtype.type(16)
-        for image in (1, 2.0**61)[: 1 + (dtype_of(mode) == "float32")]:
+        for image in (1, 2.0**61)[: 1 + (everything and dtype_of(mode) == "float32")]:
             given[0][1] *= given[0].dtype.type(image)
             given[0][1].flat[3] = image
             before, ref = expected(case, activation, parts, given)
@@ -208,7 +209,7 @@ def by_torch(activation):
 def test_gradients(device, activation):
     torch.manual_seed(0)
     where = "cpu" if device == "opencl" else "cuda"
-    shapes = (2, 2, 3, 4), (3, 2, 2, 3), (3,), (3,), (2, 3, 2, 2)
+    shapes = (1, 2, 2, 3), (2, 2, 1, 2), (2,), (2,), (1, 2, 2, 2)  # few, as each number's derivative is found by itself
     given = [torch.randn(s, dtype=torch.float64).to(where).requires_grad_() for s in shapes]
 
     def ours(x, w, b, scale, residual):
@@ -223,11 +224,11 @@ def test_gradients(device, activation):
         first = torch.autograd.grad(y.cos().sum(), given, create_graph=True)
         return y, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)
 
-    for function in (ours, torch.compile(ours, backend="aot_eager", fullgraph=True)):
-        got, expected = results(ours), results(theirs)
-        for one, other in zip(got, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
-        close = [t.detach() for t in given]
+    for one, other in zip(results(ours), results(theirs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    close = [t.detach() for t in given]
+    compiled = [torch.compile(ours, backend="aot_eager", fullgraph=True)] if activation in ("silu", ("leaky_relu", 0.2)) else []
+    for function in (ours, *compiled):
         torch.testing.assert_close(function(*close), theirs(*close), rtol=1e-10, atol=1e-10)  # in one step, where it is not compiled
     assert torch.autograd.gradcheck(ours, given) and torch.autograd.gradgradcheck(ours, given)
 
