@@ -240,6 +240,9 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
 
 #: Pixels of a plane of the result up to which runs of memory win; above, direct_tile.cu's tiles are filled and its loop is shorter.
 SMALL_PLANE = 512
+#: In 16 bits larger planes come here too, where they fill less than this part of such tiles: by the models of both kernels they take 0.6 to
+#: 0.8 of direct_tile.cu's time.
+TILE, FILLED = (14, 32), 0.5
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes] | None:
@@ -247,13 +250,18 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes
 
     In other types, whose times the model was not fitted to, a rule decides: small planes that fill the machine. Of 19 layers in three types
     on an H200, those with such planes took 0.4 to 0.9 of direct_tile.cu's time, most others 1.0 to 1.4 of it. In 16 bits,
-    filters of 3x3 with a stride took 0.7 and 0.9 of it in larger planes too, on an H100.
+    filters of 3x3 with a stride took 0.7 and 0.9 of it in larger planes too, on an H100; 1,536 planes of 20x40 took 12.4 us by tiles, and
+    should take 7.
     """
     if problem.dtype == "float32":
         return fastest((time(problem, config, device), config) for config in configs(problem, device))
     config = next(configs(problem, device), None)
-    strided = problem.itemsize == 2 and problem.stride[1] == 2 and problem.filter_size[1] == 3
-    if config is None or problem.K != problem.C or not (strided or math.prod(problem.result_size) <= SMALL_PLANE):
+    pixels = math.prod(problem.result_size)
+    tiled = math.prod(ceil(n, tile) * tile for n, tile in zip(problem.result_size[1:], TILE, strict=True))
+    in_planes = pixels <= SMALL_PLANE
+    if problem.itemsize == 2:
+        in_planes |= pixels < FILLED * tiled or (problem.stride[1] == 2 and problem.filter_size[1] == 3)
+    if config is None or problem.K != problem.C or not in_planes:
         return None
     unit = _unit(problem, config)
     assert unit is not None

@@ -431,10 +431,14 @@ def _few_sums(defines: Mapping[str, int]) -> bool:
 
 STAGED = 0.096  # microseconds in which each thread of a block brings a number of the filter to shared memory
 TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
+WARP = 32  # pixels of a warp of direct_single.cu
+#: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
+SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
 TILE_START = 1.9  # microseconds of a launch of direct_tile.cu
-#: What 132 multiprocessors do in a microsecond: taps of pixels, numbers loaded; and microseconds of a block.
-TILE_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 0.87e6, 4.1e-4
+#: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
+#: And microseconds of a block.
+TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 8e6, 0.87e6, 4.1e-4
 BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
 BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
 STRIDED = 0.37  # which takes the stride along w to the power of this as long
@@ -446,13 +450,13 @@ CHUNK = 0.7  # microseconds in which a block turns from the channels whose filte
 
 
 def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
-    """Microseconds that `config` should take; None for direct_single.cu where it is chosen by rule.
+    """Microseconds that `config` should take; None for direct_single.cu where it is chosen by rule: of few results.
 
     A thread of direct_batched.cu and direct_dgrad.cu waits for memory at every channel, so what counts are the channels that one walks
     and how many threads are there for each that fits, not the multiplications. So it is with pixels in direct_wgrad.cu. A tile costs its
     multiplications, those of its overhang included, and its loads, and its block. Fitted to 119 times of float32 on an H200: half
     of a tile's are within 7%, of the others most within a quarter. direct_wgrad.cu's are older, and too short for filters of 81 taps and
-    more.
+    more. direct_single.cu costs the taps of its warps, where each channel has one result: 11 times of float32 are within 16%.
     """
     if isinstance(config, Tile):
         _, p, q = problem.result_size
@@ -460,14 +464,19 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
         blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
         multiplied = taps * (min(problem.stride[2], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
-        of_plane = pixels * multiplied / TILE_TAPS + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
+        rate = TWO_ROWS_TAPS if config.ROWS == 2 else TILE_TAPS
+        of_plane = pixels * multiplied / rate + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
         us = planes * of_plane * 132 / device.multiprocessors
         return TILE_START + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
     if isinstance(config, Single):
-        if problem.K == problem.C or math.prod(problem.result_shape) <= FEW:
+        if math.prod(problem.result_shape) <= FEW:
             return None  # by rule
+        if problem.K == problem.C:
+            warps = problem.N * problem.K * ceil(math.prod(problem.result_size), WARP)  # those without a pixel do nothing
+            us = warps * (SINGLE_TAP * math.prod(problem.filter_size) + SINGLE_WARP) * 132 / device.multiprocessors
+            return SINGLE_START + max(us, problem.bytes / DIRECT_MEMORY)
         rounds = max(1.0, math.prod(problem.result_shape) / (1536 * device.multiprocessors))
         return 3 + rounds * TAP * math.prod(problem.filter_size)
     assert isinstance(config, Batched | Dgrad)
@@ -507,9 +516,9 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         return BY_RULE, legal[0]
     if not (alone and legal):
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
-    timed = [(time(problem, config, device), config) for config in legal]
-    if alone:  # direct_single.cu, which no model knows, is for what no tile can run
-        timed = [pair for pair in timed if pair[0] is not None] or timed
+    if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:
+        legal.remove(Single())  # its model knows few times: it is for planes that leave tiles nearly empty
+    timed = ((time(problem, config, device), config) for config in legal)
     return min(((BY_RULE if us is None else us, config) for us, config in timed), key=lambda pair: pair[0], default=None)
 
 

@@ -42,7 +42,7 @@ from pycuda_conv.engines.schedule import (
 from pycuda_conv.engines.split_sum import reduce_launch, splits
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, KernelLaunch
 
 TAP_BYTES = 32 + 8  # of one k in the table of taps: its places in x and in w
 
@@ -234,6 +234,8 @@ FILLED = 0.52  # a multiprocessor with n of the m blocks that fit runs at (n/m) 
 PHASED, LAST = 0.85, 0.5  # times as long blocks of phases take; what the last of them take alone, of a multiprocessor full of the longest
 SECTOR, SCATTERED = 32, 0.92e6  # bytes that memory writes at once; and those that phases write in a microsecond, parts of them
 PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
+QUEUED = 1.25  # times as long phases of few blocks take that wait for one another: few launches run side by side
+GRADIENT = 1.1  # times as long the gradient of a filter takes
 BEGIN, JOIN_TIME = 2.2, 1.7  # microseconds of a launch, and of one that adds the parts of a split sum
 #: float64 keeps twice the bytes in registers and shared memory.
 GEMM_RATES_64 = {Gemm(64, 64, 8, 8, 8, 2): 16.8, Gemm(32, 64, 8, 4, 4, 2): 10.6}
@@ -268,8 +270,9 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
 
     A block costs its multiplications and STEPS more of the loop for its start and its stores. A multiprocessor with
     n of the m blocks that fit runs at (n/m)^FILLED of its full rate. Phases of dgrad run side by side, the longest
-    first, and what is left over at the end is most of one long block. A split sum is written and read once more, twice
-    the bytes where a phase writes every other pixel.
+    first, and what is left over at the end is most of one long block. But no more than SIDE_BY_SIDE do at once, so many phases of few
+    blocks take as long as these blocks one after the other. A split sum is written and read once more, twice the bytes where a phase
+    writes every other pixel.
     """
     multiprocessors, all_at_once = device.multiprocessors, _rates(problem).get(_split(config, 1))
     if all_at_once is None:
@@ -283,15 +286,24 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     lengths = [
         step * (ceil(ceil(reduction * math.prod(phase.taps), config.BLOCK_K), config.SPLIT_K) + STEPS) / rate for phase in phases(problem)
     ]
-    if len(blocks) == 1:
-        rounds, rest = divmod(blocks[0], multiprocessors * fit)
+
+    def alone(count: int, length: float) -> float:
+        """Microseconds of so many blocks in rounds."""
+        rounds, rest = divmod(count, multiprocessors * fit)
         last = ceil(rest, multiprocessors)
-        us = lengths[0] * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
+        return length * (rounds * fit + (last / (last / fit) ** FILLED if last else 0))
+
+    if len(blocks) == 1:
+        us = alone(blocks[0], lengths[0])
+        if problem.layout == "CNHW":
+            us *= GRADIENT
     else:
         work = sum(count * length for count, length in zip(blocks, lengths, strict=True))
         us = max(PHASED * work / multiprocessors + LAST * fit * max(lengths), PHASE_TIME * len(blocks))
         apart = min(phases(problem)[0].step[2], SECTOR // problem.itemsize)  # of a row of the result, of which a phase writes a part
         us += problem.itemsize * math.prod(problem.result_shape) * apart / SCATTERED * 132 / multiprocessors
+        if len(blocks) > SIDE_BY_SIDE:
+            us = max(us, QUEUED * sum(map(alone, blocks, lengths)) / SIDE_BY_SIDE)
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
         us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s

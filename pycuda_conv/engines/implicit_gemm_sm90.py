@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import Phase, arguments, by_axis, ceil
-from pycuda_conv.engines.hopper import SHARED_BYTES, THREADS, unsupported
+from pycuda_conv.engines.hopper import MEMORY, SHARED_BYTES, THREADS, read_bytes, unsupported
 from pycuda_conv.engines.packing import (
     ARITHMETICS,
     Operands,
@@ -897,11 +897,10 @@ RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 2
 READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
-#: cycles of a pixel's row of so many bytes. Fitted to some 700 times.
-LYING = 1860.0, 1.18, 1.2
-#: Whole sums of them took so much of what is counted, in tiles of less than 256 pixels: the mean of 59 times of 27 random layers.
-LYING_WHOLE = 1.2
-PIXEL_CYCLES = {128: 3.2, 64: 2.5, 32: 3.0, 16: 3.0}
+#: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
+#: H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
+LYING, LYING_PRODUCT = (1860.0, 3.5, 1.2), 1.37
+PIXEL_CYCLES = {128: 2.1, 64: 1.6, 32: 2.0, 16: 2.0}
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 LONGER, STRIDED = 1.15, 1.3  # times as long as that takes the gradient of a filter in 16 bits, and of a convolution with a stride
 SECTOR = 32  # bytes of memory that are written at once
@@ -909,9 +908,9 @@ APART = 1.9  # times as long it takes to add the parts of sums that are loaded o
 PHASED = 2.1  # the same of pixels of phases in NCHW, whose neighbours lie apart
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
-#: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where phases scatter them; and the
-#: elements of a residual that a microsecond adds to them.
-LYING_TILE, LYING_STORED, PHASED_STORED, JOINED = 0.4, 25e3, 10e3, 4.5e3
+#: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
+#: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
+LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.4, 25e3, 12e3, 10e3, 4.5e3
 TILE_TIME = 0.8  # microseconds to start and drain a tile
 
 
@@ -1000,12 +999,14 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     clock, of_filter, launch_time = LYING if lying else (rates.clock, 0.0, 0.0)
     of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
-    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128
+    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying and not config.reads_planes else 1)
     step = max(cycles / clock, loads / clock, stage_bytes(problem, config) / rates.loaded)
     if config.reads_planes:  # limited by memory for each tile of pixels' first use
         step = max(cycles / rates.clock, 64 * config.BLOCK_N * problem.itemsize / READ)
     last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
     tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, rates.stored)
+    if last and len(walks) == 1 and _whole_rows(problem, 1) and not tensor_store(problem, config):
+        stored = LYING_APART
     stores = config.BLOCK_M * config.BLOCK_N * _stored_bytes(problem, config) / stored
     if problem.layout == "NHWC" and problem.result_channels * problem.itemsize % 16:
         stores *= SCATTERED
@@ -1043,8 +1044,9 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if joined and _arithmetic(problem, walks[0].phase, config.SPLIT)["VEC"] == 1:
         joined *= APART
     us += overhead(problem, packed, config.SPLIT, config.packs_images and not packed.as_is, not lying, joined)
-    if lying and config.SPLIT == 1 and config.BLOCK_N < 256:
-        us *= LYING_WHOLE
+    if lying and problem.layout == "NHWC":
+        moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
+        us = max(us, launch_time + moved / MEMORY)
     if problem.layout == "CNHW":
         us *= (LONGER if problem.itemsize == 2 else 1.0) * (STRIDED if max(problem.dilation) > 1 else 1.0)
     return us

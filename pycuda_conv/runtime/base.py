@@ -20,6 +20,9 @@ from pycuda_conv.errors import BackendError
 #: Launches what was prepared: (buffers, stream) -> None.
 Launcher = Callable[[Sequence[Any], Any], None]
 
+#: Launches of a step that a GPU runs side by side at most: in the caller's stream and in others.
+SIDE_BY_SIDE = 4
+
 #: A buffer of a step, or a place in one: see :class:`KernelLaunch`.
 Place = int | tuple[int, int]
 

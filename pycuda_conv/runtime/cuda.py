@@ -27,7 +27,7 @@ import numpy as np
 
 from pycuda_conv.errors import BackendError, ConvArgumentError, DeviceMemoryError
 from pycuda_conv.runtime import binaries
-from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
+from pycuda_conv.runtime.base import SIDE_BY_SIDE, Device, Im2col, KernelLaunch, Launcher, TensorMap, forked
 from pycuda_conv.runtime.compiler import CompileError, compiler
 from pycuda_conv.runtime.pinned import PinnedPool, default_limit
 from pycuda_conv.runtime.workers import cores, workers
@@ -35,7 +35,7 @@ from pycuda_conv.runtime.workers import cores, workers
 log = logging.getLogger("pycuda_conv")
 
 FULL = 4 * 2048  # threads a multiprocessor of a launch that keeps it busy for long
-SIDES = 3  # streams beside the caller's, for launches that don't depend on each other
+SIDES = SIDE_BY_SIDE - 1  # streams beside the caller's, for launches that don't depend on each other
 
 _initialised = False
 _forked = False

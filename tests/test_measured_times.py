@@ -1,0 +1,95 @@
+"""Models of time beside what kernels took on an H200 or an H100, in microseconds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from pycuda_conv import ConvProblem, engines
+from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
+from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
+from pycuda_conv.engines.direct import Single, Tile
+from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.via_nhwc import ViaNhwc
+from pycuda_conv.runtime.target import Target
+
+H200 = Target("sm_90a")
+
+
+def depthwise(n, c, h, w, taps, stride=1, dtype="float32", **options):
+    return ConvProblem.forward(2, (n, c, h, w), (c, 1, taps, taps), padding=taps // 2, stride=stride, groups=c, dtype=dtype, **options)
+
+
+def upsampling(n, c, k, size, **options):
+    """A transposed filter of 16x16 with a stride of 8: 64 phases."""
+    return ConvProblem.transposed(2, (n, c, size, size), (c, k, 16, 16), stride=8, padding=4, **options)
+
+
+def last_3x3(n, c, k, size, stride=1, **options):
+    options = {"dtype": "bfloat16", "layout": "NHWC", "padding": options.get("dilation", 1), "stride": stride} | options
+    return ConvProblem.forward(2, (n, c, size, size), (k, c, 3, 3), **options)
+
+
+def gemm(m, n, k=16, threads=(8, 8), blocks=2, split=1):
+    return Gemm(m, n, k, *threads, blocks, split)
+
+
+TAKEN = [
+    # many phases of few blocks, of which four run at once
+    (upsampling(8, 128, 32, 16), gemm(32, 128, 16, (4, 8), 4), 881), (upsampling(4, 32, 128, 8), gemm(128, 128), 617),
+    (upsampling(4, 64, 64, 32), gemm(64, 128, blocks=3), 861), (upsampling(1, 512, 3, 8, precision="tf32"), gemm(64, 64, 16, (8, 4), 4, 8), 269),
+    (upsampling(1, 512, 3, 8, precision="tf32"), gemm(32, 128, 16, (4, 8), 4, 8), 429), (upsampling(1, 64, 64, 16, dtype="float64"), gemm(64, 64, 8), 664),
+    (upsampling(1, 32, 256, 8, dtype="float16", layout="NHWC"), gemm(128, 64), 475),
+    # a pixel a thread
+    (depthwise(1, 3, 2160, 640, 31), Single(), 1525), (depthwise(8, 160, 128, 256, 9, 2), Single(), 333), (depthwise(2, 320, 128, 128, 5, 2), Single(), 29.8),
+    (depthwise(4, 384, 128, 128, 3, 2), Single(), 47.2), (depthwise(16, 16, 112, 112, 5), Single(), 30.3), (depthwise(2, 320, 80, 160, 3), Single(), 48.9),
+    (depthwise(32, 320, 8, 11, 7), Single(), 19.1), (depthwise(1, 512, 16, 16, 5), Single(), 3.2), (depthwise(16, 2048, 8, 8, 13, 2), Single(), 67.1),
+    # tiles of two rows a thread, which large filters keep busy
+    (depthwise(16, 2048, 8, 8, 13, 2), Tile(8, 16, 2), 154), (depthwise(8, 160, 128, 256, 9, 2), Tile(8, 16, 2), 205), (depthwise(32, 320, 8, 11, 7), Tile(8, 16, 2), 18.8),
+    (depthwise(32, 2048, 14, 14, 3), Tile(8, 16, 2), 94.5),
+    # 16-bit arrays and filters that the tensor cores read as they lie
+    (last_3x3(16, 192, 192, 40), ImplicitGemm(64, 256, 5), 32.4), (last_3x3(16, 192, 192, 40), ImplicitGemm(64, 144, 6), 42.2),
+    (last_3x3(16, 192, 192, 40), ImplicitGemm(128, 128, 6, schedule="pingpong"), 48.5), (last_3x3(32, 320, 320, 20), ImplicitGemm(64, 256, 5), 35.7),
+    (last_3x3(1, 768, 2048, 40), ImplicitGemm(128, 128, 6), 101.7), (last_3x3(16, 2048, 2048, 28, 2), ImplicitGemm(128, 128, 6, 2), 480),
+    (last_3x3(64, 1024, 512, 8, dtype="float16"), ImplicitGemm(128, 128, 6), 52.4), (last_3x3(8, 256, 256, 28, 2, dilation=2), ImplicitGemm(128, 64, 6), 13.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "config", "us"), TAKEN, ids=lambda v: str(v)[:60])
+def test_predictions_are_near(problem, config, us):
+    predicted = engines.predicted(problem, config, H200)
+    assert predicted / 1.4 < us < 1.4 * predicted
+
+
+#: What was fastest, and what other candidates took.
+FASTEST = [
+    (depthwise(16, 2048, 8, 8, 13, 2, precision="tf32"), {Single(): 67.1, ViaNhwc("Depthwise(CHUNK=64, TILE_P=1, TILE_Q=4)"): 98.7, Tile(8, 16, 2): 154}),
+    (ConvProblem.gradient("input", 2, (1, 2048, 80, 80), (2048, 1, 13, 13), (1, 2048, 80, 80), padding=6, groups=2048), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),
+    (last_3x3(16, 192, 192, 40), {ImplicitGemm(64, 256, 5): 32.4, DenseNhwc(128, 256, 4): 38.5, ImplicitGemm(128, 128, 6, schedule="pingpong"): 48.5}),
+    (last_3x3(32, 320, 320, 20), {ImplicitGemm(64, 256, 5): 35.7, DenseNhwc(128, 160, 5): 43.0, ImplicitGemm(128, 128, 6): 59.2}),
+    (last_3x3(16, 2048, 2048, 28, 2), {DenseNhwc(128, 256, 4): 408, ImplicitGemm(128, 128, 6, schedule="pingpong"): 453, ImplicitGemm(128, 128, 6, 2): 480}),
+    (last_3x3(16, 192, 96, 56), {DenseNhwc(128, 128, 6): 33.5, ImplicitGemm(128, 128, 6): 48.9}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "took"), FASTEST, ids=lambda v: str(v)[:60])
+def test_the_fastest_of_measured_kernels_is_predicted_to_be_it(problem, took):
+    assert min(took, key=lambda config: engines.predicted(problem, config, H200)) == min(took, key=took.__getitem__)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_planes_that_leave_tiles_half_empty_are_moved_as_runs_in_16_bits(dtype):
+    """1,536 planes of 20x40 took tiles 12.4 us; 12,288 planes of 28x28, which fill a tile, take both kernels 39 us."""
+    one = depthwise(8, 192, 20, 40, 3, dtype=dtype)
+    assert isinstance(engines.choose(one, H200), DepthwisePlanes)
+    back = ConvProblem.gradient("input", 2, one.input_shape, one.weight_shape, one.result_shape, padding=1, groups=192, dtype=dtype)
+    assert isinstance(engines.choose(back, H200), DepthwisePlanes)
+    for other in (depthwise(64, 192, 28, 28, 3, dtype=dtype), replace(one, dtype="float64")):
+        assert isinstance(engines.choose(other, H200), Tile)
+
+
+def test_a_pixel_a_thread_is_for_planes_that_leave_tiles_nearly_empty():
+    assert engines.choose(depthwise(16, 2048, 8, 8, 13, 2), H200) == Single()
+    assert engines.choose(depthwise(2, 320, 80, 160, 3), H200) != Single()
