@@ -8,16 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import zipfile
 
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.compiler import compiler
 from pycuda_conv.runtime.target import Target
-from pycuda_conv.tools.warm import compile_all, most_used
-
-#: Texts that are shipped for a GPU, if --count says nothing: on Hopper they serve three quarters of random problems.
-COUNT = {"sm_90a": 1000}
-OTHERS = 400
+from pycuda_conv.tools.warm import WHEEL_RANDOM, Text, compile_all, of_wheel, write_archive
 
 
 def main() -> int:
@@ -25,21 +20,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("gpus", help="architectures with commas between them, as in sm_90a,sm_80")
     parser.add_argument("--count", type=int, help="kernels for each; by default 1000 for sm_90a and 400 for others")
-    parser.add_argument("--each", type=int, default=400, help="random problems of each family that are counted")
+    parser.add_argument("--each", type=int, default=WHEEL_RANDOM, help="random problems of each family that are counted")
     arguments = parser.parse_args()
-    made_by, shipped = compiler(), {}
+    made_by = compiler()
+    shipped: dict[Text, bytes] = {}
     for name in arguments.gpus.split(","):
-        target = Target(name)
-        made, failed = compile_all(most_used(target, arguments.count or COUNT.get(name, OTHERS), arguments.each), made_by)
+        made, failed = compile_all(of_wheel(Target(name), arguments.count, arguments.each), made_by)
         if failed:
             print(f"{len(failed)} kernels failed:\n" + "\n".join(failed[:5]), file=sys.stderr)
             return 1
-        shipped |= {binaries.shipped_name(text.source, text.arch): binary for text, binary in made.items()}
+        shipped |= made
         print(f"{name}: {len(made)} kernels, {sum(map(len, made.values())) / 1e6:.1f} MB")
     binaries.SHIPPED.parent.mkdir(exist_ok=True)
-    with zipfile.ZipFile(binaries.SHIPPED, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, binary in sorted(shipped.items()):
-            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), binary, zipfile.ZIP_DEFLATED)  # the same bytes every time
+    write_archive(binaries.SHIPPED, shipped)
     print(f"{binaries.SHIPPED}: {binaries.SHIPPED.stat().st_size / 1e6:.1f} MB, compiled by {made_by.name} {made_by.version}")
     return 0
 

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import zipfile
 
 import pytest
 
@@ -24,7 +25,7 @@ def children(monkeypatch):
     monkeypatch.setattr(coldbench, "measure", measure)
     monkeypatch.setattr(coldbench, "require", lambda module: None)
     monkeypatch.setattr(coldbench, "named_device", lambda name: SimpleNamespace(capability=(9, 0), model="H200"))
-    monkeypatch.setattr(coldbench, "make_archive", lambda file, architecture, count: file.write_bytes(b""))
+    monkeypatch.setattr(coldbench, "make_archive", lambda file, architecture: file.write_bytes(b""))
     return asked
 
 
@@ -65,3 +66,21 @@ def test_what_a_child_says_last_is_told(monkeypatch):
 def test_a_child_measures(tmp_path):
     found = coldbench.measure(next(case for case in coldbench.CASES if case.kind == "sizes"), True, None)
     assert 0 < found["first"] < 30 and 0 < found["fifteen others"] < 30
+
+
+def test_the_archive_is_what_a_wheel_ships(tmp_path, monkeypatch, capsys):
+    from pycuda_conv.runtime import binaries, compiler, cuda
+    from pycuda_conv.tools import warm
+
+    texts = [warm.Text("one", "sm_90a", "some"), warm.Text("other", "sm_90", "some")]
+    monkeypatch.setattr(cuda, "newest", lambda: None)
+    monkeypatch.setattr(compiler, "compiler", lambda newest: "nvrtc")
+    monkeypatch.setattr(warm, "of_wheel", lambda target: texts if target.name == "sm_90a" else [])
+    monkeypatch.setattr(warm, "compile_all", lambda wanted, made_by: (dict.fromkeys(wanted, b"cubin"), []))
+    coldbench.make_archive(tmp_path / "kernels.zip", "sm_90a")
+    with zipfile.ZipFile(tmp_path / "kernels.zip") as archive:
+        assert set(archive.namelist()) == {binaries.shipped_name(text.source, text.arch) for text in texts}
+    assert "the wheel's 2 kernels" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr(warm, "compile_all", lambda *_: ({}, ["some: no room"]))
+    with pytest.raises(ToolError, match="no room"):
+        coldbench.make_archive(tmp_path / "kernels.zip", "sm_90a")

@@ -1,10 +1,12 @@
 """Kernels that are there before they are needed: shipped in the wheel, or compiled by ``pycuda-conv warm``."""
 
 import logging
+import pickle
 import re
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,10 +128,51 @@ def test_what_is_no_architecture_is_refused(name):
         Target(name)
 
 
-def test_targets():
+def test_targets(monkeypatch):
+    some = list(warm.networks())[::50]
+    monkeypatch.setattr(warm, "networks", lambda: iter(some))
     assert Target("sm_90a").capability == (9, 0) and Target("sm_120").capability == (12, 0)
     assert {text.arch for text in warm.most_used(Target("sm_90a"), 10**6, 2)} == {"sm_90", "sm_90a"}
     assert {text.arch for text in warm.most_used(Target("sm_86"), 10**6, 2)} == {"sm_86"}
+
+
+def test_problems_are_planned_in_several_processes_where_there_are_cores(monkeypatch):
+    """Their counts, and what decides between equal ones, are those of one process."""
+    problems = list(draw(3, 2))
+    monkeypatch.setattr(warm, "draw", lambda seed, each: iter(problems))
+    monkeypatch.setattr(warm, "networks", lambda: iter([(problems[0], True)]))
+    in_threads = lambda workers, context: ThreadPoolExecutor(2)  # noqa: E731  # processes take longer to start than this test
+    found = []
+    for cores in (2, 4):
+        monkeypatch.setattr(warm, "cores", lambda cores=cores: cores)
+        monkeypatch.setattr(warm, "ProcessPoolExecutor", in_threads if cores == 4 else None)
+        found.append(warm.most_used(Target("sm_90a"), 20, 2))
+    assert found[0] == found[1] and len(found[0]) == 20
+    target, part = Target("sm_90a"), [(problems[0], False)]
+    assert pickle.loads(pickle.dumps(warm.needed))(*pickle.loads(pickle.dumps((part, target)))) == warm.needed(part, target)
+
+
+def test_a_wheel_s_texts(monkeypatch):
+    asked = []
+    monkeypatch.setattr(warm, "most_used", lambda target, *how: asked.append((target.name, *how)))
+    warm.of_wheel(Target("sm_90a"))
+    warm.of_wheel(Target("sm_80"))
+    warm.of_wheel(Target("sm_80"), 2, 1)
+    assert asked == [("sm_90a", 1000, 400), ("sm_80", 400, 400), ("sm_80", 2, 1)]
+
+
+def test_an_archive_is_found_again_and_has_the_same_bytes_every_time(tmp_path, monkeypatch):
+    texts = [warm.Text(f"#define N {i}", "sm_80", "some") for i in range(3)]
+    made = {text: text.source.encode() * 9 for text in texts}
+    files = tmp_path / "one.zip", tmp_path / "other.zip"
+    warm.write_archive(files[0], made)
+    warm.write_archive(files[1], dict(reversed(made.items())))
+    assert files[0].read_bytes() == files[1].read_bytes()
+    monkeypatch.setattr(binaries, "SHIPPED", files[0])
+    binaries._archive.cache_clear()
+    assert [binaries.shipped(text.source, text.arch) for text in texts] == list(made.values())
+    monkeypatch.undo()
+    binaries._archive.cache_clear()
 
 
 # ---- the command
@@ -173,6 +216,8 @@ def test_what_was_compiled_is_there_the_next_time(fake, capsys):
 
 def test_the_most_used_of_random_problems(fake, capsys, monkeypatch):
     monkeypatch.setattr(warm, "RANDOM", 2)
+    some = list(warm.networks())[::50]
+    monkeypatch.setattr(warm, "networks", lambda: iter(some))
     assert main(["warm", "--gpu", "sm_90a", "--random", "7"]) == 0
     assert counts(capsys.readouterr().out) == (7, 0, 7)
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,6 @@ from typing import Any
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, require, table, track
 
 PATIENCE = 300  # seconds for one child
-SHIPPED = 400  # kernels of the archive that stands for the wheel's
 
 Seconds = dict[str, float]
 
@@ -201,19 +199,23 @@ def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
     return found
 
 
-def make_archive(file: Path, architecture: str, count: int) -> None:
-    """The kernels of a wheel for such a GPU."""
-    from pycuda_conv.runtime import binaries, cuda
+def make_archive(file: Path, architecture: str) -> None:
+    """The kernels that a wheel for such a GPU ships, as ``make wheel GPU=...`` puts them there."""
+    from pycuda_conv.runtime import cuda
     from pycuda_conv.runtime.compiler import compiler
     from pycuda_conv.runtime.target import Target
-    from pycuda_conv.tools.warm import RANDOM, compile_all, most_used
+    from pycuda_conv.tools.warm import compile_all, of_wheel, write_archive
 
-    made, failed = compile_all(most_used(Target(architecture), count, RANDOM), compiler(cuda.newest()))
+    begin = time.monotonic()
+    wanted = of_wheel(Target(architecture))
+    counted = time.monotonic()
+    made, failed = compile_all(wanted, compiler(cuda.newest()))
     if failed:
         raise ToolError(failed[0])
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        for text, binary in made.items():
-            archive.writestr(binaries.shipped_name(text.source, text.arch), binary)
+    write_archive(file, made)
+    console(stderr=True).print(
+        f"the wheel's {len(made)} kernels: chosen in {counted - begin:.0f} s, compiled in {time.monotonic() - counted:.0f} s"
+    )
 
 
 def run(device: Any, json_file: Path | None, only: str | None) -> int:
@@ -227,7 +229,7 @@ def run(device: Any, json_file: Path | None, only: str | None) -> int:
         for case in track(cases, lambda case: case.name):
             try:
                 if case.wheel and not archive.exists():
-                    make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else "sm_{}{}".format(*gpu.capability), SHIPPED)
+                    make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else "sm_{}{}".format(*gpu.capability))
                 ours, torchs = measure(case, True, archive), measure(case, False, None)
             except ToolError as error:
                 console(stderr=True).print(str(error))

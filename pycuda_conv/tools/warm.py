@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 import math
-import os
+import multiprocessing
 import time
+import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from pycuda_conv import behind, engines
 from pycuda_conv.engines import batch_norm
+from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.plan import as_called
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import binaries
-from pycuda_conv.runtime.base import Device, KernelLaunch
+from pycuda_conv.runtime.base import Device, KernelLaunch, source_of
 from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
 from pycuda_conv.runtime.target import Target
+from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.families import draw
 from pycuda_conv.tools.suite import in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
 
 RANDOM = 150  # problems of each family, from which the most used texts are counted
+#: The same for a wheel, and the texts that are shipped in one: on Hopper they serve three quarters of random problems.
+WHEEL_RANDOM, WHEEL, WHEEL_OTHERS = 400, {"sm_90a": 1000}, 400
+MANY_CORES = 4  # from which on problems are planned in several processes
 #: Of common networks: numbers of images, the arithmetic, and channels and pixels of their stages.
 BATCHES, NETWORK_MODES = (1, 8, 64), ("fp32", "tf32-nhwc", "fp16", "fp16-nhwc", "bf16", "bf16-nhwc")
 STAGES = ((64, 56), (128, 28), (256, 14), (512, 7))
@@ -80,21 +87,53 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
         yield from launches
 
 
+#: A text, in few bytes: its file, its defines, and what it is compiled for.
+Needed = tuple[str, tuple[tuple[str, int], ...], str]
+
+
 def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text]:
     """The `count` texts that are needed most: by `each` random problems of every family, and by the layers of common networks."""
-    used: Counter[Text] = Counter()
-    for problem in draw(seed, each):
-        used.update(dict.fromkeys(texts(launches_of(problem, target), target), 1))
-    for problem, noted in networks():
-        used.update(dict.fromkeys(texts(launches_of(problem, target, noted=noted), target), 1))
-    return [text for text, _ in used.most_common(count)]
+    wanted = [*((problem, False) for problem in draw(seed, each)), *networks()]
+    if cores() < MANY_CORES:
+        used = needed(wanted, target)
+    else:
+        used = Counter()
+        at_once = ceil(len(wanted), 4 * cores())  # so that none is done much later than the others
+        parts = [wanted[first : first + at_once] for first in range(0, len(wanted), at_once)]
+        with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn")) as pool:
+            for found in pool.map(needed, parts, [target] * len(parts)):  # in their order
+                used.update(found)
+    return [Text(source_of(file, dict(defines)), arch, file) for (file, defines, arch), _ in used.most_common(count)]
+
+
+def needed(wanted: Iterable[tuple[ConvProblem, bool]], target: Target) -> Counter[Needed]:
+    """How many of the problems need each text. Beside each stands whether moments of the result are noted."""
+    used: Counter[Needed] = Counter()
+    for problem, noted in wanted:
+        launches = launches_of(problem, target, noted=noted)
+        found = ((one.file or one.kernel, tuple(sorted(one.defines.items())), target.arch(one)) for one in launches)
+        used.update(dict.fromkeys(found, 1))  # in an order, which decides between equals
+    return used
+
+
+def of_wheel(target: Target, count: int | None = None, each: int = WHEEL_RANDOM) -> list[Text]:
+    """The texts that a wheel for such a GPU ships."""
+    return most_used(target, count or WHEEL.get(target.name, WHEEL_OTHERS), each)
+
+
+def write_archive(file: Path, made: Mapping[Text, bytes]) -> None:
+    """Write binaries as the package looks for them. The same ones give the same bytes."""
+    named = {binaries.shipped_name(text.source, text.arch): binary for text, binary in made.items()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, binary in sorted(named.items()):
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), binary, zipfile.ZIP_DEFLATED)
 
 
 def compile_all(wanted: Sequence[Text], made_by: Compiler) -> tuple[dict[Text, bytes], list[str]]:
     """The binaries of all texts, as many compiled at a time as there are cores, behind a progress bar; and what compilers said."""
     made: dict[Text, bytes] = {}
     failed: list[str] = []
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool = ThreadPoolExecutor(cores())
     try:
         coming: dict[Future[bytes], Text] = {pool.submit(binaries.make, text.source, text.arch, made_by): text for text in wanted}
         for done in track(_Finished(coming), lambda done: coming[done].kernel):
