@@ -21,7 +21,7 @@ class FakeCuda:
     def __init__(self, folder, monkeypatch):
         self._patch = monkeypatch
         file = folder / "fake_cuda.so"
-        subprocess.run(["gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o", str(file)], check=True, timeout=300)
+        subprocess.run(["gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o", str(file)], check=True, timeout=900)
         self.library = library = ctypes.CDLL(str(file))
         pointer = ctypes.c_void_p
         library.cuLaunchKernelEx.argtypes = [pointer] * 4

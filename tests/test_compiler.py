@@ -126,7 +126,7 @@ def test_nvrtc_of_a_package_comes_before_a_toolkit_s(tmp_path, fresh):
     assert compiler.nvrtc() == os.fspath(tmp_path / "package/lib/libnvrtc.so.13")
 
 
-SLOW = "#!/bin/sh\necho $$ > pid\nexec sleep 1000\n"
+SLOW = "#!/bin/sh\necho $$ > pid\nexec sleep 10000\n"
 
 
 def test_a_process_that_ends_takes_its_compilers_along(tmp_path, python_env):
@@ -142,8 +142,8 @@ while not os.path.exists("pid") or not os.stat("pid").st_size:
 """
     begin = time.monotonic()
     python(code, python_env, TMPDIR=str(tmp_path), PYTHONWARNINGS="ignore")
-    assert time.monotonic() - begin < 200
+    assert time.monotonic() - begin < 900
     pid = int((tmp_path / "pid").read_text())
     while any("sleep" in line for line in subprocess.run(["ps", "-p", str(pid), "-o", "args="], capture_output=True, text=True, check=False).stdout.splitlines()):
-        assert time.monotonic() - begin < 300
+        assert time.monotonic() - begin < 1800
         time.sleep(0.01)

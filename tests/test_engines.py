@@ -88,7 +88,7 @@ def test_launches_can_be_written_down(tmp_path, python_env):
         pytest.skip("the scripts are not in the installed package")
     written = []
     for name in "ab":
-        subprocess.run([sys.executable, str(script), str(tmp_path / name), "--every", "150"], env=python_env, check=True, timeout=300)
+        subprocess.run([sys.executable, str(script), str(tmp_path / name), "--every", "150"], env=python_env, check=True, timeout=900)
         written.append((tmp_path / name).read_text())
     assert written[0] == written[1] and all(word in written[0] for word in ("on H200", "on OpenCL", "chosen", "candidate", "<<<", "defines"))
 

@@ -168,16 +168,6 @@ def test_gradients_are_the_same_bits_every_time(where):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_gradients_need_no_import(python_env):
-    code = """
-import torch, pycuda_conv as pc
-x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
-pc.conv2d(x, w).sum().backward()
-print(w.grad.shape)
-"""
-    assert python(code, python_env) == "torch.Size([3, 2, 3, 3])\n"
-
-
 def test_importing_the_package_does_not_import_torch(python_env):
     assert python("import sys, pycuda_conv\nprint('torch' in sys.modules)", python_env) == "False\n"
 
@@ -240,16 +230,6 @@ def test_compiled_training_is_training(where, dynamic):
         same_gradients(compiled, theirs, [randn(n, 2, 5, 4, where=where)])
     with torch.no_grad():
         close(compiled(randn(2, 2, 5, 4, where=where)), theirs(randn(2, 2, 5, 4, where=where)))
-
-
-def test_functions_are_compiled_whole(python_env):
-    code = """
-import torch, pycuda_conv as pc, pycuda_conv.nn
-x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3, requires_grad=True)
-f = torch.compile(lambda x, w: pc.conv2d(x, w, padding="same").relu(), backend="aot_eager", fullgraph=True)
-torch.testing.assert_close(f(x, w), pc.conv2d(x, w, padding="same").relu())
-"""
-    python(code, python_env)
 
 
 def test_tensors_without_numbers_are_checked_as_others():
@@ -880,20 +860,30 @@ def test_docstring_examples():
         assert found.attempted > 1 and not found.failed
 
 
-def run_example(name, *arguments, env):
-    command = [sys.executable, str(EXAMPLES / name), *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
+def run_example(*command, env):
+    done = subprocess.run([sys.executable, *map(str, command)], env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
+#: The example's processes are forked from one that has imported torch, which takes a second or two in each.
+FORKED = """
+import functools, runpy, sys
+import torch._dynamo, torch.multiprocessing
+del sys.argv[0]
+torch.multiprocessing.spawn = functools.partial(torch.multiprocessing.start_processes, start_method="fork")
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_data_parallel_training_is_training(fast_env):
     """examples/ddp.py compares each step's gradients with those of one process on the whole batch."""
-    assert "the gradients agree" in run_example("ddp.py", "--steps", 2, "--check", env=fast_env)
+    start = [EXAMPLES / "ddp.py"] if torch.cuda.is_available() else ["-c", FORKED, EXAMPLES / "ddp.py"]
+    assert "the gradients agree" in run_example(*start, "--steps", 2, "--check", env=fast_env)
 
 
 def test_the_digits_are_learned(python_env, tmp_path):
     pytest.importorskip("sklearn", reason="the digits are scikit-learn's")
-    printed = run_example("digits.py", "--epochs", 3, "--plot", tmp_path / "digits.png", env=python_env)
+    printed = run_example(EXAMPLES / "digits.py", "--epochs", 2, "--plot", tmp_path / "digits.png", env=python_env)
     accuracy = float(re.findall(r"test accuracy ([\d.]+) %", printed)[-1])
     assert accuracy > 90 and (tmp_path / "digits.png").stat().st_size > 10_000

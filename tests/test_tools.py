@@ -872,7 +872,7 @@ def test_ctrl_c_ends_with_130(command, opencl, torch, rich, monkeypatch):
 
 
 def process(arguments, tmp_path, env):
-    return subprocess.run([sys.executable, *map(str, arguments)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run([sys.executable, *map(str, arguments)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900, check=False)
 
 
 @pytest.mark.parametrize("start, expected", [
@@ -900,7 +900,7 @@ def test_the_process_s_exit_status_is_the_command_s(python_env, tmp_path):
 def test_a_full_disk_behind_stdout_is_told_in_one_line(python_env, tmp_path, rich, arguments):
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "pycuda_conv", *arguments], cwd=tmp_path, env=python_env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+            [sys.executable, "-m", "pycuda_conv", *arguments], cwd=tmp_path, env=python_env, stdout=full, stderr=subprocess.PIPE, text=True, timeout=900, check=False,
         )
     assert (done.returncode, done.stderr) == (UNUSABLE, f"pycuda-conv {arguments[0]}: No space left on device\n")
 
@@ -957,5 +957,5 @@ def test_what_the_tools_import_comes_with_the_package():
 def test_a_reader_that_has_had_enough_is_no_error(python_env, tmp_path):
     done = subprocess.Popen([sys.executable, "-m", "pycuda_conv", "bench", "--list"], env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     done.stdout.close()
-    assert done.stderr.read() == b"" and done.wait(60) == OK
+    assert done.stderr.read() == b"" and done.wait(900) == OK
     done.stderr.close()

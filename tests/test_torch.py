@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from reference import channels_last, python
+from reference import channels_last
 from test_nn import close, pair, randn
 
 import pycuda_conv as pc
@@ -254,53 +254,50 @@ def test_operations_of_fused_layers_are_counted(where):
     assert counted[:2] == counted[2:]
 
 
-def test_what_is_first_called_by_a_counter_is_counted(python_env):
-    code = """
-import torch, pycuda_conv as pc
-from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode
-x, w = torch.randn(1, 2, 5, 5), torch.randn(3, 2, 3, 3)
-with FlopCounterMode(display=False) as counter:
-    pc.conv2d(x, w)
-print(counter.get_total_flops())
-"""
-    assert python(code, python_env) == f"{2 * 3 * 2 * 9 * 9}\n"
-
-
 CALLS = {
-    "conv2d": "x, w", "conv_transpose2d": "dy, w", "conv2d_input": "x.shape, w, dy", "conv2d_weight": "x, w.shape, dy", "conv2d_bias": "dy",
+    "conv2d": "x, w, padding='same'", "conv_transpose2d": "dy, w", "conv2d_input": "x.shape, w, dy", "conv2d_weight": "x, w.shape, dy", "conv2d_bias": "dy",
 }  # fmt: skip
-#: Processes that have called nothing, one for each function, made from one that has imported what takes long.
+#: Processes that have called nothing, one for each first call, made from one that has imported what takes long.
 FIRST_CALLS = """
 import os, sys, traceback
 import pycuda_conv as pc, torch, torch._dynamo
-def compiled(call):
+from torch.utils.flop_counter import FlopCounterMode
+def tensors():
     x, dy = torch.randn(1, 2, 5, 5, device=where), torch.randn(1, 3, 3, 3, device=where)
-    w = torch.nn.Parameter(torch.randn(3, 2, 3, 3, device=where))
-    y = torch.compile(call, backend="aot_eager", fullgraph=True)(x, w, dy)
-    torch.testing.assert_close(y, call(x, w, dy))
-for name, call in calls.items():
+    return x, torch.nn.Parameter(torch.randn(3, 2, 3, 3, device=where)), dy
+def compiled(call):
+    given = tensors()
+    y = torch.compile(call, backend="aot_eager", fullgraph=True)(*given)
+    torch.testing.assert_close(y, call(*given))
+def differentiated():
+    x, w, dy = tensors()
+    pc.conv2d(x, w).sum().backward()
+    assert w.grad.shape == w.shape
+def counted():
+    x, w, dy = tensors()
+    with FlopCounterMode(display=False) as counter:
+        pc.conv2d(x, w)
+    assert counter.get_total_flops() == 2 * 3 * 2 * 9 * 9
+first = {name: lambda call=call: compiled(call) for name, call in calls.items()} | {"differentiated": differentiated, "counted": counted}
+for name, call in first.items():
     child = os.fork()
     if not child:
         try:
-            compiled(call)
+            call()
             os.write(1, f"{name} ".encode())
         except BaseException:
             traceback.print_exc()
         os._exit(0)
     os.waitpid(child, 0)
 """
-first_calls: dict[str, str] = {}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_the_first_compiled_call_needs_no_import(where, python_env, name):
-    """Nothing has made known to the package what a tensor or a parameter is."""
-    if where not in first_calls:
-        calls = ", ".join(f'"{name}": lambda x, w, dy: pc.{name}({arguments}).relu()' for name, arguments in CALLS.items())
-        done = subprocess.run([sys.executable, "-c", f"where, calls = {where!r}, {{{calls}}}\n{FIRST_CALLS}"], env={**python_env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=300, check=False)
-        first_calls[where] = done.stdout + done.stderr
-    assert name in first_calls[where].split(), first_calls[where]
+def test_the_first_call_needs_no_import(where, fast_env):
+    """Nothing has made known to the package what a tensor or a parameter is: each function compiled whole, a gradient, and what is counted."""
+    calls = ", ".join(f'"{name}": lambda x, w, dy: pc.{name}({arguments}).relu()' for name, arguments in CALLS.items())
+    code = f"where, calls = {where!r}, {{{calls}}}\n{FIRST_CALLS}"
+    done = subprocess.run([sys.executable, "-c", code], env={**fast_env, "PYTHONWARNINGS": "ignore"}, capture_output=True, text=True, timeout=900, check=False)
+    assert done.stdout.split() == [*CALLS, "differentiated", "counted"], done.stdout + done.stderr
 
 
 class Block(torch.nn.Module):

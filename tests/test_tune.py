@@ -234,7 +234,7 @@ for i in range(25):
     path = folder / "t.json"
     started = [subprocess.Popen([sys.executable, "-c", code, path, name], env=python_env, stderr=subprocess.PIPE) for name in "abc"]
     for process in started:
-        assert process.communicate(timeout=300)[1] == b"" and process.returncode == 0
+        assert process.communicate(timeout=900)[1] == b"" and process.returncode == 0
     assert {p: c.us for (_, p), c in Table(path).read().items()} == {f"{name} {i}": i + 1 for name in "abc" for i in range(25)}
 
 

@@ -66,7 +66,7 @@ reveal_type(pc.conv3d_weight(t, torch.Size((1, 2)), t))  # Tensor
 def pip(*arguments, python=sys.executable):
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", *map(str, arguments)],
-        capture_output=True, text=True, timeout=300, check=False,
+        capture_output=True, text=True, timeout=900, check=False,
     )
     assert done.returncode == 0, done.stderr
 
@@ -77,10 +77,10 @@ def python(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     for part in PARTS:
         (shutil.copytree if (ROOT / part).is_dir() else shutil.copy)(ROOT / part, folder / part)
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=300)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True, timeout=900)
     made = folder / "venv" / "bin" / "python"
     show = [made, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(show, check=True, capture_output=True, text=True, timeout=300).stdout.strip())
+    site = Path(subprocess.run(show, check=True, capture_output=True, text=True, timeout=900).stdout.strip())
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     if request.param == "wheel":
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, folder)
@@ -95,7 +95,7 @@ def check(python, script, folder, cache):
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--python-executable", str(python), "--cache-dir", str(cache), "script.py"]
     env = {"PATH": "/usr/bin:/bin"}  # without PYTHONPATH
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     told = {}
     for line in done.stdout.splitlines():
         file, number, rest = line.split(":", 2)

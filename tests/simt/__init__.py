@@ -62,7 +62,7 @@ def built(name: str, text: str, *flags: str) -> Path:
             source = Path(where) / f"{name}.cpp"
             source.write_text(text)
             for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", f"{where}/one.o"), ("-shared", f"{where}/one.o", "-o", f"{where}/out.so", "-lm")):
-                done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=300, check=False)
+                done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=900, check=False)
                 assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
             os.replace(f"{where}/out.so", to)
     return to
@@ -89,7 +89,7 @@ DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\((\d+)\)\s*|alignas\((
 def text_of(kernel: str, source: str) -> str:
     """A kernel's text in C++, in a namespace without a name: what is in no other text needs no section of its own, where shared variables must not be."""
     command = [str(CXX), "-std=c++17", "-E", "-x", "c++", "-w", "-D__CUDA_ARCH__=900", "-I", str(KERNEL_DIR), "-"]
-    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, f"{kernel} is not preprocessed:\n{done.stderr[:4000]}"
     align = max((int(found[1] or found[2] or 16) for found in DYNAMIC.finditer(done.stdout)), default=16)
     text = DYNAMIC.sub(r"static \3* const& \4 = (\3* const&)simt::dynamic;", done.stdout)
