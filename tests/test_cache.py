@@ -356,8 +356,8 @@ def test_what_a_killed_process_left_of_pocl_s_is_removed(opencl, fast_env, cache
     assert not list((cache_folder / "kernels").glob(".pocl-*"))
 
 
-def test_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
+def test_eight_processes_that_start_at_once_on_an_empty_cache(opencl, fast_env, cache_folder):
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
+    processes = [subprocess.Popen([sys.executable, "-c", CALL], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(8)]
     done = [process.communicate(timeout=900) for process in processes]
     assert len(set(done)) == 1 and done[0][1] == b"", done
