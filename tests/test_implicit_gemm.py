@@ -818,7 +818,8 @@ def check_not_finite(case: Case, mode: str, run) -> None:
     first = x.shape[1] - x.shape[1] // case.options.get("groups", 1)  # of the last group
     for value in (np.nan, np.inf, -np.inf):
         middle = tuple(n // 2 for n in w.shape[2:])
-        for which, at in ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0))):
+        places = ((0, (1, 2, 3, 2)), (0, (1, first, 1, 1)), (1, (2, 1, *middle)), (1, (0, 0, 0, 0)))
+        for which, at in {np.inf: places[::2], -np.inf: places[1::2]}.get(value, places):
             given = [x.copy(), w.copy()]
             given[which][at] = value
             with np.errstate(invalid="ignore"):

@@ -71,9 +71,10 @@ def a_tile(case: Case, half: bool = False) -> Lines:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_plan_computes_the_convolution(case):
     """Every scalar and the tensor map, in numpy: exact integers, then numbers that are rounded."""
-    for config in tiles(case):
-        arrays = case.integers("float32")
-        assert_exact(emulated(case, MODE, arrays, config), case.reference(*arrays), config)
+    arrays = case.integers("float32")
+    ref, some = case.reference(*arrays), tiles(case)
+    for config in some if len(some) < 9 else some[CASES.index(case) % 2 :: 2]:
+        assert_exact(emulated(case, MODE, arrays, config), ref, config)
     arrays = case.normals("float32", seed=1)
     ref = case.reference(*arrays)
     assert_close(emulated(case, MODE, arrays, a_tile(case), keep=False), ref, limbs_bound(case, MODE, *arrays[:2], ref))
@@ -201,8 +202,7 @@ FEW = fprop((4, 3, 8, 12), (40, 3, 3, 3), padding=1, bias=False)
 RANGED = [scenario for scenario in SCENARIOS if scenario != "subnormals"]
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("scenario", RANGED)
+@pytest.mark.parametrize(("scenario", "half"), [(scenario, half) for i, scenario in enumerate(RANGED) for half in (False, True) if half or i % 3 == 0])
 def test_every_range_is_kept(scenario, half):
     x, w = data(scenario, THIN)
     got = emulated(THIN, MODE, (x, w), a_tile(THIN, half), finite=False, keep=False)

@@ -67,11 +67,13 @@ BITS = 20.6
 @pytest.mark.parametrize(("case", "mode"), PLANNED, ids=IDS)
 def test_the_plan_computes_the_convolution(case, mode):
     """Every scalar and tensor map, in numpy: exact integers, then numbers that need both limbs."""
+    arrays = case.integers("float32")
+    ref = case.reference(*arrays)
     for config in tiles(case, mode):
-        arrays = case.integers("float32")
-        assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), config)
-        arrays = case.normals("float32", seed=1)
-        ref = case.reference(*arrays)
+        assert_exact(emulated(case, mode, arrays, config), ref, config)
+    arrays = case.normals("float32", seed=1)
+    ref = case.reference(*arrays)
+    for config in tiles(case, mode)[::3]:
         assert_close(emulated(case, mode, arrays, config, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref, BITS), config)
 
 
@@ -126,7 +128,7 @@ def test_any_plan_computes_the_convolution(request):
 
 # ---- the gradient of the filter
 
-FILTERS = [((3, 20, 4, 5), 40), ((2, 130, 6, 6), 70), ((5, 33, 8), 9), ((1, 4, 2, 2), 1), ((40, 64, 12, 12), 64), ((2, 8, 2, 4, 5), 300)]  # (input, output channels)
+FILTERS = [((3, 20, 4, 5), 40), ((2, 130, 6, 6), 70), ((5, 33, 8), 9), ((1, 4, 2, 2), 1), ((40, 64, 4, 8), 64), ((2, 8, 2, 4, 5), 300)]  # (input, output channels)
 
 
 def filters_problem(x_shape, k: int, precision: str) -> ConvProblem:
@@ -227,8 +229,7 @@ THIN = fprop((4, 64, 10, 8), (40, 64, 1, 1), bias=False)
 RANGED = [scenario for scenario in SCENARIOS if scenario != "subnormals"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("scenario", RANGED)
+@pytest.mark.parametrize(("scenario", "mode"), [(scenario, mode) for i, scenario in enumerate(RANGED) for mode in MODES[i % 2 :: 2]])
 def test_every_range_is_kept(scenario, mode):
     x, w = data(scenario, THIN)
     got = emulated(THIN, mode, (x, w), Pointwise(32), finite=False, keep=False)
@@ -251,7 +252,7 @@ def test_subnormals_keep_what_there_is_of_them(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_not_finite_reaches_its_own_results_only(mode):
-    case = fprop((2, 100, 5, 8), (70, 100, 1, 1), bias=False)
+    case = fprop((2, 40, 5, 8), (34, 40, 1, 1), bias=False)
     check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, Pointwise(64), finite=False, keep=False))
 
 

@@ -38,7 +38,9 @@ RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32 if "float32" in TY
 @pytest.mark.parametrize(("case", "dtype", "config"), RUNS, ids=ids_of(RUNS))
 def test(case, dtype, config):
     arrays = case.integers(dtype)
-    assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=(1, 2)), case.reference(*arrays), config)
+    turn = RUNS.index((case, dtype, config))
+    seeds = (1 + turn % 3,) if turn % 4 else (1, 2)
+    assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=seeds), case.reference(*arrays), config)
 
 
 @pytest.mark.parametrize("seed", range(6))
