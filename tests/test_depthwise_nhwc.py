@@ -67,8 +67,13 @@ def test_results(case):
     check(case, "float32", "opencl", 1)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
-@pytest.mark.parametrize("case", [FORWARD[0], FORWARD[3], FORWARD[8], BACKWARD[3]], ids=str)
+def typed(first, *others):
+    """The first case in each type but float32, and each other one in one of them."""
+    types = [dtype for dtype in DTYPES if dtype != "float32"]
+    return [*((first, dtype) for dtype in types), *((case, types[i % len(types)]) for i, case in enumerate(others))]
+
+
+@pytest.mark.parametrize(("case", "dtype"), typed(FORWARD[0], FORWARD[3], FORWARD[8], BACKWARD[3]), ids=str)
 def test_results_of_other_types(case, dtype):
     check(case, dtype, "opencl", 2)
 
@@ -129,11 +134,10 @@ def depthwise_tile(problem):
 
 @pytest.mark.parametrize("case", STRIPS + BACK, ids=str)
 def test_strips(case):
-    check_strips(case, "float32", "opencl")
+    check_strips(case, "float32", "opencl", HEIGHTS[(STRIPS + BACK).index(case) % 2 :: 2])
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
-@pytest.mark.parametrize("case", [STRIPS[0], STRIPS[5], BACK[2]], ids=str)
+@pytest.mark.parametrize(("case", "dtype"), typed(STRIPS[0], STRIPS[5], BACK[2]), ids=str)
 def test_strips_of_other_types(case, dtype):
     check_strips(case, dtype, "opencl", (3,))
 
@@ -223,8 +227,7 @@ def test_gradients_of_filters(shape):
     check_gradient(shape, "float32", "opencl")
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != "float32"])
-@pytest.mark.parametrize("shape", [GRADIENTS[0], GRADIENTS[4], GRADIENTS[7]], ids=str)
+@pytest.mark.parametrize(("shape", "dtype"), typed(GRADIENTS[0], GRADIENTS[4], GRADIENTS[7]), ids=str)
 def test_gradients_of_filters_of_other_types(shape, dtype):
     check_gradient(shape, dtype, "opencl", ((3, 2),))
 

@@ -64,7 +64,8 @@ BACKWARD = [
 #: Tiles of one row group and of several, of one unit and of more than there may be, of several images, narrower and wider than a product.
 TILES = (GroupedNhwc(2, 1, 8, 11), GroupedNhwc(1, 1, 4, 5), GroupedNhwc(4, 2, 4, 7), GroupedNhwc(2, 3, 12, 3), GroupedNhwc(1, 1, 8, 32))
 PLANNED = [(case, mode) for case in (*FORWARD, *BACKWARD) for mode in MODES if gn.why_not(asked(case, mode)) is None]
-IDS = [f"{mode}-{case}" for case, mode in PLANNED]
+#: Each case in every second mode.
+SOME = [(case, mode) for case, mode in PLANNED if ([*FORWARD, *BACKWARD].index(case) + [*MODES].index(mode)) % 2 == 0]
 
 
 def tiles(case: Case, mode: str) -> list[GroupedNhwc]:
@@ -76,7 +77,7 @@ def computed(case: Case, mode: str, config: GroupedNhwc, arrays, **options) -> n
 
 
 @simulated
-@pytest.mark.parametrize(("case", "mode"), PLANNED, ids=IDS)
+@pytest.mark.parametrize(("case", "mode"), SOME, ids=[f"{mode}-{case}" for case, mode in SOME])
 def test_the_kernel_computes_the_convolution(case, mode):
     """Exact integers, with the filter in either order; numbers at random within the bound of an honest sum; the same bits from all tiles."""
     number, found, arrays = PLANNED.index((case, mode)), tiles(case, mode), case.integers(dtype_of(mode))

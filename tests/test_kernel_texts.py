@@ -51,7 +51,8 @@ def test_random_problems_never_leave_the_list(architecture):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_benchmark_s_problems_never_leave_the_list(architecture):
-    assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), architecture) > 150
+    problems = list(suite())  # each in every third mode
+    assert check_listed((in_mode(problem, mode) for i, mode in enumerate(MODES) for problem in problems[i % 3 :: 3]), architecture) > 150
 
 
 def test_measured_choices_never_leave_the_list(monkeypatch):

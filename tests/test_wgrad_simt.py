@@ -32,14 +32,14 @@ RUNS = [(case, dtype, case.legal(config, dtype)) for case, dtype, config in RUNS
 HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 RUNS += [(DEEP, HALVES[i % len(HALVES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 1, 5)))]
 RUNS += [(case, HALVES[i % len(HALVES)], CONFIGS_PLANES[(i + more) % len(CONFIGS_PLANES)]) for i, case in enumerate(PLANES) for more in (0, 2)]
-RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32 if "float32" in TYPES]
+RUNS += [(DEEP, "float32", config) for config in CONFIGS_TF32[::2] if "float32" in TYPES]
 
 
 @pytest.mark.parametrize(("case", "dtype", "config"), RUNS, ids=ids_of(RUNS))
 def test(case, dtype, config):
     arrays = case.integers(dtype)
     turn = RUNS.index((case, dtype, config))
-    seeds = (1 + turn % 3,) if turn % 4 else (1, 2)
+    seeds = (1 + turn % 3,) if turn % 4 or (case, dtype) == (DEEP, "float32") else (1, 2)
     assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=seeds), case.reference(*arrays), config)
 
 
