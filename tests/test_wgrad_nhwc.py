@@ -149,10 +149,10 @@ IDS = [f"{dtype}-{case}" for case, dtype in PLANNED]
 
 @pytest.mark.parametrize(("case", "dtype"), PLANNED, ids=IDS)
 def test_the_plan_computes_the_gradient(case, dtype):
-    """Every argument and tensor map, in numpy."""
+    """Every argument and tensor map, in numpy; every second configuration."""
     problem, arrays = case.problem(dtype), case.integers(dtype)
     ref = case.reference(*arrays)
-    for config in configs_of(dtype):
+    for config in configs_of(dtype)[PLANNED.index((case, dtype)) // len(TYPES) % 2 :: 2]:
         config = case.legal(config, dtype)
         assert engines.refusal(problem, config, H200) is None
         assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
