@@ -269,7 +269,7 @@ def test_names_follow_the_arguments():
     assert len(one | {other.name for other in others}) == 1 + len(others)
 
 
-def test_nothing_grows_over_five_thousand_chunks(here):
+def test_nothing_grows_over_ten_thousand_chunks(here):
     psutil = pytest.importorskip("psutil", reason="memory is read by psutil")
     x, w = da.ones((1000, 1, 8), chunks=(1, 1, 8), dtype="f4"), np.ones((1, 1, 3), "f")
     sums = pc.conv1d(x, w, padding=1).sum(split_every=100)
@@ -283,13 +283,13 @@ def test_nothing_grows_over_five_thousand_chunks(here):
     for _ in range(3):  # compilers that run behind calls load what they need once
         gc.collect()
         plans, used = cached_plan.cache_info().currsize, psutil.Process().memory_info().rss
-        run(5)
+        run(10)
         gc.collect()  # graphs refer to themselves: how many of the last ones are still there is chance
         assert cached_plan.cache_info().currsize == plans
         grown.append(psutil.Process().memory_info().rss - used)
-        if grown[-1] < 8 << 20:
+        if grown[-1] < 16 << 20:
             return
-    raise AssertionError(f"memory grew by {grown} bytes, over 5,000 chunks each")
+    raise AssertionError(f"memory grew by {grown} bytes, over 10,000 chunks each")
 
 
 def test_a_volume_of_a_hundred_gigabytes_is_a_graph_at_once(here):
