@@ -9,7 +9,7 @@ import pytest
 from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
-from pycuda_conv.engines.direct import Single, Tile
+from pycuda_conv.engines.direct import Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.via_nhwc import ViaNhwc
@@ -20,6 +20,12 @@ H200 = Target("sm_90a")
 
 def depthwise(n, c, h, w, taps, stride=1, dtype="float32", **options):
     return ConvProblem.forward(2, (n, c, h, w), (c, 1, taps, taps), padding=taps // 2, stride=stride, groups=c, dtype=dtype, **options)
+
+
+def depthwise_gradient(n, c, h, w, taps, stride=1, **options):
+    options |= {"padding": taps // 2, "stride": stride, "groups": c}
+    shapes = (n, c, h, w), (c, 1, taps, taps)
+    return ConvProblem.gradient("input", 2, *shapes, ConvProblem.forward(2, *shapes, **options).result_shape, **options)
 
 
 def upsampling(n, c, k, size, **options):
@@ -49,6 +55,8 @@ TAKEN = [
     # tiles of two rows a thread, which large filters keep busy
     (depthwise(16, 2048, 8, 8, 13, 2), Tile(8, 16, 2), 154), (depthwise(8, 160, 128, 256, 9, 2), Tile(8, 16, 2), 205), (depthwise(32, 320, 8, 11, 7), Tile(8, 16, 2), 18.8),
     (depthwise(32, 2048, 14, 14, 3), Tile(8, 16, 2), 94.5),
+    # depthwise gradients with a stride, whose threads wait for each tap
+    (depthwise_gradient(8, 160, 28, 56, 7, 2), Dgrad(128, 1, 1, 1), 54.9), (depthwise_gradient(1, 24, 80, 80, 7, 2, dtype="float16"), Dgrad(128, 1, 1, 1), 11.4),
     # 16-bit arrays and filters that the tensor cores read as they lie
     (last_3x3(16, 192, 192, 40), ImplicitGemm(64, 256, 5), 32.4), (last_3x3(16, 192, 192, 40), ImplicitGemm(64, 144, 6), 42.2),
     (last_3x3(16, 192, 192, 40), ImplicitGemm(128, 128, 6, schedule="pingpong"), 48.5), (last_3x3(32, 320, 320, 20), ImplicitGemm(64, 256, 5), 35.7),
@@ -66,7 +74,7 @@ def test_predictions_are_near(problem, config, us):
 #: What was fastest, and what other candidates took.
 FASTEST = [
     (depthwise(16, 2048, 8, 8, 13, 2, precision="tf32"), {Single(): 67.1, ViaNhwc("Depthwise(CHUNK=64, TILE_P=1, TILE_Q=4)"): 98.7, Tile(8, 16, 2): 154}),
-    (ConvProblem.gradient("input", 2, (1, 2048, 80, 80), (2048, 1, 13, 13), (1, 2048, 80, 80), padding=6, groups=2048), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),
+    (depthwise_gradient(1, 2048, 80, 80, 13), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),
     (last_3x3(16, 192, 192, 40), {ImplicitGemm(64, 256, 5): 32.4, DenseNhwc(128, 256, 4): 38.5, ImplicitGemm(128, 128, 6, schedule="pingpong"): 48.5}),
     (last_3x3(32, 320, 320, 20), {ImplicitGemm(64, 256, 5): 35.7, DenseNhwc(128, 160, 5): 43.0, ImplicitGemm(128, 128, 6): 59.2}),
     (last_3x3(16, 2048, 2048, 28, 2), {DenseNhwc(128, 256, 4): 408, ImplicitGemm(128, 128, 6, schedule="pingpong"): 453, ImplicitGemm(128, 128, 6, 2): 480}),
@@ -84,8 +92,7 @@ def test_planes_that_leave_tiles_half_empty_are_moved_as_runs_in_16_bits(dtype):
     """1,536 planes of 20x40 took tiles 12.4 us; 12,288 planes of 28x28, which fill a tile, take both kernels 39 us."""
     one = depthwise(8, 192, 20, 40, 3, dtype=dtype)
     assert isinstance(engines.choose(one, H200), DepthwisePlanes)
-    back = ConvProblem.gradient("input", 2, one.input_shape, one.weight_shape, one.result_shape, padding=1, groups=192, dtype=dtype)
-    assert isinstance(engines.choose(back, H200), DepthwisePlanes)
+    assert isinstance(engines.choose(depthwise_gradient(8, 192, 20, 40, 3, dtype=dtype), H200), DepthwisePlanes)
     for other in (depthwise(64, 192, 28, 28, 3, dtype=dtype), replace(one, dtype="float64")):
         assert isinstance(engines.choose(other, H200), Tile)
 

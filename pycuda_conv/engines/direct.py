@@ -446,6 +446,8 @@ DIRECT_MEMORY = 3e6  # bytes a microsecond
 DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
 DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
 DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
+#: The same of a tap where one channel alone is on its way, as in depthwise layers; and threads of one sum that a multiprocessor has then.
+DGRAD_LONE, LONE_THREADS = 0.65, 2048
 CHUNK = 0.7  # microseconds in which a block turns from the channels whose filter it has there to the next ones
 
 
@@ -482,19 +484,22 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     assert isinstance(config, Batched | Dgrad)
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
     taps = math.prod(problem.filter_size)
+    lone = isinstance(config, Dgrad) and min(config.BLOCK_K, read) == 1 and not _unrolled_dgrad(problem)
     if isinstance(config, Batched):
         block, start = config.BLOCK_K, BATCHED_START
         channel = (BATCHED_CHANNEL + BATCHED_TAP * taps) * problem.stride[2] ** STRIDED
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
         met = taps / math.prod(_every(problem.stride, problem.dilation))
         block, start = config.BLOCK_C, DGRAD_ROUND
-        channel = max(DGRAD_WAIT, DGRAD_TAP * met) if _unrolled_dgrad(problem) else max(0.1, (DGRAD_ANY + DGRAD_SUM * block) * met)
+        of_tap = (DGRAD_LONE if lone else DGRAD_ANY) + DGRAD_SUM * block
+        channel = max(DGRAD_WAIT, DGRAD_TAP * met) if _unrolled_dgrad(problem) else max(0.1, of_tap * met)
     at_once = config.BLOCK_C if isinstance(config, Batched) else config.BLOCK_K
     split, _, run, size = _parts(problem, config.SPLIT, read, at_once)
     threads = _pixels(problem) * problem.groups * ceil(written, block) * split
     channel += STAGED * taps * block / config.THREADS  # of its filter, which a block brings to shared memory
     walked = min(run, read)
-    rounds = threads / ((512 if block == 8 else 768) * device.multiprocessors)  # a thread of 8 sums has more registers
+    fit = LONE_THREADS if lone and block == 1 else 512 if block == 8 else 768  # a thread of 8 sums has more registers
+    rounds = threads / (fit * device.multiprocessors)
     walk = walked * channel + CHUNK * (ceil(walked, at_once) - 1)
     if isinstance(config, Batched):  # few threads share a multiprocessor's loads
         us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
