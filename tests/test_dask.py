@@ -456,11 +456,11 @@ def cluster(fast_env, tmp_path_factory):
     distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
     if why_no_opencl():
         pytest.skip(why_no_opencl())
-    env = {"PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1"}
+    env = {"PYTHONPATH": fast_env["PYTHONPATH"], "POCL_MAX_PTHREAD_COUNT": "1", "OMP_NUM_THREADS": "1", "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "300s"}
     folder = tmp_path_factory.mktemp("workers")
     with (
-        dask.config.set({"distributed.scheduler.allowed-failures": 10}),
-        distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0) as made,
+        dask.config.set({"distributed.scheduler.allowed-failures": 10, "distributed.comm.timeouts.connect": "300s"}),
+        distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, env=env, local_directory=str(folder), memory_limit=0) as made,
     ):
         yield made
 

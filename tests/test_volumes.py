@@ -380,7 +380,7 @@ import sys, time
 from distributed import LocalCluster
 
 if __name__ == "__main__":
-    with LocalCluster(2, threads_per_worker=1, dashboard_address=None, memory_limit=0) as cluster:
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, memory_limit=0) as cluster:
         print(cluster.scheduler_address, flush=True)
         print(*[nanny.pid for nanny in cluster.workers.values()], flush=True)
         sys.stdin.read()
