@@ -215,9 +215,10 @@ def test_cache_folder_variable(monkeypatch, tmp_path):
 
 # ---- the kernel files by hand
 
-#: GPUs and dtypes that files without an architecture of their own are compiled for, beside the one that the file's own command names.
-VARIANTS = [("sm_90", 32), ("sm_90", 64), ("sm_80", 17), ("sm_100", 16)]
-MORE_VARIANTS = [("sm_90", 16), ("sm_90", 17), ("sm_80", 32), ("sm_100", 32)]  # with --all-texts
+#: GPUs and dtypes that kernel files are compiled for, one of each at least: files without an architecture of their own, those with one beside that one, and with --all-texts.
+VARIANTS = [("sm_75", 64), ("sm_80", 17), ("sm_90", 32), ("sm_100", 16)]
+VARIANTS_BESIDE = [("sm_80", 17), ("sm_90", 64), ("sm_100", 16)]
+MORE_VARIANTS = [("sm_80", 32), ("sm_90", 16), ("sm_90", 17), ("sm_90", 32), ("sm_90", 64), ("sm_100", 32)]
 
 
 @pytest.mark.parametrize("file", KERNELS, ids=lambda p: p.name)
@@ -268,11 +269,11 @@ FEW_SPILLS_OF_16_BITS = {("depthwise_nhwc_strips", "sm_80"): 40, ("depthwise_nhw
 def texts_of(file: Path) -> dict[tuple[str, int], tuple[str, str]]:
     """By GPU and dtype, a kernel file's texts and what each is compiled for: with the values it gives itself, for every dtype, and the oldest and newest GPUs."""
     text = file.read_text()
-    by_hand = re.findall(r"^// By hand: nvcc .*-arch=(\S+)", text, re.M) or ["sm_75"]
     dtypes = any(re.search(r"\bDTYPE\b", part) for part in with_headers(text).values())
-    variants = [(arch, 32) for arch in by_hand]
+    by_hand = re.findall(r"^// By hand: nvcc .*-arch=(\S+)", text, re.M)
+    variants = [(arch, 32) for arch in by_hand or ["sm_75"] * all_texts]
     if not file.stem.endswith("_sm90"):
-        variants += VARIANTS + MORE_VARIANTS * all_texts
+        variants += (VARIANTS_BESIDE if by_hand else VARIANTS) + MORE_VARIANTS * all_texts
     return {(arch, dtype): (f"#define DTYPE {dtype}\n{text}" if dtypes else text, arch) for arch, dtype in variants}
 
 
