@@ -56,15 +56,20 @@ def tiles(case: Case, mode: str) -> list[DenseNhwc]:
 
 
 PLANNED = [(case, mode) for case in (*CASES, *AWKWARD) for mode in MODES if dn.why_not(asked(case, mode)) is None]
-IDS = [f"{mode}-{case}" for case, mode in PLANNED]
+#: Awkward cases in one mode, by turns.
+SOME = [(case, mode) for case, mode in PLANNED if case in CASES]
+for _case in dict.fromkeys(case for case, _ in PLANNED if case not in CASES):
+    _modes = [mode for case, mode in PLANNED if case == _case]
+    SOME.append((_case, _modes[len(SOME) % len(_modes)]))
 
 
-@pytest.mark.parametrize(("case", "mode"), PLANNED, ids=IDS)
+@pytest.mark.parametrize(("case", "mode"), SOME, ids=[f"{mode}-{case}" for case, mode in SOME])
 def test_the_plan_computes_the_convolution(case, mode):
-    """Every scalar and tensor map, in numpy: exact integers, then what TF32 leaves of random numbers."""
+    """Every scalar and tensor map, in numpy: exact integers of every second tile, then what TF32 leaves of random numbers."""
     found, arrays = tiles(case, mode), case.integers(dtype_of(mode))
-    for config in found if case in CASES else found[:1]:
-        assert_exact(emulated(case, mode, arrays, config), case.reference(*arrays), config)
+    ref, turn = case.reference(*arrays), PLANNED.index((case, mode)) % 2 if len(found) > 1 else 0
+    for config in found[turn::2] if case in CASES else found[turn:][:1]:
+        assert_exact(emulated(case, mode, arrays, config), ref, config)
     if "tf32" in mode:
         arrays = case.normals("float32", seed=1)
         ref = case.reference(*arrays)

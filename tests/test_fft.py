@@ -273,7 +273,7 @@ DARK = {
     "a wide stripe": (lambda x: x.__setitem__((..., slice(60, 110)), 0), 0.15, True),
     "zeros and Inf": (lambda x: (x.__setitem__((..., slice(x.shape[-1] // 2)), 0), x.__setitem__((0, 0, *(5 for _ in x.shape[2:])), np.inf)), 0.12, True),
 }  # fmt: skip
-WIDE = fprop((3, 2, 130, 300), (2, 1, 15, 15), groups=2, padding=7)
+WIDE = fprop((1, 2, 130, 300), (2, 1, 15, 15), groups=2, padding=7)
 
 
 #: Planes with a tile by turns; a line has half of them.

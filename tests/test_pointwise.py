@@ -69,11 +69,12 @@ def test_the_plan_computes_the_convolution(case, mode):
     """Every scalar and tensor map, in numpy: exact integers, then numbers that need both limbs."""
     arrays = case.integers("float32")
     ref = case.reference(*arrays)
-    for config in tiles(case, mode):
+    found = tiles(case, mode)
+    for config in found if len(found) < 3 else found[PLANNED.index((case, mode)) % 3 :: 2]:
         assert_exact(emulated(case, mode, arrays, config), ref, config)
     arrays = case.normals("float32", seed=1)
     ref = case.reference(*arrays)
-    for config in tiles(case, mode)[::3]:
+    for config in found[::3]:
         assert_close(emulated(case, mode, arrays, config, keep=False), ref, limbs_bound(case, mode, *arrays[:2], ref, BITS), config)
 
 
