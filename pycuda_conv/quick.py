@@ -7,7 +7,7 @@ arrays that have to be copied first. Such calls go the whole way, through :mod:`
 and so do all where there is no launcher in C.
 
 What is several kernels in a row, such as a pass of a fused layer, is kept likewise: :func:`row` makes one schedule of the launches,
-which :data:`find` finds and :data:`perform` makes.
+which :data:`again` finds and makes.
 """
 
 from __future__ import annotations
@@ -48,14 +48,10 @@ def _nothing(*call: Any) -> Any:
 
 #: (table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
 call: Callable[..., Any] = _nothing if _native is None else _native.call
-#: (ready, input, weight, bias) -> the result of a call whose operands look as they did then, or None
-run: Callable[..., Any] = _nothing if _native is None else _native.run
 #: (options, tensor, ...) -> the key of a call, or None for what is unusual
 key: Callable[..., Any] = _nothing if _native is None else _native.key
-#: (table, options, tensor, ...) -> what stands behind that key, or None
-find: Callable[..., Any] = _nothing if _native is None else _native.find
-#: (ready, operand, ...) -> the results of a row of launches whose operands look as they did then, or None
-perform: Callable[..., Any] = _nothing if _native is None else _native.perform
+#: (table, options, operand, ...) -> what stands behind that key and the results of its row of launches, or None
+again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
 holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
@@ -134,7 +130,7 @@ def put(table: Table, name: bytes, ready: Any) -> None:
 def row(
     kind: TorchKind, device: Any, steps: Sequence[Sequence[KernelLaunch]], like: Any, operands: int, results: Sequence[Any], nbytes: int
 ) -> Any:
-    """Launches for :data:`perform`, or None where Python makes them.
+    """Launches for :data:`again`, or None where Python makes them.
 
     Their buffers are so many operands, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor on the GPU;
     each of `results` is what ``kind.maker`` gives.

@@ -564,6 +564,20 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
     assert int(layer.bn.num_batches_tracked) == (4 if layer.bn.momentum is None else 0)  # kernels count it, which nobody runs here
 
 
+def test_batches_are_counted_once_where_python_makes_the_launches_after_all(warm, monkeypatch):
+    changed(monkeypatch, warm, 0, 7)
+    layer = FUSED["mean of batches"]()
+    for made in range(1, 4):
+        layer(x)
+        assert int(layer.bn.num_batches_tracked) == made and len(fused_modules._again) == 1
+
+
+def test_a_layer_that_counts_no_batches(warm):
+    layer = FUSED["mean of batches"]()
+    layer.bn.num_batches_tracked = None
+    warm.again(lambda: layer(x))
+
+
 def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
     layer, whole, launch = FUSED["plain"](), [], device.launch
     monkeypatch.setattr(device, "launch", lambda *given: (whole.append(1), launch(*given))[1])
@@ -851,7 +865,7 @@ def test_refused_calls_keep_nothing_either(warm):
     counts = [sys.getrefcount(one) for one in (x, w, ready, address)]
     for _ in range(100):
         for call, arguments in [
-            (native.run, (ready, x, w, None)), (native.run, (ready, x, w)), (native.call, (ready,)), (native.key, ()), (native.perform, (ready, x)), (native.find, (address,)),
+            (native.call, (ready,)), (native.key, ()), (native.again, (address,)),
             (native.ready, (address,) * 14), (native.launch, (address, (), None, None)), (native.is_current, (address, 0)),
         ]:
             with pytest.raises((TypeError, ValueError)):
@@ -862,7 +876,11 @@ def test_refused_calls_keep_nothing_either(warm):
             native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 0, (), None, 0, (0, 0), (0,) * 5, 0, None, None)
         assert native.key((ready,), x, w, None, None, None, None) is None
         assert native.call({b"": ready}, (ready,), False, x, w, None, None, None, None) is None
-    del arguments
+        assert native.again(address, (), x, w) is native.again({b"": ready}, (), x, w) is None
+        other = native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 3, ((address, (), None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
+        with pytest.raises(TypeError, match="the row has 3 operands, got 2"):
+            native.again({native.key((), x, w): (other, ready)}, (), x, w)
+    del arguments, other
     assert [sys.getrefcount(one) for one in (x, w, ready, address)] == counts
 
 

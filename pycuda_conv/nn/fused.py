@@ -383,7 +383,7 @@ def _remember_forward(
     asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, counts: bool, made: Tensor
 ) -> None:
     """Put a forward pass that was just `made` into the table. `operands` are those of the key; it `counts` batches if it should."""
-    x, weight, bias, gamma, beta, residual, running_mean, running_var, _ = operands
+    x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
     found = _forward_of(x, weight, bias, momentum, eps, how)
     plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
@@ -394,8 +394,8 @@ def _remember_forward(
     fit = _readable(x, plan.order) and _readable(weight, found.filter_order) and _readable(bias, None) and _readable(residual, plan.order)
     if fit and _count_as_sums(made, gamma, beta, running_mean, running_var) and len(layouts) == 1:
         count = len(operands)
-        # x, w, bias, gamma, beta, residual, running mean and variance, batches | y, mean and invstd, out | workspace | none
-        ax, aw, ab, ag, at, ar, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
+        # x, residual, w, bias, gamma, beta, running mean and variance, batches | y, mean and invstd, out | workspace | none
+        ax, ar, aw, ab, ag, at, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
@@ -415,10 +415,51 @@ def _remember_forward(
     quick.put(_again, name, None if ready is None else (ready, how))
 
 
+def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
+    """The options in a forward pass's key; None where it is not remembered."""
+    if not quick.possible():
+        return None
+    own, of_norm = conv.__dict__, bn.__dict__  # a module's attributes are slow
+    try:
+        if not of_norm["training"] or not of_norm["track_running_stats"] or own["padding_mode"] != "zeros":
+            return None
+        padding = own["_reversed_padding_repeated_twice"]
+        return activation, of_norm["momentum"], of_norm["eps"], own["stride"], padding, own["dilation"], own["groups"], precision
+    except KeyError:  # a class of the caller's computes some
+        return None
+
+
+def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
+    """The layer, of which torch is told, by a forward pass that was made before; else None. `tensors` as :func:`_tensors` has them."""
+    weight, bias, gamma, beta, running_mean, running_var, batches = tensors
+    counts = asked[1] is not None
+    if not counts and batches is not None:  # the kernels take the mean over batches, this one included
+        if quick.key(asked, input, residual, *tensors) not in _again:
+            return None
+        batches.add_(1)
+    made = quick.again(_again, asked, input, residual, *tensors)
+    if made is None:
+        if not counts and batches is not None:
+            batches.sub_(1)
+        return None
+    _were_written(running_mean, running_var, batches if counts else None)
+    (_, how), *results = made
+    return _apply(input, weight, bias, gamma, beta, residual, how, results, passes_on)
+
+
+def _were_written(*buffers: Tensor | None) -> None:
+    """Tell torch of what kernels wrote to."""
+    _increment_version([one for one in buffers if one is not None])
+
+
+#: torch's ``increment_version`` of several tensors.
+_increment_version = getattr(torch._C, "_increment_version", increment_version)
+
+
 class _BackwardAgain(NamedTuple):
     """A backward pass that was made before. Gradients that its row of launches does not make take dy."""
 
-    ready: Any
+    row: Any
     makes_dy: bool
     makes_dx: bool
     makes_dweight: bool
@@ -439,11 +480,10 @@ def _backward_again(
     if not quick.possible():
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
-    again: _BackwardAgain | None = quick.find(_again, _asked_backward(of_x, of_weight, how), *operands)
-    made = None if again is None else quick.perform(again.ready, *operands)
-    if again is None or made is None:
+    made = quick.again(_again, _asked_backward(of_x, of_weight, how), *operands)
+    if made is None:
         return None
-    sums, *results = made
+    again, sums, *results = made
     masked = None if out is None else results.pop(0)
     dy = results.pop(0) if again.makes_dy else None
     dx = results.pop(0) if again.makes_dx else None
@@ -504,7 +544,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, how: _How,
 ) -> None:
-    ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+    ctx.layer = how, None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -512,7 +552,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    how, given = ctx.how, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
+    (how, bias_dtype), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
     made = None if twice else _backward_again(*given, how, added)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout)):
@@ -526,12 +566,14 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     dbias = None
     if of_bias:
         if how.of_batch:  # whose mean takes a bias away again
-            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
+            dbias = torch.zeros_like(sums[0], dtype=bias_dtype)
         else:
-            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
-    of_beta_and_gamma = sums.unbind() if of_gamma or of_beta else None
-    dgamma = _cast_to(gamma, of_beta_and_gamma[1]) if of_beta_and_gamma and of_gamma else None
-    dbeta = _cast_to(beta, of_beta_and_gamma[0]) if of_beta_and_gamma and of_beta else None
+            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(bias_dtype)
+    dgamma = dbeta = None
+    if of_gamma or of_beta:
+        by_beta, by_gamma = sums.unbind()
+        dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
+        dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
 
 
@@ -540,26 +582,17 @@ def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """The layer with gradients where torch need not see operators.
+    """Tells torch of a layer's forward pass where torch need not see operators.
 
-    `running` are the running mean and variance and the number of batches, which a pass counts where `counts`. Else it is counted already,
-    and where it is not None the running ones are the mean over batches. Where it `passes_on` the input, that is a second result, for what
+    All of the pass is `made` already: y, the statistics and the result. Where it `passes_on` the input, that is a second result, for what
     else reads it: then the gradients by both uses meet here, and the launch that convolves one adds the other.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], counts: bool,
-        momentum: float, eps: float, how: _How, ready: Any, passes_on: bool,
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, how: _How, made: Sequence[Tensor], passes_on: bool
     ) -> Any:
-        made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, residual, *running)
-        if made is None:
-            tracked, counted = (None, running[2]) if counts else (running[2], None)
-            made = *_statistics(x, weight, bias, *running[:2], tracked, momentum, eps, how, counted), None
         y, statistics, out = made
-        if how.of_batch:  # torch doesn't see what kernels write
-            increment_version([a for a in running[: 3 if counts else 2] if a is not None])
-        out = _normalised(y, statistics, gamma, beta, residual, how.activation) if out is None else out
         _save(ctx, x, weight, bias, gamma, beta, y, out if how.activation and residual is not None else None, statistics, how)
         if not passes_on:
             return out
@@ -569,9 +602,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, added: Any = None) -> Any:
         if dout is None:
-            return added, *(None,) * 12
-        *others, by_residual = _gradients(ctx, dout, added)
-        return *others, by_residual if ctx.needs_input_grad[5] else None, *(None,) * 7
+            return added, *(None,) * 8
+        dx, dweight, dbias, dgamma, dbeta, by_residual = _gradients(ctx, dout, added)
+        return dx, dweight, dbias, dgamma, dbeta, by_residual if ctx.needs_input_grad[5] else None, None, None, None
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
@@ -775,8 +808,9 @@ class _FusedConvBnReLU(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size); a `residual` is added before the ReLU."""
-        children = self.__dict__["_modules"]  # a module's attributes are slow
-        return conv_bn_act(children["conv"], children["bn"], input, "relu" if self.relu else None, self.precision, self._ndim, residual)
+        own = self.__dict__  # a module's attributes are slow
+        children, activation = own["_modules"], "relu" if own["relu"] else None
+        return conv_bn_act(children["conv"], children["bn"], input, activation, own["precision"], self._ndim, residual)
 
 
 def conv_bn_act(
@@ -792,35 +826,31 @@ def conv_bn_act(
         made = conv_bn_act(conv, bn, input, None, precision, ndim, residual, passes_on)
         return (activated(made[0], activation), made[1]) if passes_on else activated(made, activation)
     _refuse_sync(bn)
-    if input.dim() != ndim + 2:
-        raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
-    weight, bias, *rest = _tensors(conv, bn)
+    tensors = _tensors(conv, bn)
     if not torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
-        made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on, input, weight, bias, *rest)
+        made = _conv_bn_act(conv, bn, activation, precision, ndim, input, residual, tensors, passes_on)
     else:
-        x, weight, bias = _cast(input, weight, bias)  # torch's sum does not cast the residual either
+        weight, bias, *rest = tensors
+        x, *cast = _cast(input, weight, bias)  # torch's sum does not cast the residual either
         with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
-            made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on and x is input, x, weight, bias, *rest)
+            made = _conv_bn_act(conv, bn, activation, precision, ndim, x, residual, (*cast, *rest), passes_on and x is input)
     return (made, input) if passes_on and isinstance(made, Tensor) else made
 
 
 def _conv_bn_act(
-    conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, residual: Tensor | None, passes_on: bool,
-    input: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Any, running_var: Any,
-    batches: Any,
+    conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, input: Tensor, residual: Tensor | None,
+    tensors: tuple[Any, ...], passes_on: bool,
 ) -> Any:
     """The same, given the parameters and buffers of both, cast. One result where the input can't be passed on."""
-    momentum, eps, asked = bn.momentum, bn.eps, None
-    if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
-        given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches
-        padding = conv._reversed_padding_repeated_twice
-        asked = activation, momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
-        found = quick.find(_again, asked, *given)
-        if found is not None:
-            if momentum is None:
-                batches.add_(1)
-            ready, how = found
-            return _apply(*given[:6], given[6:], momentum is not None, momentum or 0.0, eps, how, ready, passes_on)
+    asked = _asked_forward(conv, bn, activation, precision)
+    if asked is not None:
+        made = _forward_again(asked, input, residual, tensors, passes_on)
+        if made is not None:
+            return made
+    weight, bias, gamma, beta, running_mean, running_var, batches = tensors
+    if input.dim() != ndim + 2:
+        raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
+    momentum, eps = bn.momentum, bn.eps
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
@@ -829,15 +859,14 @@ def _conv_bn_act(
     if residual is not None:
         size = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
         if traced or not _is_added_as_it_is(residual, x, size):
-            tensors = input, weight, bias, gamma, beta, running_mean, running_var, batches
-            summed = _conv_bn_act(conv, bn, None, precision, ndim, None, False, *tensors) + residual
+            summed = _conv_bn_act(conv, bn, None, precision, ndim, input, None, tensors, False) + residual
             return summed if activation is None else torch.relu_(summed)
         differentiated = differentiated or (torch.is_grad_enabled() and residual.requires_grad)
     if not of_batch and not differentiated:
         if not traced:
             return _inference(*named, residual, running_mean, running_var, eps, how)
         return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, how.in_integers())
-    counts, tracked = False, None
+    counted = tracked = None
     if of_batch:
         if x.shape[0] == 1:
             shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
@@ -846,22 +875,27 @@ def _conv_bn_act(
         if not bn.track_running_stats:
             running_mean = running_var = None
         elif batches is not None:
-            counts = not traced and momentum is not None and _counted_by_kernels(batches, x)
-            if not counts:
+            if not traced and momentum is not None and _counted_by_kernels(batches, x):
+                counted = batches
+            else:
                 batches.add_(1)
-            tracked = batches if counts or momentum is None else None
+                tracked = batches if momentum is None else None
     momentum = momentum or 0.0
     if not traced:
-        running = running_mean, running_var, tracked
+        running = running_mean, running_var
+        with torch.no_grad():
+            y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, how, counted)
+            out = _normalised(y, statistics, gamma, beta, residual, how.activation)
+        if of_batch:
+            _were_written(*running, counted)
         passes_on = passes_on and x is input
-        made = _Function.apply(*named, residual, running, counts, momentum, eps, how, None, passes_on)
-        if asked is not None and tracked is batches:
-            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, counts, made[0] if passes_on else made)
+        made = _Function.apply(*named, residual, how, (y, statistics, out), passes_on)
+        if asked is not None and (tracked if counted is None else counted) is batches:
+            _remember_forward(asked, (input, residual, *tensors), momentum, eps, how, counted is not None, out)
         return made
-    running = running_mean, running_var, tracked
     flat = how.in_integers()
     with torch.no_grad():
-        y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, eps, flat)
+        y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, flat)
     return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
 
 
@@ -879,9 +913,10 @@ def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
 
 
 def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
-    """The parameters of both, and the buffers. A module's attributes take 0.7 us each, since it looks for them elsewhere first."""
+    """The parameters of both, and the buffers. A module's attributes are slow: it looks for them elsewhere first."""
+    own, of_norm = conv.__dict__, bn.__dict__
     try:
-        of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
+        of_conv, of_bn, buffers = own["_parameters"], of_norm["_parameters"], of_norm["_buffers"]
         running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         return of_conv["weight"], of_conv["bias"], of_bn["weight"], of_bn["bias"], *running
     except KeyError:  # some are computed, as torch.nn.utils.parametrize does
