@@ -202,7 +202,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
     with own:
         sums = kind.empty((pixels.K,), grad_output, own)
-        execute.launch(kind, own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
+        execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
     return sums
 
 

@@ -34,7 +34,7 @@ except ImportError:
     _native = None
 
 
-#: Keys, and what is ready behind them; None where the call has to go the whole way.
+#: Keys, and behind each what the launcher in C takes, or a tuple that begins with it; None where the call has to go the whole way.
 Table = dict[bytes, Any]
 
 #: Of functions' calls. Plans have tables of their own.
@@ -181,8 +181,8 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     """Whether the plan's kernels can read the operands as they lie."""
     input, weight, bias, scale, residual = operands
     return (
-        kind.lies(input, plan.order) and (filter_last or kind.lies(weight, plan.weight_order))
-        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.lies(residual, plan.order))
+        kind.is_laid_out_as(input, plan.order) and (filter_last or kind.is_laid_out_as(weight, plan.weight_order))
+        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.is_laid_out_as(residual, plan.order))
         and not any(a is not None and kind.pointer(a) % 16 for a in (input, weight, residual))
     )
 
@@ -190,7 +190,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
     """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
-    filter_last = packed is None and plan.reads_filter_last and kind.lies(weight, plan.filter_order)
+    filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
     launcher = plan.launcher(packed is not None, filter_last)
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None

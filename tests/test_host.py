@@ -482,29 +482,29 @@ def some_parts(rng, view, count, width):
 
 def feed(parts, rng, stop=None):
     """Take the parts as the launching thread does, checking each; `stop` of them only, if given."""
-    feeder = host._Feeder(Bench(), parts, host.THREADS)
+    uploader = host._Uploader(Bench(), parts, host.THREADS)
     try:
         for i, part in enumerate(parts[:stop]):
-            buffer, staged = feeder.take()
+            buffer, staged = uploader.take()
             assert staged.dtype.isnative and np.array_equal(staged, part.view), f"part {i} of {len(parts)}"
             copied = staged.copy()
-            feeder.free(buffer, Late(rng.choice((0, 0, 0.0005))))
+            uploader.free(buffer, Late(rng.choice((0, 0, 0.0005))))
             assert copied.tobytes() == np.ascontiguousarray(part.view, copied.dtype).tobytes()
     finally:
-        feeder.close()
+        uploader.close()
 
 
 def land(parts, rng, stop=None):
     """Let copies of the parts land where zeros are, and look what is there."""
     places = [replace(part, view=np.zeros_like(part.view, subok=False)) for part in parts]
-    lander = host._Lander(Bench(), places, host.THREADS)
+    downloader = host._Downloader(Bench(), places, host.THREADS)
     try:
         for part, place in list(zip(parts, places, strict=True))[:stop]:
-            buffer, landed = lander.buffer(place.view)
+            buffer, landed = downloader.buffer(place.view)
             landed[...] = part.view
-            lander.put(buffer, landed, place.view, Late(rng.choice((0, 0, 0.0005))))
+            downloader.put(buffer, landed, place.view, Late(rng.choice((0, 0, 0.0005))))
     finally:
-        lander.close()
+        downloader.close()
     for i, (part, place) in enumerate(zip(parts, places, strict=True)):
         assert np.array_equal(place.view, part.view if stop is None or i < stop else np.zeros_like(part.view)), f"part {i} of {len(parts)}"
 
@@ -556,25 +556,25 @@ def test_an_error_in_a_thread_is_raised_and_not_waited_for(monkeypatch, threads)
     with_threads(monkeypatch, threads, False)
     parts = some_parts(random.Random(1), "plain", 40, 100)
 
-    def feed_with_error():
-        feeder = host._Feeder(Bench(), parts, host.THREADS)
+    def upload_with_error():
+        uploader = host._Uploader(Bench(), parts, host.THREADS)
         try:
             for i in range(len(parts)):
-                buffer, _ = feeder.take()
-                feeder.free(buffer, Late(error=ZeroDivisionError() if i > 3 else None))
+                buffer, _ = uploader.take()
+                uploader.free(buffer, Late(error=ZeroDivisionError() if i > 3 else None))
         finally:
-            feeder.close()
+            uploader.close()
 
-    def land_with_error():
-        lander = host._Lander(Bench(), parts, host.THREADS)
+    def download_with_error():
+        downloader = host._Downloader(Bench(), parts, host.THREADS)
         try:
             for i, part in enumerate(parts):
-                buffer, landed = lander.buffer(part.view)
-                lander.put(buffer, landed, part.view.copy(), Late(error=ZeroDivisionError() if i > 3 else None))
+                buffer, landed = downloader.buffer(part.view)
+                downloader.put(buffer, landed, part.view.copy(), Late(error=ZeroDivisionError() if i > 3 else None))
         finally:
-            lander.close()
+            downloader.close()
 
-    for work in (feed_with_error, land_with_error):
+    for work in (upload_with_error, download_with_error):
         with pytest.raises(ZeroDivisionError):
             within(work)
         settle()
@@ -1380,7 +1380,7 @@ def test_an_interrupted_call_leaves_nothing(gpus, cut, monkeypatch, point):
 
         out = np.full(expected.shape, np.nan, "f")
         with monkeypatch.context() as patch:
-            for owner in (host._Feeder, host._Lander, host._InC, host._Lane, host._Pipeline):
+            for owner in (host._Uploader, host._Downloader, host._InC, host._Lane, host._Pipeline):
                 if hasattr(owner, point):
                     patch.setattr(owner, point, stopped(getattr(owner, point)))
             try:

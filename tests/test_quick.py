@@ -1045,7 +1045,7 @@ def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypa
     monkeypatch.setattr(plan, "_load", lambda schedule: (seen.append(plan.settles), plan(x, w), load(schedule)))
     for _ in range(3):
         plan(x, w)
-    assert seen == [False] and plan.settles and len(plan.ready) == 1
+    assert seen == [False] and plan.settles and len(plan.made_before) == 1
     warm.again(lambda: plan(x, w))
 
 

@@ -405,7 +405,7 @@ class Again:
         if not (of_first.settles and of_second.settles) or of_first.device.capturing():
             return
         ready = None
-        filter_last = of_first.reads_filter_last and TORCH.lies(second, of_first.filter_order)
+        filter_last = of_first.reads_filter_last and TORCH.is_laid_out_as(second, of_first.filter_order)
         fit = alike and layout == of_first.problem.layout == of_second.problem.layout
         if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
             # first, second, gradient of the result | gradients of first and second | workspace | none

@@ -82,10 +82,10 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
     if not plan.settles or plan.device.capturing():
         return
     ready = None
-    filter_last = plan.reads_filter_last and TORCH.lies(weight, plan.filter_order)
+    filter_last = plan.reads_filter_last and TORCH.is_laid_out_as(weight, plan.filter_order)
     order = plan.filter_order if filter_last else None
-    fit = known and _fits(plan, x) and TORCH.ready(wide[0], plan.order) is wide[0] and TORCH.ready(wide[1], order) is wide[1]
-    if fit and (bias is None or TORCH.ready(wide[2], None) is wide[2]):
+    fit = known and _fits(plan, x) and TORCH.is_kernel_input(wide[0], plan.order) and TORCH.is_kernel_input(wide[1], order)
+    if fit and (bias is None or TORCH.is_kernel_input(wide[2], None)):
         narrows = wide[0].dtype is torch.float32
         # x, w, bias | y, w in 16 bits, x in 16 bits | workspace | none
         results = [TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)]
@@ -191,12 +191,12 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
     if not plans or not all(plan.settles for plan in plans) or plans[0].device.capturing():
         return
     device, order = plans[0].device, plans[0].order
-    fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.ready(grad, order) is grad
-    last = by_first is not None and by_first.reads_filter_last and TORCH.lies(w16, by_first.filter_order)
+    fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.is_kernel_input(grad, order)
+    last = by_first is not None and by_first.reads_filter_last and TORCH.is_laid_out_as(w16, by_first.filter_order)
     if by_first is not None:
-        fit = fit and TORCH.ready(w16, by_first.filter_order if last else None) is w16
+        fit = fit and TORCH.is_kernel_input(w16, by_first.filter_order if last else None)
     if by_second is not None:
-        fit = fit and _fits(by_second, x16) and TORCH.ready(x16, order) is x16
+        fit = fit and _fits(by_second, x16) and TORCH.is_kernel_input(x16, order)
     row = None
     if fit:
         # dy, x, w | dx, dw, db where they are asked for | workspace | none

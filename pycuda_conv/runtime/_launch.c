@@ -15,9 +15,8 @@
 // decision looked at, in a fraction of the time that Python takes for it: nn/watch.py writes the conditions down.
 //
 // Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
-// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and threads that make call after
-// call take turns: take_again(). What is asked of torch, and memory, come from
-// functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
+// the GIL. A call lets go of it once, and threads that make call after call take turns: take_again(). What is asked of torch, and memory, come
+// from functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
@@ -293,9 +292,11 @@ typedef int64_t Number;
 #endif
 #endif
 
-// Threads take turns. For a turn, a thread has the GIL again after each of its launches, and others that are back from theirs wait outside of
-// it: the first of them awake, to have the next turn, the others asleep. Nobody who sleeps for the GIL has to be woken then at each launch,
-// and a core keeps what it has at hand for some calls. As was measured with 2, 4 and 8 threads.
+// Threads take turns. To hand the GIL over at each call takes longer than a launch: the next thread sleeps and has to be woken, and the objects
+// move to its core. So for a turn one thread takes the GIL back after each of its launches. The others wait without the GIL when they are back
+// from theirs: one of them awake, which has the next turn, the rest asleep for `next_turn`. That lock is held by who waits, never while the
+// driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
+// more, or waits for the driver.
 enum {
   TURN_NS = 200000,   // a turn, while others wait
   AWAY_NS = 20000,    // a thread that is not met for so long does something else
