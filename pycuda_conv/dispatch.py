@@ -88,18 +88,18 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
 
 
 class _Recorded:
-    """Makes a convolution that was made before, of which torch is told, since it has to give gradients."""
+    """Tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._made: Any = None
+        self._again: Any = None
 
-    def __call__(self, input: Any, weight: Any, bias: Any, ready: Any) -> Any:
-        if self._made is None:
+    def __call__(self, input: Any, weight: Any, bias: Any, made: Any) -> Any:
+        if self._again is None:
             from pycuda_conv.nn import autograd
 
-            self._made = autograd.Again(self._call, input.shape, weight.shape)
-        return self._made(input, weight, bias, ready)
+            self._again = autograd.Again(self._call, input.shape, weight.shape)
+        return self._again(input, weight, bias, made)
 
 
 def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:
@@ -202,7 +202,7 @@ def sum_channels(ndim: int, grad_output: Any, device: Any, stream: Any, recorded
     launch, workspace = batch_norm.compiled(batch_norm.channel_sums, pixels, own)
     with own:
         sums = kind.empty((pixels.K,), grad_output, own)
-        execute.launch(kind, own, launch, (kind.ready(grad_output, order),), (sums,), workspace, stream)
+        execute.launch(kind, own, launch, (kind.as_kernel_input(grad_output, order),), (sums,), workspace, stream)
     return sums
 
 

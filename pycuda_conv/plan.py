@@ -126,7 +126,7 @@ class Plan:
         self.device.compile_all([launch for part in steps for step in part for launch in step])
         self._pack, self._with_packed, self._whole, self._filter_last = map(self.device.schedule_launcher, steps)
         #: calls of this plan that were made before
-        self.ready: quick.Table = {}
+        self.made_before: quick.Table = {}
 
     @classmethod
     def _at_once(cls, problem: ConvProblem, device: Device, noted: bool) -> Plan:
@@ -208,7 +208,7 @@ class Plan:
         if not self.empty and behind.enabled() and behind.has_constants(self.schedule):
             self._load(behind.with_constants(self.schedule))
             self._behind = None
-            self.ready.clear()
+            self.made_before.clear()
             forget_launches()
 
     @property
@@ -245,7 +245,7 @@ class Plan:
     ) -> Array:
         """Convolve arrays of the problem's shapes and dtype; the arguments are those of :func:`pycuda_conv.conv2d`."""
         if stream is None:
-            made: Array | None = quick.call(self.ready, (), False, input, weight, bias, scale, residual, out)
+            made: Array | None = quick.call(self.made_before, (), False, input, weight, bias, scale, residual, out)
             if made is not None:
                 return made
         result: Array = execute.call_plan(self, Operands(input, weight, bias, scale, residual), out, stream)
@@ -326,7 +326,7 @@ class BoundPlan:
         execute.check_fit(plan, kind, (input, *self._signatures, residual))  # the others will be checked when they come
         self._filter, self._kept = execute.keep(kind, plan, weight, bias, scale)
         #: calls that were made before
-        self._ready: quick.Table = {}
+        self._made_before: quick.Table = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _bound_again, (self.plan, type(self._kind), *(a if a is None else self._kind.to_pickle(a) for a in self._filter))
@@ -335,7 +335,7 @@ class BoundPlan:
         """Convolve one input; the arguments are those of :func:`pycuda_conv.conv2d`."""
         filter = self._filter
         if stream is None:
-            made: Array | None = quick.call(self._ready, (), False, input, *filter, residual, out)
+            made: Array | None = quick.call(self._made_before, (), False, input, *filter, residual, out)
             if made is not None:
                 return made
         given = Operands(input, input, residual=residual)
@@ -348,7 +348,7 @@ class BoundPlan:
         operands = Operands(input, *filter, residual)
         result: Array = execute.run(kind, self.plan, operands, out, stream, kept=self._kept)
         if stream is None:
-            quick.remember(self._ready, (), kind, self.plan, operands, out, packed=self._kept)
+            quick.remember(self._made_before, (), kind, self.plan, operands, out, packed=self._kept)
         return result
 
 

@@ -7,7 +7,7 @@ arrays that have to be copied first. Such calls go the whole way, through :mod:`
 and so do all where there is no launcher in C.
 
 What is several kernels in a row, such as a pass of a fused layer, is kept likewise: :func:`row` makes one schedule of the launches,
-which :data:`find` finds and :data:`perform` makes.
+which :data:`again` finds and makes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ except ImportError:
     _native = None
 
 
-#: Keys, and what is ready behind them; None where the call has to go the whole way.
+#: Keys, and behind each what the launcher in C takes, or a tuple that begins with it; None where the call has to go the whole way.
 Table = dict[bytes, Any]
 
 #: Of functions' calls. Plans have tables of their own.
@@ -48,14 +48,10 @@ def _nothing(*call: Any) -> Any:
 
 #: (table, options, recorded, input, weight, bias, scale, residual, out) -> the result, or None where Python has to make the call
 call: Callable[..., Any] = _nothing if _native is None else _native.call
-#: (ready, input, weight, bias) -> the result of a call whose operands look as they did then, or None
-run: Callable[..., Any] = _nothing if _native is None else _native.run
 #: (options, tensor, ...) -> the key of a call, or None for what is unusual
 key: Callable[..., Any] = _nothing if _native is None else _native.key
-#: (table, options, tensor, ...) -> what stands behind that key, or None
-find: Callable[..., Any] = _nothing if _native is None else _native.find
-#: (ready, operand, ...) -> the results of a row of launches whose operands look as they did then, or None
-perform: Callable[..., Any] = _nothing if _native is None else _native.perform
+#: (table, options, operand, ...) -> what stands behind that key and the results of its row of launches, or None
+again: Callable[..., Any] = _nothing if _native is None else _native.again
 #: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
 holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
@@ -134,7 +130,7 @@ def put(table: Table, name: bytes, ready: Any) -> None:
 def row(
     kind: TorchKind, device: Any, steps: Sequence[Sequence[KernelLaunch]], like: Any, operands: int, results: Sequence[Any], nbytes: int
 ) -> Any:
-    """Launches for :data:`perform`, or None where Python makes them.
+    """Launches for :data:`again`, or None where Python makes them.
 
     Their buffers are so many operands, the results, `nbytes` of workspace, and one that is always None. `like` is a tensor on the GPU;
     each of `results` is what ``kind.maker`` gives.
@@ -185,8 +181,8 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     """Whether the plan's kernels can read the operands as they lie."""
     input, weight, bias, scale, residual = operands
     return (
-        kind.lies(input, plan.order) and (filter_last or kind.lies(weight, plan.weight_order))
-        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.lies(residual, plan.order))
+        kind.is_laid_out_as(input, plan.order) and (filter_last or kind.is_laid_out_as(weight, plan.weight_order))
+        and all(a is None or kind.contiguous(a) for a in (bias, scale)) and (residual is None or kind.is_laid_out_as(residual, plan.order))
         and not any(a is not None and kind.pointer(a) % 16 for a in (input, weight, residual))
     )
 
@@ -194,7 +190,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
 def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
     """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
-    filter_last = packed is None and plan.reads_filter_last and kind.lies(weight, plan.filter_order)
+    filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
     launcher = plan.launcher(packed is not None, filter_last)
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None

@@ -3,11 +3,14 @@
 import copy
 import math
 import pickle
+import random
 import sys
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the modules are torch's")
+from torch.nn.utils import prune  # noqa: E402
+
 import pycuda_conv.nn as pn  # noqa: E402
 from pycuda_conv import memo  # noqa: E402
 from pycuda_conv.nn import chains, routing, watch  # noqa: E402
@@ -1053,6 +1056,90 @@ def test_what_is_kept_of_two_modules_holds_until_they_change(change):
         close(ours(x), theirs(x))
     twin = pickle.loads(pickle.dumps(kept))
     assert twin is None and copy.deepcopy(kept) is None
+
+
+class UncountedNorm(nn.BatchNorm2d):
+    """A batch normalisation with its activation, which does not count batches."""
+
+    def forward(self, x):
+        y = F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.relu(y)
+
+
+class ThreeChains(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 3, 1, bias=False), nn.BatchNorm2d(3)
+        self.conv2, self.norm2 = nn.Conv2d(3, 3, 1), UncountedNorm(3)
+        self.conv3, self.act = nn.Conv2d(3, 3, 1), nn.SiLU()
+
+    def forward(self, x):
+        y = F.relu(self.norm1(self.conv1(x)) + x)
+        return self.act(self.conv3(self.norm2(self.conv2(y))))
+
+
+def trained_a_step(model):
+    """Batch statistics, gradients and an optimizer's step."""
+    optimizer = torch.optim.SGD(model.requires_grad_().parameters(), 0.1, momentum=0.9)
+    model.train()(numbers(2, 3, 3, 3, seed=5)).square().mean().backward()
+    optimizer.step()
+    model.zero_grad(), model.eval()
+
+
+def hooked_everywhere(model):
+    """Hooks of all modules together, while one more result is made."""
+    doubled = nn.modules.module.register_module_forward_hook(lambda module, args, y: y * 2 if isinstance(module, nn.Conv2d) else y)
+    try:
+        return model(numbers(2, 3, 3, 3))
+    finally:
+        doubled.remove()
+
+
+def called_with_others(model):
+    return torch.func.functional_call(model, {name: p * 2 for name, p in model.named_parameters()}, numbers(2, 3, 3, 3))
+
+
+def loaded(model, **options):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()}, strict=False, **options)
+
+
+# what may happen to a network; what it returns is compared too
+EVENTS = {
+    "a step": trained_a_step, "statistics alone": lambda m: (m.train()(numbers(2, 3, 3, 3)), m.eval())[0], "hooks": hooked_everywhere,
+    "functional call": called_with_others, "state": loaded, "state, assigned": lambda m: loaded(m, assign=True),
+    "all in place": lambda m: [p.mul_(0.9) for p in m.parameters()][99:], "another filter": lambda m: setattr(m.conv2, "weight", nn.Parameter(m.conv2.weight * 2)),
+    "other numbers": lambda m: setattr(m.norm1.bias, "data", m.norm1.bias + 1), "apply": lambda m: m.apply(lambda one: None) and None,
+    "float and back": lambda m: m.float().double() and None, "no bias": lambda m: setattr(m.conv2, "bias", None),
+    "a bias": lambda m: setattr(m.conv1, "bias", nn.Parameter(torch.ones(3).double())), "no counter": lambda m: setattr(m.norm1, "num_batches_tracked", None),
+    "another mean": lambda m: setattr(m.norm2, "running_mean", m.norm2.running_mean + 1), "reset": lambda m: m.norm2.reset_running_stats(),
+    "mean over batches": lambda m: setattr(m.norm1, "momentum", None), "eps": lambda m: setattr(m.norm2, "eps", 0.1), "act": lambda m: setattr(m, "act", nn.Tanh()),
+    "norm": lambda m: setattr(m, "norm1", nn.BatchNorm2d(3).double().eval()),
+    "a weight norm": lambda m: nn.utils.parametrizations.weight_norm(m.conv1) and None, "an old weight norm": lambda m: nn.utils.weight_norm(m.conv3) and None,
+    "pruned": lambda m: prune.l1_unstructured(m.conv3, "weight", 3) and None, "a hook": lambda m: m.norm1.register_forward_hook(lambda *args: args[2] * 2) and None,
+    "a hook before": lambda m: m.conv3.register_forward_pre_hook(lambda module, args: args[0] * 2) and None, "frozen": lambda m: m.requires_grad_(False) and None,
+    "the first in training": lambda m: m.norm1.train() and None, "evaluated": lambda m: m.eval() and None, "with gradients": lambda m: m(numbers(2, 3, 3, 3)),
+    "forward": lambda m: setattr(m.act, "forward", torch.sigmoid), "channels last": lambda m: m.to(memory_format=torch.channels_last) and None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_whatever_happens_to_a_network_happens_to_its_conversion(part):
+    """Events in any order, with statistics that move in between, and after each of them the results, parameters and buffers are those of the network that was not converted."""
+    theirs = ready(ThreeChains())
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=part % 2 == 1)
+    assert [len(one.fused) for one in pn.report(ours).converted] == [3, 2, 1]
+    x, order = numbers(2, 3, 3, 3), sorted(EVENTS)
+    random.Random(0).shuffle(order)
+    for name in ["statistics alone", *order[part::6], "statistics alone"]:
+        results = []
+        for model in (ours, theirs):
+            with torch.set_grad_enabled("step" in name or "gradients" in name):
+                made = EVENTS[name](model)
+            with torch.no_grad():
+                results.append([made, model(x), model(x), *model.state_dict().values()])
+        for got, expected in zip(*results, strict=True):
+            if isinstance(expected, torch.Tensor):
+                close(got, expected)
 
 
 def test_batch_normalisations_of_other_kinds_are_called():

@@ -630,7 +630,7 @@ def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
             if traced:
                 patch.setattr(module, "_traced", lambda *tensors: True)
             else:
-                patch.setattr(module._How, "in_integers", lambda self: pytest.fail("an operator is called"))
+                patch.setattr(module._LayerSpec, "in_integers", lambda self: pytest.fail("an operator is called"))
             fused, _ = layer.pair(dtype, place)
             results = []
             for seed, training in enumerate((True, True, False)):
@@ -1166,7 +1166,7 @@ def test_statistics_noted_by_the_convolution(name, small):
     problem = pc.ConvProblem.forward(2, shape, filters, filters[:1], padding=padding, dtype=dtype)
     plan = cached_plan(replace(problem, layout="NHWC" if last else "NCHW"), get_device("cuda"), False, True)
     assert (plan.schedule.moments is not None) == (name not in PASSES)
-    how = fused_modules.fused._How(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
+    how = fused_modules.fused._LayerSpec(None, True, Settings(2, (1, 1), ((padding, padding),) * 2, (1, 1), 1, "fp32", None, False))
     y, (mean, invstd) = fused_modules.fused._statistics(x, w, b, None, None, None, 0.1, 1e-3, how)
     assert torch.equal(y, pc.conv2d(x, w, b, padding=padding))
     exact = y.double()

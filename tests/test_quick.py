@@ -1,12 +1,16 @@
 """Calls that were made before: the launcher in C makes them again, and only those that it may."""
 
+import bisect
 import copy
 import gc
+import os
+import random
 import struct
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -564,6 +568,20 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
     assert int(layer.bn.num_batches_tracked) == (4 if layer.bn.momentum is None else 0)  # kernels count it, which nobody runs here
 
 
+def test_batches_are_counted_once_where_python_makes_the_launches_after_all(warm, monkeypatch):
+    changed(monkeypatch, warm, 0, 7)
+    layer = FUSED["mean of batches"]()
+    for made in range(1, 4):
+        layer(x)
+        assert int(layer.bn.num_batches_tracked) == made and len(fused_modules._again) == 1
+
+
+def test_a_layer_that_counts_no_batches(warm):
+    layer = FUSED["mean of batches"]()
+    layer.bn.num_batches_tracked = None
+    warm.again(lambda: layer(x))
+
+
 def test_fused_layers_that_are_unusual_go_the_whole_way(warm, monkeypatch):
     layer, whole, launch = FUSED["plain"](), [], device.launch
     monkeypatch.setattr(device, "launch", lambda *given: (whole.append(1), launch(*given))[1])
@@ -795,6 +813,122 @@ def test_calls_of_many_threads_are_all_made(warm):
     assert [sum(address in line for line in lines) >= 200 for address in addresses] == [True] * 6 and len(lines) % 1200 == 0
 
 
+MIXED_CALLS = int(os.environ.get("PYCUDA_CONV_SOAK", "300"))
+CAPTURED = 0xCA9  # the stream that the stand-in says is being captured
+
+
+def with_names(lines, arrays):
+    """The lines with the names of these arrays in the place of their addresses, and one word for all other memory."""
+    places = sorted((one.data_ptr(), one.nbytes, name) for name, one in arrays.items())
+
+    def named(word):
+        if not 1 << 40 < word < 1 << 47:
+            return word
+        start, nbytes, name = places[bisect.bisect_right(places, (word, 1 << 47)) - 1]
+        return (name, word - start) if start <= word < start + nbytes else "memory"
+
+    found = []
+    for line in lines:
+        head, _, numbers = line.partition(", takes")
+        words = bytes.fromhex(numbers)
+        found.append((head, *(named(word) for (word,) in struct.iter_unpack("<Q", words[: len(words) // 8 * 8])), words[len(words) // 8 * 8 :]))
+    return found
+
+
+def mixed_calls(warm, monkeypatch, count, seed):
+    """What the driver is asked by calls of all kinds in any order: a list of lines for each call."""
+    rng, kept = random.Random(seed), {"x": x, "w": w, "b": b, "y": y}
+    stream, lines = [0], []
+    monkeypatch.setattr(TORCH, "_current_stream", lambda ordinal: stream[0])
+    xs, ws, bs = (t.clone().requires_grad_() for t in (x, w, b))
+    kept |= {"xs": xs, "ws": ws, "bs": bs}
+    plan = Plan(ConvProblem.forward(2, x.shape, w.shape, b.shape, padding=1), warm.device)
+    packed = Plan(ConvProblem.forward(2, (1, 256, 14, 14), (256, 256, 3, 3), padding=1), warm.device)
+    image, filter = torch.randn(1, 256, 14, 14), torch.randn(256, 256, 3, 3)
+    kept |= {"image": image, "filter": filter}
+    bound = plan.bind(w, b), packed.bind(filter)
+
+    def differentiated(name):
+        made = GRADIENTS[name](xs, ws, bs)
+        return torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
+
+    with torch.no_grad():
+        kept |= {name: torch.zeros_like(make()) for name, make in CALLS.items()}
+
+    def in_inference_mode(name):
+        with torch.inference_mode():
+            CALLS[name]()
+
+    ways = [
+        *[partial(way, name) for name in CALLS for way in (lambda name: CALLS[name](out=kept[name]), lambda name: CALLS[name](stream=0x99), in_inference_mode)],
+        *CALLS.values(),
+        lambda: plan(x, w, b), lambda: packed(image, filter), lambda: bound[0](x), lambda: bound[1](image), lambda: plan(x, w, b, stream=0x99), gc.collect,
+    ]  # fmt: skip
+    for _ in range(count):
+        stream[0] = rng.choice((0, 0x77, CAPTURED))
+        warm.fake.asked()
+        if rng.random() < 0.2:
+            differentiated(rng.choice(list(GRADIENTS)))
+        else:
+            with torch.no_grad():
+                rng.choice(ways)()
+        lines.append(with_names(warm.fake.asked(warm.device), kept))
+    return lines
+
+
+def test_mixed_calls_are_the_same_byte_for_byte_however_they_are_made(warm, monkeypatch):
+    """Shapes, types, layouts, streams, captures, `out` and gradients, by launches in C and by Python's. PYCUDA_CONV_SOAK=10000 for many."""
+    made = []
+    for launcher in ("c", "python"):
+        memo.forget_plans()
+        warm.device = warm.fake.device(launcher)
+        with warm.device:
+            made.append(mixed_calls(warm, monkeypatch, MIXED_CALLS, 1))
+        assert any(quick.table.values()) is (launcher == "c")
+    for i, (in_c, by_python) in enumerate(zip(*made, strict=True)):
+        assert in_c == by_python, f"call {i}"
+    assert sum(map(len, made[0])) > MIXED_CALLS
+
+
+def test_threads_that_make_mixed_calls_at_once_make_those_that_each_makes_alone(warm, monkeypatch):
+    """While another one collects garbage."""
+    count = MIXED_CALLS // 10
+    names = [name for name in CALLS if name != "weight channels last"]
+    going = [True]
+
+    def work(which):
+        rng = random.Random(which)
+        with warm.device, torch.no_grad():
+            for _ in range(count):
+                name = rng.choice(names)
+                CALLS[name](out=outs[which][name])
+
+    def collect():
+        while going:
+            gc.collect()
+
+    with torch.no_grad():
+        outs = [{name: torch.zeros_like(CALLS[name]()) for name in names} for _ in range(3)]
+    arrays = {"x": x, "w": w, "b": b, "y": y} | {f"{which} {name}": one for which, out in enumerate(outs) for name, one in out.items()}
+
+    def asked():
+        return Counter(map(tuple, with_names(warm.fake.asked(), arrays)))
+
+    alone = Counter()
+    for which in range(3):
+        warm.asked()
+        work(which)
+        alone += asked()
+    with ThreadPoolExecutor(4) as pool:
+        warm.asked()
+        collecting = pool.submit(collect)
+        for one in [pool.submit(work, which) for which in range(3)]:
+            one.result(60)
+        going.clear()
+        collecting.result(60)
+    assert asked() == alone
+
+
 def changed(monkeypatch, warm, which, value):
     """Let calls be remembered with another number of the GPU (0) or other bytes of workspace (4)."""
     ready = type(warm.device).ready
@@ -853,7 +987,7 @@ def test_refused_calls_keep_nothing_either(warm):
     counts = [sys.getrefcount(one) for one in (x, w, ready, address)]
     for _ in range(100):
         for call, arguments in [
-            (native.run, (ready, x, w, None)), (native.run, (ready, x, w)), (native.call, (ready,)), (native.key, ()), (native.perform, (ready, x)), (native.find, (address,)),
+            (native.call, (ready,)), (native.key, ()), (native.again, (address,)),
             (native.ready, (address,) * 14), (native.launch, (address, (), None, None)), (native.is_current, (address, 0)),
         ]:
             with pytest.raises((TypeError, ValueError)):
@@ -864,7 +998,11 @@ def test_refused_calls_keep_nothing_either(warm):
             native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 0, (), None, 0, (0, 0), (0,) * 5, 0, None, None)
         assert native.key((ready,), x, w, None, None, None, None) is None
         assert native.call({b"": ready}, (ready,), False, x, w, None, None, None, None) is None
-    del arguments
+        assert native.again(address, (), x, w) is native.again({b"": ready}, (), x, w) is None
+        other = native.ready(schedule, None, (0,) * 4, (None, 0, 0), None, 3, ((address, (), None),), None, 0, (0, 0), (0,) * 5, 0, None, None)
+        with pytest.raises(TypeError, match="the row has 3 operands, got 2"):
+            native.again({native.key((), x, w): (other, ready)}, (), x, w)
+    del arguments, other
     assert [sys.getrefcount(one) for one in (x, w, ready, address)] == counts
 
 
@@ -909,7 +1047,7 @@ def test_calls_are_not_remembered_while_better_kernels_are_loaded(warm, monkeypa
     monkeypatch.setattr(plan, "_load", lambda schedule: (seen.append(plan.settles), plan(x, w), load(schedule)))
     for _ in range(3):
         plan(x, w)
-    assert seen == [False] and plan.settles and len(plan.ready) == 1
+    assert seen == [False] and plan.settles and len(plan.made_before) == 1
     warm.again(lambda: plan(x, w))
 
 

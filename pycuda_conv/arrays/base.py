@@ -87,7 +87,7 @@ class ArrayKind:
         """An array of the dtype of `like` from the kind's own allocator, with the axes in that order."""
         raise NotImplementedError
 
-    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
+    def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
         """`array` if its axes lie in memory in that order, outermost first, and kernels can read it so; else a copy that does.
 
         The device must be current.

@@ -39,7 +39,7 @@ class DeviceKind(ArrayKind):
         """Whether the memory at :meth:`pointer` holds the elements in C order."""
         raise NotImplementedError
 
-    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+    def is_laid_out_as(self, array: Any, order: tuple[int, ...] | None) -> bool:
         """Whether it holds them with the axes in that order, outermost first; None is C order."""
         if order is None:
             return self.contiguous(array)
@@ -53,10 +53,12 @@ class DeviceKind(ArrayKind):
         """An aligned copy of the same kind with the axes in that order."""
         raise NotImplementedError
 
-    def ready(self, array: Any, order: tuple[int, ...] | None) -> Any:
-        if self.pointer(array) % ALIGNMENT == 0 and self.lies(array, order):
-            return array
-        return self.copy(array, order)
+    def is_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> bool:
+        """Whether kernels can read the array as it is: aligned, and laid out in that order."""
+        return self.pointer(array) % ALIGNMENT == 0 and self.is_laid_out_as(array, order)
+
+    def as_kernel_input(self, array: Any, order: tuple[int, ...] | None) -> Any:
+        return array if self.is_kernel_input(array, order) else self.copy(array, order)
 
     def workspace(self, nbytes: int, like: Any, device: Any) -> Any:
         """An array of at least `nbytes`, likewise."""

@@ -52,5 +52,5 @@ class NumpyKind(HostKind):
     def empty(self, shape: tuple[int, ...], like: Any, device: Any, order: tuple[int, ...] | None = None) -> Any:
         return np.empty(shape, like.dtype.newbyteorder("="))
 
-    def ready(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
+    def as_kernel_input(self, array: np.ndarray, order: tuple[int, ...] | None) -> np.ndarray:
         return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -173,7 +173,7 @@ class TorchKind(DeviceKind, HostKind):
     def writeable(self, array: Any) -> bool:
         return not array.is_neg()
 
-    def lies(self, array: Any, order: tuple[int, ...] | None) -> bool:
+    def is_laid_out_as(self, array: Any, order: tuple[int, ...] | None) -> bool:
         return self.contiguous(array) if order is None else self._without_gaps(array, order) and not array.is_neg()
 
     def copy(self, array: Any, order: tuple[int, ...] | None = None) -> Any:

@@ -112,5 +112,5 @@ def call_plan(plan: Plan, operands: Operands, out: Any, stream: Any) -> Any:
     check_fit(plan, kind, kind.signatures(operands))
     result = run(kind, plan, operands, out, stream)
     if stream is None:
-        quick.remember(plan.ready, (), kind, plan, operands, out)
+        quick.remember(plan.made_before, (), kind, plan, operands, out)
     return result

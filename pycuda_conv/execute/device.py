@@ -35,16 +35,16 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
                 if producer is not None:
                     device.order(producer, home)
         copies = {}
-        if x % ALIGNMENT or not kind.lies(input, order):
+        if x % ALIGNMENT or not kind.is_laid_out_as(input, order):
             copies["input"] = input
-        filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and kind.lies(weight, plan.filter_order)
-        if not filter_last and (w % ALIGNMENT or not kind.lies(weight, plan.weight_order)):
+        filter_last = plan.reads_filter_last and packed is None and not w % ALIGNMENT and kind.is_laid_out_as(weight, plan.filter_order)
+        if not filter_last and (w % ALIGNMENT or not kind.is_laid_out_as(weight, plan.weight_order)):
             copies["weight"] = weight
         if bias is not None and not kind.contiguous(bias):
             copies["bias"] = bias
         if scale is not None and not kind.contiguous(scale):
             copies["scale"] = scale
-        if residual is not None and (r % ALIGNMENT or not kind.lies(residual, order)):
+        if residual is not None and (r % ALIGNMENT or not kind.is_laid_out_as(residual, order)):
             copies["residual"] = residual
         if out is not None:
             residual_is_out = _check_out(kind, out, plan, plan.result_order, operands, (x, w, b, s, r), copies)
@@ -148,14 +148,14 @@ def _check_out(
         raise ConvArgumentError(f"out must lie on {plan.device.name}, as the input does, but it does not")
     if not kind.writeable(out):
         raise ConvArgumentError("out is read-only; pass a writeable array")
-    if not kind.lies(out, order):
+    if not kind.is_laid_out_as(out, order):
         raise ConvArgumentError(not_contiguous(order, kind.strides(out), shape))
     start = kind.pointer(out)
     if start % ALIGNMENT:
         raise ConvArgumentError(f"out must start at a multiple of {ALIGNMENT} bytes, but its address is {start:#x}")
     end = start + plan.result_bytes
     residual = operands.residual
-    same = residual is not None and pointers[4] == start and kind.lies(residual, order)
+    same = residual is not None and pointers[4] == start and kind.is_laid_out_as(residual, order)
     for name, array, low, nbytes in zip(Operands._fields, operands, pointers, plan.operand_bytes, strict=True):
         if array is None or (same and name == "residual"):
             continue

@@ -383,7 +383,7 @@ class _Threads:
             future.result()
 
 
-class _Feeder(_Threads):
+class _Uploader(_Threads):
     """Fills buffers with `parts` in their order, ahead of the copies to the device."""
 
     def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
@@ -455,7 +455,7 @@ class _Feeder(_Threads):
             self._free.get()  # events have to go while their GPU's context is current
 
 
-class _Lander(_Threads):
+class _Downloader(_Threads):
     """Empties buffers into ordinary memory, each when the copy from the device has come."""
 
     def __init__(self, device: CudaDevice, parts: Sequence[_Part], threads: int, sizes: Sequence[int] = ()) -> None:
@@ -493,7 +493,7 @@ class _Lander(_Threads):
 
 
 class _InC:
-    """What :class:`_Feeder` and :class:`_Lander` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
+    """What :class:`_Uploader` and :class:`_Downloader` do, by threads that hold nobody up: those of ``runtime/_copy.c``."""
 
     def __init__(self, devices: Sequence[CudaDevice], arrays: Sequence[np.ndarray], part_bytes: int, threads: int, up: bool) -> None:
         device = devices[0]
@@ -512,7 +512,7 @@ class _InC:
         self._native.threads(min(len(devices) * 3 * THREADS_IN_C, os.cpu_count() or 1))
 
     def send(self, targets: Sequence[tuple[_Lane, int]]) -> None:
-        """As :meth:`_Feeder.send`."""
+        """As :meth:`_Uploader.send`."""
         count = self._sizes.popleft()
         at_once = count if len(targets) == 1 else 1
         for _ in range(0, count, at_once):
@@ -523,7 +523,7 @@ class _InC:
             self._next += at_once
 
     def receive(self, lane: _Lane, address: int) -> None:
-        """As :meth:`_Lander.receive`."""
+        """As :meth:`_Downloader.receive`."""
         count = self._sizes.popleft()
         code = self._native.receive(self._job, self._next, count, self._numbers[lane.device], address, lane.down.handle, True)
         self._device.check_code(code, "copying from the GPU")
@@ -701,8 +701,8 @@ class _Pipeline:
         with ExitStack() as stack:
             stack.callback(self._close_lanes)
             # threads begin to copy while the GPUs' memory is made ready
-            feeder = stack.enter_context(closing(self._copies(self._up, True))) if self._up else None
-            lander = stack.enter_context(closing(self._copies(self._down, False))) if self._down else None
+            uploader = stack.enter_context(closing(self._copies(self._up, True))) if self._up else None
+            downloader = stack.enter_context(closing(self._copies(self._down, False))) if self._down else None
             for device, chunks in self._gpus:
                 with device:
                     if after is not None:
@@ -711,7 +711,7 @@ class _Pipeline:
                 self._lanes.append(lane)
                 for stream in lane.streams:
                     stack.callback(stream.synchronize)
-            self._launch(feeder, lander)
+            self._launch(uploader, downloader)
 
     def _close_lanes(self) -> None:
         for lane in self._lanes:
@@ -724,19 +724,19 @@ class _Pipeline:
             return _InC(devices, arrays, self._part_bytes, min(len(devices) * THREADS_IN_C, os.cpu_count() or 1), up)
         cut = [_parts(array, self._part_bytes) for array in arrays]
         parts, sizes = [part for parts in cut for part in parts], [len(parts) for parts in cut]
-        return (_Feeder if up else _Lander)(devices[0], parts, THREADS, sizes)
+        return (_Uploader if up else _Downloader)(devices[0], parts, THREADS, sizes)
 
-    def _launch(self, feeder: Any, lander: Any) -> None:
+    def _launch(self, uploader: Any, downloader: Any) -> None:
         """Queue all copies and kernels."""
         for which in self._filter_up:
-            feeder.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
+            uploader.send([(lane, int(lane.filter.arrays[which])) for lane in self._lanes if lane.lacks_filter])
         for lane in self._lanes:
             with lane.device:
                 lane.pack()
         for i in range(len(self._lanes[0].chunks)):
             lane = self._next_lane()
             with lane.device:
-                self._launch_chunk(i, lane, feeder, lander)
+                self._launch_chunk(i, lane, uploader, downloader)
 
     def _next_lane(self) -> _Lane:
         """The lane with the fewest chunks still to do; waits while all have enough."""
@@ -748,19 +748,19 @@ class _Pipeline:
                 return self._lanes[index]
             self._lanes[index].await_one()
 
-    def _launch_chunk(self, i: int, lane: _Lane, feeder: Any, lander: Any) -> None:
+    def _launch_chunk(self, i: int, lane: _Lane, uploader: Any, downloader: Any) -> None:
         """Queue chunk `i` on a lane, whose context is current."""
         device, chunk = lane.device, lane.chunks[i]
         lane.make_room()
         for which in self._staged:
-            feeder.send([(lane, int(lane.places[which][lane.slot]))])
+            uploader.send([(lane, int(lane.places[which][lane.slot]))])
         for which, array, part_of in self._straight:
             device.copy_in(lane.places[which][lane.slot], array, part_of(chunk, array), lane.up)
         result = lane.launch(chunk)
-        if lander is None:
+        if downloader is None:
             device.copy_out(self._y, chunk.into(self._y), result, lane.down)
         else:
-            lander.receive(lane, result)
+            downloader.receive(lane, result)
         lane.done(counted=len(self._lanes) > 1)
 
 

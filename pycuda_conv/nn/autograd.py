@@ -371,17 +371,18 @@ class Again:
             if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
 
-    def __call__(self, first: Any, second: Any, bias: Any, ready: Any) -> Any:
-        return _apply(first, second, bias, self, ready)
+    def __call__(self, first: Any, second: Any, bias: Any, made: Any) -> Any:
+        """The convolution's result, known to torch. The launcher in C has just `made` it."""
+        return _apply(first, second, bias, self, (made,))
 
     def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
         """Those by both operands, by one row of launches where they were made so before."""
         possible = self.by_first is not None and not torch.is_grad_enabled() and quick.possible()
         if possible:
-            ready = quick.find(_both, self.both, first, second, grad)
-            made = None if ready is None else quick.perform(ready, first, second, grad)
+            made = quick.again(_both, self.both, first, second, grad)
             if made is not None:
-                return made
+                _, by_first, by_second = made
+                return by_first, by_second
         found = self.gradient_by_first(second, grad), self.gradient_by_second(first, grad)
         if possible:
             self._remember(first, second, grad)
@@ -404,7 +405,7 @@ class Again:
         if not (of_first.settles and of_second.settles) or of_first.device.capturing():
             return
         ready = None
-        filter_last = of_first.reads_filter_last and TORCH.lies(second, of_first.filter_order)
+        filter_last = of_first.reads_filter_last and TORCH.is_laid_out_as(second, of_first.filter_order)
         fit = alike and layout == of_first.problem.layout == of_second.problem.layout
         if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
             # first, second, gradient of the result | gradients of first and second | workspace | none
@@ -432,12 +433,11 @@ class Again:
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: Any, second: Any, bias: Any, again: Again, ready: Any) -> Any:
+    def forward(ctx: Any, first: Any, second: Any, bias: Any, again: Again, made: tuple[Any]) -> Any:
         by_first, by_second, *_ = ctx.needs_input_grad
         ctx.save_for_backward(first if by_second else None, second if by_first else None)
         ctx.again = again
-        made = quick.run(ready, first, second, bias)
-        return again.operator.compute(again.settings, first, second, bias, again.size) if made is None else made
+        return made[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

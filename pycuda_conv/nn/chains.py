@@ -467,6 +467,8 @@ class Fusion:
         self.variants: dict[tuple[bool, tuple[str, ...]], _Variant] = {}
         #: by mode, why it could not be traced
         self.problems: dict[bool, str] = {}
+        #: whether the module was called in training since it was evaluated
+        self.trained = False
         for training in (False, True) if in_training else (False,):
             self._trace(module, training, [p.name for p in named], traces)
 
@@ -495,6 +497,12 @@ class Fusion:
     def chosen(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
         """The fused function for this call, and all its arguments; None if the module's own forward is to run."""
         training = module.training
+        if training:
+            self.trained = True
+        elif self.trained:
+            self.trained = False
+            for one in module.modules():  # not every batch normalisation counts the batches that change its statistics
+                one.__dict__.pop("_folded", None)
         if not (self.in_training if training else not torch.is_grad_enabled()) or _symbolic_trace._is_fx_tracing_flag:
             return None
         given = self.required
@@ -837,6 +845,7 @@ def _folded(convolution: Any, norm: Any) -> _Folded | None:
         return folded if folded.weight is not None else folded._replace(weight=convolution.weight)
     made = _fold(convolution, norm)
     if made is None:
+        own.pop("_folded", None)
         return None
     folded, conditions = made
     if conditions is not None:

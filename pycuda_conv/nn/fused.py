@@ -62,7 +62,7 @@ from pycuda_conv.typing import Precision
 __all__ = ["FusedConvBnReLU1d", "FusedConvBnReLU2d", "FusedConvBnReLU3d"]
 
 
-class _How(NamedTuple):
+class _LayerSpec(NamedTuple):
     """What a layer is besides its arrays."""
 
     #: in the form of :func:`pycuda_conv.problem.checked_activation`
@@ -73,22 +73,22 @@ class _How(NamedTuple):
     settings: Settings
 
     def in_integers(self) -> list[int]:
-        """As operators take it, whose arguments cost the host time, the more the more.
+        """Flattened to ints for operators: the dispatcher's cost grows with the number of arguments.
 
         They are number and slope of the activation, of_batch, number of the precision, groups, then axis by axis stride, padding before and
         after, dilation. The slope is the bits of a float64.
         """
         _, strides, paddings, dilations, groups, precision, *_ = self.settings
         number, slope = activation_and_slope(self.activation)
-        how = [number, bits(slope, 8), int(self.of_batch), PRECISIONS.index(precision), groups]
+        spec = [number, bits(slope, 8), int(self.of_batch), PRECISIONS.index(precision), groups]
         for stride, padding, dilation in zip(strides, paddings, dilations, strict=True):
-            how += stride, *padding, dilation
-        return how
+            spec += stride, *padding, dilation
+        return spec
 
     @classmethod
-    def of(cls, how: Sequence[int]) -> _How:
+    def of(cls, spec: Sequence[int]) -> _LayerSpec:
         """The way back."""
-        number, slope, of_batch, precision, groups, *axes = how
+        number, slope, of_batch, precision, groups, *axes = spec
         word = ACTIVATIONS[number]
         activation = checked_activation((word, from_bits(slope, 8)) if word == "leaky_relu" else word)
         stride, padding, dilation = tuple(axes[::4]), tuple(zip(axes[1::4], axes[2::4], strict=True)), tuple(axes[3::4])
@@ -166,17 +166,17 @@ class _Forward(NamedTuple):
 
 @remember_launches
 def _forward_launches(
-    x: Signature, weight: Signature, bias: Signature | None, layout: str, filter_last: bool, momentum: float, eps: float, how: _How
+    x: Signature, weight: Signature, bias: Signature | None, layout: str, filter_last: bool, momentum: float, eps: float, spec: _LayerSpec
 ) -> _Forward:
-    *_, device, tune = how.settings
-    call = Call(*CONV.asked(how.settings, ()))
-    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, how.of_batch)
+    *_, device, tune = spec.settings
+    call = Call(*CONV.asked(spec.settings, ()))
+    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, spec.of_batch)
     plan = plan.better or plan
     if plan.empty:
         return _Forward(plan, None, 0, False)
     filter_last = plan.reads_filter_last and (filter_last or plan.filter_order is None)
     statistics, workspace = None, 0
-    if how.of_batch:
+    if spec.of_batch:
         pixels = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout)
         statistics, workspace = batch_norm.compiled(batch_norm.statistics, pixels, plan.device, eps, momentum, plan.schedule.moments)
 
@@ -189,36 +189,36 @@ def _forward_launches(
     return _Forward(plan, launch, max(plan.workspace_bytes, workspace), filter_last)
 
 
-def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float, eps: float, how: _How) -> _Forward:
-    sign, layout = TORCH.signature, _layout(x, how.settings.ndim)
-    return _forward_launches(sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, how)
+def _forward_of(x: Tensor, weight: Tensor, bias: Tensor | None, momentum: float, eps: float, spec: _LayerSpec) -> _Forward:
+    sign, layout = TORCH.signature, _layout(x, spec.settings.ndim)
+    return _forward_launches(sign(x), sign(weight), None if bias is None else sign(bias), layout, bool(_order(weight)), momentum, eps, spec)
 
 
 def _statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    momentum: float, eps: float, how: _How, counted: Tensor | None = None,
+    momentum: float, eps: float, spec: _LayerSpec, counted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The convolution y, and (2, K): mean and 1 / sqrt(variance + eps) of its channels, those of the batch or the running ones.
 
     Those of the batch move the running ones that are given: by `momentum`, or where `tracked`, the number of batches, is given to
     the mean over batches. `counted`, the number of batches too, is raised by 1.
     """
-    layout = _layout(x, how.settings.ndim)
-    found = _forward_of(x, weight, bias, momentum, eps, how)
+    layout = _layout(x, spec.settings.ndim)
+    found = _forward_of(x, weight, bias, momentum, eps, spec)
     plan, launch, workspace, _ = found
     y = TORCH.empty(plan.result_shape, x, None, plan.order)
     statistics = _new_statistics(y)
     mean, invstd = statistics.unbind()
     new_mean = new_var = None
-    if how.of_batch:
+    if spec.of_batch:
         new_mean, new_var = _like_sums(running_mean, y), _like_sums(running_var, y)
     else:
         assert running_mean is not None and running_var is not None
         mean.copy_(running_mean)
         torch.rsqrt(running_var.to(statistics.dtype) + eps, out=invstd)
     if launch is not None:
-        of_bias = None if bias is None else TORCH.ready(bias, None)
-        given = TORCH.ready(x, plan.order), TORCH.ready(weight, found.filter_order), of_bias, tracked
+        of_bias = None if bias is None else TORCH.as_kernel_input(bias, None)
+        given = TORCH.as_kernel_input(x, plan.order), TORCH.as_kernel_input(weight, found.filter_order), of_bias, tracked
         execute.launch(TORCH, plan.device, launch, given, (y, mean, invstd, new_mean, new_var, counted), workspace)
     elif counted is not None:
         counted.add_(1)
@@ -227,7 +227,7 @@ def _statistics(
     if running_var is not None and new_var is not None and new_var is not running_var:
         running_var.copy_(new_var)
     if layout != plan.problem.layout:  # the kernels that convolve it read the other order
-        y = TORCH.empty(y.shape, y, None, channels_last(y.dim(), how.settings.ndim)).copy_(y)
+        y = TORCH.empty(y.shape, y, None, channels_last(y.dim(), spec.settings.ndim)).copy_(y)
     return y, statistics
 
 
@@ -237,7 +237,7 @@ def _normalised(
     """The layer's result, given what :func:`_statistics` found."""
     order = _order(y)
     out: Tensor = TORCH.empty(y.shape, y, None, order)
-    added = None if residual is None else TORCH.ready(residual.detach(), order)
+    added = None if residual is None else TORCH.as_kernel_input(residual.detach(), order)
     given = (y, *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y), added)
     _launch(batch_norm.forward, TORCH.signature(y), order, given, (out,), activation, residual is not None)
     return out
@@ -264,20 +264,20 @@ class _Backward(NamedTuple):
 @remember_launches
 def _backward_launches(
     y: Signature, x: Signature, weight: Signature, layout: str, layout_x: str, filter_last: bool, of_x: bool, of_weight: bool,
-    summed: bool, added: bool, how: _How,
+    summed: bool, added: bool, spec: _LayerSpec,
 ) -> _Backward:
-    *_, device, tune = how.settings
+    *_, device, tune = spec.settings
     own = TORCH.device(y, None)
     pixels = _pixels(y[0], TORCH.dtype_name(y[1]), layout)
-    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, how.activation, how.of_batch, summed)
+    normalised, workspace = batch_norm.compiled(batch_norm.backward, pixels, own, spec.activation, spec.of_batch, summed)
     by_x = by_weight = None
     if of_x:
-        call = Call(*CONV_INPUT.asked(how.settings, x[0]))
+        call = Call(*CONV_INPUT.asked(spec.settings, x[0]))
         plan = dispatch.plan_for_call(call, TORCH, (y, weight, None, None, x if added else None), device, layout, tune)
         plan = plan.better or plan
         by_x = plan if plan.problem.layout == layout and not plan.empty else None
     if of_weight and layout == layout_x:
-        call = Call(*CONV_WEIGHT.asked(how.settings, weight[0]))
+        call = Call(*CONV_WEIGHT.asked(spec.settings, weight[0]))
         plan = dispatch.plan_for_call(call, TORCH, (x, y, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_weight = plan if plan.problem.layout == layout and not plan.empty else None
@@ -295,14 +295,16 @@ def _backward_launches(
     return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last)
 
 
-def _backward_of(x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, how: _How) -> _Backward:
-    sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, how.settings.ndim))
-    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, how)
+def _backward_of(
+    x: Tensor, weight: Tensor, y: Tensor, of_x: bool, of_weight: bool, summed: bool, added: bool, spec: _LayerSpec
+) -> _Backward:
+    sign, layouts = TORCH.signature, ("NCHW" if _order(y) is None else "NHWC", _layout(x, spec.settings.ndim))
+    return _backward_launches(sign(y), sign(x), sign(weight), *layouts, bool(_order(weight)), of_x, of_weight, summed, added, spec)
 
 
 def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
-    of_x: bool, of_weight: bool, how: _How, added: Tensor | None = None,
+    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
 
@@ -312,53 +314,54 @@ def _backward(
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
     order = _order(y)
     dx = dweight = None
-    y = TORCH.ready(y, order)  # saved tensors may come back otherwise than they were saved
+    y = TORCH.as_kernel_input(y, order)  # saved tensors may come back otherwise than they were saved
     dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
     masked = None if out is None else TORCH.empty(y.shape, y, None, order)
     if y.numel():
-        found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, how)
+        found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, spec)
         by_x, by_weight = found.by_x is not None, found.by_weight is not None
         dx = TORCH.empty(x.shape, x, None, order) if by_x else None
         dweight = weight.new_empty(weight.shape) if by_weight else None
         given = (
-            y, TORCH.ready(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
-            None if out is None else TORCH.ready(out, order), TORCH.ready(x, order) if by_weight else None,
-            TORCH.ready(weight, found.filter_order) if by_x else None, None if added is None or not by_x else TORCH.ready(added, order),
+            y, TORCH.as_kernel_input(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
+            None if out is None else TORCH.as_kernel_input(out, order), TORCH.as_kernel_input(x, order) if by_weight else None,
+            TORCH.as_kernel_input(weight, found.filter_order) if by_x else None,
+            None if added is None or not by_x else TORCH.as_kernel_input(added, order),
         )
         execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
         del given  # a copy of dout must be gone when what follows takes its memory
         if quick.possible():
-            _remember_backward(operands, of_x, of_weight, how, found)
-    return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, how, added), sums, masked
+            _remember_backward(operands, of_x, of_weight, spec, found)
+    return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, spec, added), sums, masked
 
 
 def _all_gradients(
     dx: Tensor | None, dweight: Tensor | None, dy: Tensor | None, x: Tensor, weight: Tensor, order: _Order, of_x: bool, of_weight: bool,
-    how: _How, added: Tensor | None,
+    spec: _LayerSpec, added: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of input and filter: those that the layer's own launches have not made, too, and in the order of their arrays."""
     if of_x:
         if dx is None:
-            dx = CONV_INPUT.compute(how.settings, dy, weight, None, x.shape)
+            dx = CONV_INPUT.compute(spec.settings, dy, weight, None, x.shape)
             dx = dx if added is None else dx.add_(added)
         if (wanted := _order(x)) != order:
             dx = TORCH.empty(x.shape, x, None, wanted).copy_(dx)
     if of_weight and dweight is None:
-        dweight = CONV_WEIGHT.compute(how.settings, x, dy, None, weight.shape)
+        dweight = CONV_WEIGHT.compute(spec.settings, x, dy, None, weight.shape)
     return dx, dweight
 
 
 def _inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None,
-    running_mean: Tensor, running_var: Tensor, eps: float, how: _How,
+    running_mean: Tensor, running_var: Tensor, eps: float, spec: _LayerSpec,
 ) -> Tensor:
     """The layer with the running statistics, without gradients."""
     channels = weight.shape[0]
     scale, shift = x.new_empty(channels), x.new_empty(channels)
     given = (_like_sums(running_mean, x), _like_sums(running_var, x), _like_sums(gamma, x), _like_sums(beta, x), bias)
     _launch(batch_norm.fold, ((1, channels), x.dtype, x.get_device()), None, given, (scale, shift), eps)
-    *_, device, tune = how.settings
-    call = Call(*CONV.asked(how.settings, ()))._replace(activation=how.activation)
+    *_, device, tune = spec.settings
+    call = Call(*CONV.asked(spec.settings, ()))._replace(activation=spec.activation)
     return dispatch.convolve(call, (x, weight, shift, scale, residual), None, (device, None, None, tune), True)
 
 
@@ -371,7 +374,7 @@ launches_are_in(_again.clear)
 
 def _readable(array: Tensor | None, order: _Order) -> bool:
     """Whether kernels can read it as it is, or it is None."""
-    return array is None or TORCH.ready(array, order) is array
+    return array is None or TORCH.is_kernel_input(array, order)
 
 
 def _count_as_sums(y: Tensor, *of_channels: Tensor | None) -> bool:
@@ -380,22 +383,22 @@ def _count_as_sums(y: Tensor, *of_channels: Tensor | None) -> bool:
 
 
 def _remember_forward(
-    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, how: _How, counts: bool, made: Tensor
+    asked: tuple[Any, ...], operands: Sequence[Tensor | None], momentum: float, eps: float, spec: _LayerSpec, counts: bool, made: Tensor
 ) -> None:
     """Put a forward pass that was just `made` into the table. `operands` are those of the key; it `counts` batches if it should."""
-    x, weight, bias, gamma, beta, residual, running_mean, running_var, _ = operands
+    x, residual, weight, bias, gamma, beta, running_mean, running_var, _ = operands
     assert x is not None and weight is not None
-    found = _forward_of(x, weight, bias, momentum, eps, how)
+    found = _forward_of(x, weight, bias, momentum, eps, spec)
     plan, name = found.plan, quick.key(asked, *operands) if found.plan.settles else None
     if name is None or name in _again or plan.device.capturing():
         return
     ready = None
-    layouts = {_layout(x, how.settings.ndim), _layout(made, how.settings.ndim), plan.problem.layout}
+    layouts = {_layout(x, spec.settings.ndim), _layout(made, spec.settings.ndim), plan.problem.layout}
     fit = _readable(x, plan.order) and _readable(weight, found.filter_order) and _readable(bias, None) and _readable(residual, plan.order)
     if fit and _count_as_sums(made, gamma, beta, running_mean, running_var) and len(layouts) == 1:
         count = len(operands)
-        # x, w, bias, gamma, beta, residual, running mean and variance, batches | y, mean and invstd, out | workspace | none
-        ax, aw, ab, ag, at, ar, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
+        # x, residual, w, bias, gamma, beta, running mean and variance, batches | y, mean and invstd, out | workspace | none
+        ax, ar, aw, ab, ag, at, am, av, an, ay, mean, ao, scratch, none = ((i, 0) for i in range(count + 5))
         pixels, processors = _pixels(plan.result_shape, plan.problem.dtype, plan.problem.layout), plan.device.multiprocessors
         invstd = mean[0], pixels.K * pixels.sum_bytes
         statistics, nbytes = batch_norm.statistics(pixels, processors, eps, momentum, plan.schedule.moments)
@@ -403,7 +406,7 @@ def _remember_forward(
         if nbytes <= made.nbytes:  # out, which is written last, has room for it
             scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
-        normalised, _ = batch_norm.forward(pixels, processors, how.activation, residual is not None)
+        normalised, _ = batch_norm.forward(pixels, processors, spec.activation, residual is not None)
         steps = [
             *quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
             *quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch)),
@@ -412,13 +415,54 @@ def _remember_forward(
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
-    quick.put(_again, name, None if ready is None else (ready, how))
+    quick.put(_again, name, None if ready is None else (ready, spec))
+
+
+def _asked_forward(conv: Any, bn: Any, activation: batch_norm.Activation, precision: str) -> tuple[Any, ...] | None:
+    """The options in a forward pass's key; None where it is not remembered."""
+    if not quick.possible():
+        return None
+    own, of_norm = conv.__dict__, bn.__dict__  # a module's attributes are slow
+    try:
+        if not of_norm["training"] or not of_norm["track_running_stats"] or own["padding_mode"] != "zeros":
+            return None
+        padding = own["_reversed_padding_repeated_twice"]
+        return activation, of_norm["momentum"], of_norm["eps"], own["stride"], padding, own["dilation"], own["groups"], precision
+    except KeyError:  # a class of the caller's computes some
+        return None
+
+
+def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors: tuple[Any, ...], passes_on: bool) -> Any:
+    """The layer, of which torch is told, by a forward pass that was made before; else None. `tensors` as :func:`_tensors` has them."""
+    weight, bias, gamma, beta, running_mean, running_var, batches = tensors
+    counts = asked[1] is not None
+    if not counts and batches is not None:  # the kernels take the mean over batches, this one included
+        if quick.key(asked, input, residual, *tensors) not in _again:
+            return None
+        batches.add_(1)
+    made = quick.again(_again, asked, input, residual, *tensors)
+    if made is None:
+        if not counts and batches is not None:
+            batches.sub_(1)
+        return None
+    _were_written(running_mean, running_var, batches if counts else None)
+    (_, spec), *results = made
+    return _apply(input, weight, bias, gamma, beta, residual, spec, results, passes_on)
+
+
+def _were_written(*buffers: Tensor | None) -> None:
+    """Tell torch of what kernels wrote to."""
+    _increment_version([one for one in buffers if one is not None])
+
+
+#: torch's ``increment_version`` of several tensors.
+_increment_version = getattr(torch._C, "_increment_version", increment_version)
 
 
 class _BackwardAgain(NamedTuple):
     """A backward pass that was made before. Gradients that its row of launches does not make take dy."""
 
-    ready: Any
+    row: Any
     makes_dy: bool
     makes_dx: bool
     makes_dweight: bool
@@ -426,37 +470,36 @@ class _BackwardAgain(NamedTuple):
     complete: bool
 
 
-def _asked_backward(of_x: bool, of_weight: bool, how: _How) -> tuple[Any, ...]:
-    activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = how
+def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec) -> tuple[Any, ...]:
+    activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = spec
     return activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
 
 
 def _backward_again(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
-    of_x: bool, of_weight: bool, how: _How, added: Tensor | None = None,
+    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
     """As :func:`_backward`, of a pass that was made before; else None."""
     if not quick.possible():
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
-    again: _BackwardAgain | None = quick.find(_again, _asked_backward(of_x, of_weight, how), *operands)
-    made = None if again is None else quick.perform(again.ready, *operands)
-    if again is None or made is None:
+    made = quick.again(_again, _asked_backward(of_x, of_weight, spec), *operands)
+    if made is None:
         return None
-    sums, *results = made
+    again, sums, *results = made
     masked = None if out is None else results.pop(0)
     dy = results.pop(0) if again.makes_dy else None
     dx = results.pop(0) if again.makes_dx else None
     dweight = results.pop(0) if again.makes_dweight else None
     if not again.complete:
-        dx, dweight = _all_gradients(dx, dweight, dy, x, weight, _order(y), of_x, of_weight, how, added)
+        dx, dweight = _all_gradients(dx, dweight, dy, x, weight, _order(y), of_x, of_weight, spec, added)
     return dx, dweight, sums, masked
 
 
-def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, how: _How, found: _Backward) -> None:
+def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec, found: _Backward) -> None:
     """Likewise a backward pass. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, how), *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, spec), *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
@@ -479,7 +522,7 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, how
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
-        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, how.activation, how.of_batch, out is not None)
+        normalised, _ = batch_norm.backward(pixels, found.device.multiprocessors, spec.activation, spec.of_batch, out is not None)
         steps = quick.moved([[one] for one in normalised], (ay, ad, mean, invstd, ag, at, ao, dy, sums, masked or none, scratch))
         results = [TORCH.maker((2, pixels.K), _sums_dtype(y), y.device, None)]
         if masked is not None:
@@ -502,9 +545,9 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, how
 
 def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
-    statistics: Tensor, how: _How,
+    statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.how, ctx.bias_dtype = how, None if bias is None else bias.dtype
+    ctx.layer = spec, None if bias is None else bias.dtype
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -512,26 +555,28 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    how, given = ctx.how, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
+    (spec, bias_dtype), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
-    made = None if twice else _backward_again(*given, how, added)
+    made = None if twice else _backward_again(*given, spec, added)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout)):
         if out is not None:
-            dout, how = dout.masked_fill(out <= 0, 0), how._replace(activation=None)
+            dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
-            dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, how.in_integers()
+            dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, spec.in_integers()
         )
         made = dx if added is None or not of_x else dx + added, dweight, sums, None
-    dx, dweight, sums, masked = _backward(*given, how, added) if made is None else made
+    dx, dweight, sums, masked = _backward(*given, spec, added) if made is None else made
     dbias = None
     if of_bias:
-        if how.of_batch:  # whose mean takes a bias away again
-            dbias = torch.zeros_like(sums[0], dtype=ctx.bias_dtype)
+        if spec.of_batch:  # whose mean takes a bias away again
+            dbias = torch.zeros_like(sums[0], dtype=bias_dtype)
         else:
-            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(ctx.bias_dtype)
-    of_beta_and_gamma = sums.unbind() if of_gamma or of_beta else None
-    dgamma = _cast_to(gamma, of_beta_and_gamma[1]) if of_beta_and_gamma and of_gamma else None
-    dbeta = _cast_to(beta, of_beta_and_gamma[0]) if of_beta_and_gamma and of_beta else None
+            dbias = (sums[0] * (statistics[1] if gamma is None else statistics[1] * gamma)).to(bias_dtype)
+    dgamma = dbeta = None
+    if of_gamma or of_beta:
+        by_beta, by_gamma = sums.unbind()
+        dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
+        dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
 
 
@@ -540,27 +585,19 @@ def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 class _Function(torch.autograd.Function):
-    """The layer with gradients where torch need not see operators.
+    """Tells torch of a layer's forward pass where torch need not see operators.
 
-    `running` are the running mean and variance and the number of batches, which a pass counts where `counts`. Else it is counted already,
-    and where it is not None the running ones are the mean over batches. Where it `passes_on` the input, that is a second result, for what
+    All of the pass is `made` already: y, the statistics and the result. Where it `passes_on` the input, that is a second result, for what
     else reads it: then the gradients by both uses meet here, and the launch that convolves one adds the other.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, running: tuple[Any, Any, Any], counts: bool,
-        momentum: float, eps: float, how: _How, ready: Any, passes_on: bool,
+        ctx: Any, x: Any, weight: Any, bias: Any, gamma: Any, beta: Any, residual: Any, spec: _LayerSpec, made: Sequence[Tensor],
+        passes_on: bool,
     ) -> Any:
-        made = None if ready is None else quick.perform(ready, x, weight, bias, gamma, beta, residual, *running)
-        if made is None:
-            tracked, counted = (None, running[2]) if counts else (running[2], None)
-            made = *_statistics(x, weight, bias, *running[:2], tracked, momentum, eps, how, counted), None
         y, statistics, out = made
-        if how.of_batch:  # torch doesn't see what kernels write
-            increment_version([a for a in running[: 3 if counts else 2] if a is not None])
-        out = _normalised(y, statistics, gamma, beta, residual, how.activation) if out is None else out
-        _save(ctx, x, weight, bias, gamma, beta, y, out if how.activation and residual is not None else None, statistics, how)
+        _save(ctx, x, weight, bias, gamma, beta, y, out if spec.activation and residual is not None else None, statistics, spec)
         if not passes_on:
             return out
         ctx.set_materialize_grads(False)  # where nothing else read it, there is nothing to add
@@ -569,9 +606,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Any, added: Any = None) -> Any:
         if dout is None:
-            return added, *(None,) * 12
-        *others, by_residual = _gradients(ctx, dout, added)
-        return *others, by_residual if ctx.needs_input_grad[5] else None, *(None,) * 7
+            return added, *(None,) * 8
+        dx, dweight, dbias, dgamma, dbeta, by_residual = _gradients(ctx, dout, added)
+        return dx, dweight, dbias, dgamma, dbeta, by_residual if ctx.needs_input_grad[5] else None, None, None, None
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already. They take 3 us.
@@ -582,20 +619,21 @@ _apply = super(torch.autograd.Function, _Function).apply
     "pycuda_conv::fused_statistics",
     mutates_args=("running_mean", "running_var"),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? tracked, float momentum, "
-    "float eps, int[] how) -> (Tensor, Tensor)",
+    "float eps, int[] spec) -> (Tensor, Tensor)",
 )
 def _fused_statistics(
     x: Tensor, weight: Tensor, bias: Tensor | None, running_mean: Tensor | None, running_var: Tensor | None, tracked: Tensor | None,
-    momentum: float, eps: float, how: Sequence[int],
+    momentum: float, eps: float, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _How.of(how))
+    return _statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, _LayerSpec.of(spec))
 
 
 @_fused_statistics.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float, how: Sequence[int]
+    x: Tensor, weight: Tensor, bias: Any, running_mean: Any, running_var: Any, tracked: Any, momentum: float, eps: float,
+    spec: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    settings = _How.of(how).settings
+    settings = _LayerSpec.of(spec).settings
     y = _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim)
     return y, _new_statistics(y)
 
@@ -603,25 +641,25 @@ def _(
 @torch.library.custom_op(
     "pycuda_conv::fused_conv_bn_relu",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, int[] how) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, int[] spec) -> Tensor",
 )
 def _fused_conv_bn_relu(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor,
-    how: Sequence[int],
+    spec: Sequence[int],
 ) -> Tensor:
     """The layer, given what :func:`_fused_statistics` found for the same `x`, `weight` and `bias`: gradients are theirs."""
-    y = TORCH.ready(y, _order(y))  # a compiler of torch's may have laid it out otherwise
-    return _normalised(y, statistics, gamma, beta, None, _How.of(how).activation)
+    y = TORCH.as_kernel_input(y, _order(y))  # a compiler of torch's may have laid it out otherwise
+    return _normalised(y, statistics, gamma, beta, None, _LayerSpec.of(spec).activation)
 
 
 @_fused_conv_bn_relu.register_fake
-def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, how: Any) -> Tensor:
+def _(x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, y: Tensor, statistics: Any, spec: Any) -> Tensor:
     return cast(Tensor, _empty_like(y, y.shape, y.dim() - 2))
 
 
 def _operator_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, bias, gamma, beta, y, statistics, how = inputs
-    _save(ctx, x, weight, bias, gamma, beta, y, None, statistics, _How.of(how))
+    x, weight, bias, gamma, beta, y, statistics, spec = inputs
+    _save(ctx, x, weight, bias, gamma, beta, y, None, statistics, _LayerSpec.of(spec))
 
 
 def _operator_backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -636,21 +674,21 @@ _fused_conv_bn_relu.register_autograd(_operator_backward, setup_context=_operato
     "pycuda_conv::fused_conv_bn_relu_backward",
     mutates_args=(),
     schema="(Tensor dout, Tensor x, Tensor weight, Tensor? gamma, Tensor? beta, Tensor y, Tensor statistics, bool of_x, bool of_weight, "
-    "int[] how) -> (Tensor, Tensor, Tensor)",
+    "int[] spec) -> (Tensor, Tensor, Tensor)",
 )
 def _fused_conv_bn_relu_backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, statistics: Tensor, of_x: bool,
-    of_weight: bool, how: Sequence[int],
+    of_weight: bool, spec: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`_backward`; gradients that are not asked for are without elements."""
-    given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _How.of(how)
+    given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _LayerSpec.of(spec)
     dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
     return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
 
 
 @_fused_conv_bn_relu_backward.register_fake
 def _(
-    dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, how: Any
+    dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
     return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
@@ -669,20 +707,20 @@ _fused_conv_bn_relu_backward.register_autograd(_no_second_derivatives)
     "pycuda_conv::fused_inference",
     mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? gamma, Tensor? beta, Tensor running_mean, Tensor running_var, float eps, "
-    "int[] how) -> Tensor",
+    "int[] spec) -> Tensor",
 )
 def _fused_inference(
     x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Tensor, running_var: Tensor,
-    eps: float, how: Sequence[int],
+    eps: float, spec: Sequence[int],
 ) -> Tensor:
-    return _inference(x, weight, bias, gamma, beta, None, running_mean, running_var, eps, _How.of(how))
+    return _inference(x, weight, bias, gamma, beta, None, running_mean, running_var, eps, _LayerSpec.of(spec))
 
 
 @_fused_inference.register_fake
 def _(
-    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, how: Sequence[int]
+    x: Tensor, weight: Tensor, bias: Any, gamma: Any, beta: Any, running_mean: Any, running_var: Any, eps: float, spec: Sequence[int]
 ) -> Tensor:
-    settings = _How.of(how).settings
+    settings = _LayerSpec.of(spec).settings
     return cast(Tensor, _empty_like(x, CONV.shape(settings, x.shape, weight.shape, ()), settings.ndim))
 
 
@@ -695,7 +733,8 @@ def _statistics_flops(x: Any, weight: Any, *rest: Any, out_shape: Any) -> int:
 
 
 def _backward_flops(
-    dout: Any, x: Any, weight: Any, gamma: Any, beta: Any, y: Any, statistics: Any, of_x: bool, of_weight: bool, how: Any, *, out_shape: Any
+    dout: Any, x: Any, weight: Any, gamma: Any, beta: Any, y: Any, statistics: Any, of_x: bool, of_weight: bool, spec: Any, *,
+    out_shape: Any,
 ) -> int:
     return (of_x + of_weight) * flops(y, weight)
 
@@ -775,8 +814,9 @@ class _FusedConvBnReLU(nn.Module):
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """The layer's result, (N, K, *size), in the layout of `input`, (N, C, *size); a `residual` is added before the ReLU."""
-        children = self.__dict__["_modules"]  # a module's attributes are slow
-        return conv_bn_act(children["conv"], children["bn"], input, "relu" if self.relu else None, self.precision, self._ndim, residual)
+        own = self.__dict__  # a module's attributes are slow
+        children, activation = own["_modules"], "relu" if own["relu"] else None
+        return conv_bn_act(children["conv"], children["bn"], input, activation, own["precision"], self._ndim, residual)
 
 
 def conv_bn_act(
@@ -792,52 +832,47 @@ def conv_bn_act(
         made = conv_bn_act(conv, bn, input, None, precision, ndim, residual, passes_on)
         return (activated(made[0], activation), made[1]) if passes_on else activated(made, activation)
     _refuse_sync(bn)
-    if input.dim() != ndim + 2:
-        raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
-    weight, bias, *rest = _tensors(conv, bn)
+    tensors = _tensors(conv, bn)
     if not torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu"):
-        made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on, input, weight, bias, *rest)
+        made = _conv_bn_act(conv, bn, activation, precision, ndim, input, residual, tensors, passes_on)
     else:
-        x, weight, bias = _cast(input, weight, bias)  # torch's sum does not cast the residual either
+        weight, bias, *rest = tensors
+        x, *cast = _cast(input, weight, bias)  # torch's sum does not cast the residual either
         with without_autocast(input) if quick.possible() else nullcontext():  # so that it is a call like those outside of it
-            made = _conv_bn_act(conv, bn, activation, precision, ndim, residual, passes_on and x is input, x, weight, bias, *rest)
+            made = _conv_bn_act(conv, bn, activation, precision, ndim, x, residual, (*cast, *rest), passes_on and x is input)
     return (made, input) if passes_on and isinstance(made, Tensor) else made
 
 
 def _conv_bn_act(
-    conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, residual: Tensor | None, passes_on: bool,
-    input: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, running_mean: Any, running_var: Any,
-    batches: Any,
+    conv: Any, bn: Any, activation: batch_norm.Activation, precision: str, ndim: int, input: Tensor, residual: Tensor | None,
+    tensors: tuple[Any, ...], passes_on: bool,
 ) -> Any:
     """The same, given the parameters and buffers of both, cast. One result where the input can't be passed on."""
-    momentum, eps, asked = bn.momentum, bn.eps, None
-    if bn.training and bn.track_running_stats and conv.padding_mode == "zeros" and quick.possible():
-        given = input, weight, bias, gamma, beta, residual, running_mean, running_var, batches
-        padding = conv._reversed_padding_repeated_twice
-        asked = activation, momentum, eps, conv.stride, padding, conv.dilation, conv.groups, precision
-        found = quick.find(_again, asked, *given)
-        if found is not None:
-            if momentum is None:
-                batches.add_(1)
-            ready, how = found
-            return _apply(*given[:6], given[6:], momentum is not None, momentum or 0.0, eps, how, ready, passes_on)
+    asked = _asked_forward(conv, bn, activation, precision)
+    if asked is not None:
+        made = _forward_again(asked, input, residual, tensors, passes_on)
+        if made is not None:
+            return made
+    weight, bias, gamma, beta, running_mean, running_var, batches = tensors
+    if input.dim() != ndim + 2:
+        raise ValueError(f"expected {ndim + 2}D input (got {input.dim()}D input)")
+    momentum, eps = bn.momentum, bn.eps
     x, padding = _padded(conv, input, ndim)
     of_batch = bn.training or (running_mean is None and running_var is None)
     settings = Settings(ndim, conv.stride, padding, conv.dilation, conv.groups, precision, None, False)
-    how, named = _How(activation, of_batch, settings), (x, weight, bias, gamma, beta)
+    spec, named = _LayerSpec(activation, of_batch, settings), (x, weight, bias, gamma, beta)
     traced, differentiated = _traced(*named), _differentiated(*named)
     if residual is not None:
         size = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
         if traced or not _is_added_as_it_is(residual, x, size):
-            tensors = input, weight, bias, gamma, beta, running_mean, running_var, batches
-            summed = _conv_bn_act(conv, bn, None, precision, ndim, None, False, *tensors) + residual
+            summed = _conv_bn_act(conv, bn, None, precision, ndim, input, None, tensors, False) + residual
             return summed if activation is None else torch.relu_(summed)
         differentiated = differentiated or (torch.is_grad_enabled() and residual.requires_grad)
     if not of_batch and not differentiated:
         if not traced:
-            return _inference(*named, residual, running_mean, running_var, eps, how)
-        return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, how.in_integers())
-    counts, tracked = False, None
+            return _inference(*named, residual, running_mean, running_var, eps, spec)
+        return torch.ops.pycuda_conv.fused_inference(*named, running_mean, running_var, eps, spec.in_integers())
+    counted = tracked = None
     if of_batch:
         if x.shape[0] == 1:
             shape = torch.Size(CONV.shape(settings, x.shape, weight.shape, ()))
@@ -846,22 +881,27 @@ def _conv_bn_act(
         if not bn.track_running_stats:
             running_mean = running_var = None
         elif batches is not None:
-            counts = not traced and momentum is not None and _counted_by_kernels(batches, x)
-            if not counts:
+            if not traced and momentum is not None and _counted_by_kernels(batches, x):
+                counted = batches
+            else:
                 batches.add_(1)
-            tracked = batches if counts or momentum is None else None
+                tracked = batches if momentum is None else None
     momentum = momentum or 0.0
     if not traced:
-        running = running_mean, running_var, tracked
+        running = running_mean, running_var
+        with torch.no_grad():
+            y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
+            out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
+        if of_batch:
+            _were_written(*running, counted)
         passes_on = passes_on and x is input
-        made = _Function.apply(*named, residual, running, counts, momentum, eps, how, None, passes_on)
-        if asked is not None and tracked is batches:
-            _remember_forward(asked, (*named, residual, *running), momentum, eps, how, counts, made[0] if passes_on else made)
+        made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
+        if asked is not None and (tracked if counted is None else counted) is batches:
+            _remember_forward(asked, (input, residual, *tensors), momentum, eps, spec, counted is not None, out)
         return made
-    running = running_mean, running_var, tracked
-    flat = how.in_integers()
+    flat = spec.in_integers()
     with torch.no_grad():
-        y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, *running, momentum, eps, flat)
+        y, statistics = torch.ops.pycuda_conv.fused_statistics(x, weight, bias, running_mean, running_var, tracked, momentum, eps, flat)
     return torch.ops.pycuda_conv.fused_conv_bn_relu(*named, y, statistics, flat)
 
 
@@ -879,9 +919,10 @@ def _is_added_as_it_is(residual: Any, x: Tensor, shape: torch.Size) -> bool:
 
 
 def _tensors(conv: Any, bn: Any) -> tuple[Any, ...]:
-    """The parameters of both, and the buffers. A module's attributes take 0.7 us each, since it looks for them elsewhere first."""
+    """The parameters of both, and the buffers. A module's attributes are slow: it looks for them elsewhere first."""
+    own, of_norm = conv.__dict__, bn.__dict__
     try:
-        of_conv, of_bn, buffers = conv._parameters, bn._parameters, bn._buffers
+        of_conv, of_bn, buffers = own["_parameters"], of_norm["_parameters"], of_norm["_buffers"]
         running = buffers["running_mean"], buffers["running_var"], buffers["num_batches_tracked"]
         return of_conv["weight"], of_conv["bias"], of_bn["weight"], of_bn["bias"], *running
     except KeyError:  # some are computed, as torch.nn.utils.parametrize does

@@ -59,10 +59,13 @@ class _Room:
 
 def convolve(asked: tuple[Any, ...], input: Any, weight: Any, bias: Any, wanted: Any) -> Any:
     """A convolution that torch is told of, or None where it is to go another way. ``torch.autocast`` is switched off."""
-    ready = quick.find(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
-    if ready is None or not autograd._differentiated(input, weight, bias, None, None):
+    if not autograd._differentiated(input, weight, bias, None, None):
         return None
-    return _apply(input, weight, bias, ready)[0]
+    made = quick.again(_table, (_WORDS.get(wanted), *asked), input, weight, bias)
+    if made is None:
+        return None
+    ready, *results = made
+    return _apply(input, weight, bias, ready, results)[0]
 
 
 def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) -> None:
@@ -79,10 +82,10 @@ def remember(asked: tuple[Any, ...], wide: Sequence[Any], given: Sequence[Any]) 
     if not plan.settles or plan.device.capturing():
         return
     ready = None
-    filter_last = plan.reads_filter_last and TORCH.lies(weight, plan.filter_order)
+    filter_last = plan.reads_filter_last and TORCH.is_laid_out_as(weight, plan.filter_order)
     order = plan.filter_order if filter_last else None
-    fit = known and _fits(plan, x) and TORCH.ready(wide[0], plan.order) is wide[0] and TORCH.ready(wide[1], order) is wide[1]
-    if fit and (bias is None or TORCH.ready(wide[2], None) is wide[2]):
+    fit = known and _fits(plan, x) and TORCH.is_kernel_input(wide[0], plan.order) and TORCH.is_kernel_input(wide[1], order)
+    if fit and (bias is None or TORCH.is_kernel_input(wide[2], None)):
         narrows = wide[0].dtype is torch.float32
         # x, w, bias | y, w in 16 bits, x in 16 bits | workspace | none
         results = [TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)]
@@ -126,23 +129,18 @@ class _Function(torch.autograd.Function):
     """The results are the convolution's, and the filter and, where it was float32, the input in 16 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, ready: _Ready) -> Any:
-        made = quick.perform(ready.row, x, weight, bias)
-        if not made:
-            dtype = getattr(torch, ready.dtype)
-            x16, w16, b16 = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-            made = autograd.CONV.compute(ready.settings, x16, w16, b16, ()), w16, *([x16] if ready.narrows else [])
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any, ready: _Ready, made: list[Any]) -> Any:
         x16 = made[2] if ready.narrows else x
         by_x, by_weight, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x16 if by_weight else None, made[1] if by_x else None)
         ctx.ready, ctx.last = ready, not weight.is_contiguous()
         ctx.shapes = x.shape, weight.shape
         ctx.set_materialize_grads(False)
-        return made
+        return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, grad: Any, of_w16: Any, of_x16: Any = None) -> Any:
-        by_x, by_weight, by_bias, _ = ctx.needs_input_grad
+        by_x, by_weight, by_bias, *_ = ctx.needs_input_grad
         x16, w16 = ctx.saved_tensors
         ready, again = ctx.ready, of_w16 is None and of_x16 is None and not torch.is_grad_enabled()
         found: list[Any] = [None, None, None]
@@ -161,7 +159,7 @@ class _Function(torch.autograd.Function):
         if of_w16 is not None:
             found[1] = of_w16 if found[1] is None else found[1] + of_w16
         wide = ready.narrows, True, True
-        return *(a.float() if a is not None and to_float else a for a, to_float in zip(found, wide, strict=True)), None
+        return *(a.float() if a is not None and to_float else a for a, to_float in zip(found, wide, strict=True)), None, None
 
 
 #: ``_Function.apply`` without the questions that the launcher in C has asked already.
@@ -172,12 +170,12 @@ def _gradients(ctx: Any, grad: Any, x16: Any, w16: Any) -> list[Any] | None:
     """By input, filter and bias, as they were made before; None where they are to be made another way."""
     ready, asked = ctx.ready, [int(needed) for needed in ctx.needs_input_grad[:3]]
     options = "backward", ready.dtype, int(ready.narrows), int(ctx.last), *asked, *ready.call[:-2], *ctx.shapes
-    row = quick.find(_table, options, grad, x16, w16)
-    if row is None:
+    made = quick.again(_table, options, grad, x16, w16)
+    if made is None:
         _remember_gradients(options, ctx, grad, x16, w16)
         return None
-    made = list(quick.perform(row, grad, x16, w16))
-    return [made.pop(0) if needed else None for needed in asked] if made else None
+    _, *gradients = made
+    return [gradients.pop(0) if needed else None for needed in asked]
 
 
 def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any, w16: Any) -> None:
@@ -185,7 +183,7 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
     name = quick.key(options, grad, x16, w16)
     if name is None or name in _table:
         return
-    ready, (by_x, by_weight, by_bias, _) = ctx.ready, ctx.needs_input_grad
+    ready, (by_x, by_weight, by_bias, *_) = ctx.ready, ctx.needs_input_grad
     (x_shape, w_shape), word, ndim = ctx.shapes, ready.dtype, ready.settings.ndim
     by_first = _plan(Call(*autograd.CONV_INPUT.asked(ready.settings, x_shape)), grad, w16) if by_x else None
     by_second = _plan(Call(*autograd.CONV_WEIGHT.asked(ready.settings, w_shape)), x16, grad) if by_weight else None
@@ -193,12 +191,12 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
     if not plans or not all(plan.settles for plan in plans) or plans[0].device.capturing():
         return
     device, order = plans[0].device, plans[0].order
-    fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.ready(grad, order) is grad
-    last = by_first is not None and by_first.reads_filter_last and TORCH.lies(w16, by_first.filter_order)
+    fit = all(_fits(plan, grad) and plan.order == order for plan in plans) and TORCH.is_kernel_input(grad, order)
+    last = by_first is not None and by_first.reads_filter_last and TORCH.is_laid_out_as(w16, by_first.filter_order)
     if by_first is not None:
-        fit = fit and TORCH.ready(w16, by_first.filter_order if last else None) is w16
+        fit = fit and TORCH.is_kernel_input(w16, by_first.filter_order if last else None)
     if by_second is not None:
-        fit = fit and _fits(by_second, x16) and TORCH.ready(x16, order) is x16
+        fit = fit and _fits(by_second, x16) and TORCH.is_kernel_input(x16, order)
     row = None
     if fit:
         # dy, x, w | dx, dw, db where they are asked for | workspace | none

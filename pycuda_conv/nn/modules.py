@@ -26,6 +26,15 @@ def checked_precision(precision: str) -> str:
 OPTIONS = "stride", "padding", "output_padding", "dilation", "groups", "padding_mode", "kernel_size", "precision"
 
 
+def parameters_of(module: Any) -> tuple[Any, Any]:
+    """A convolution's weight and bias. To ask the module itself takes longer than a launch: it looks for them elsewhere first."""
+    own = module.__dict__["_parameters"]
+    try:
+        return own["weight"], own["bias"]
+    except KeyError:  # one is computed, as torch.nn.utils.parametrize does, or it is a replica's
+        return module.weight, module.bias
+
+
 class _Precise:
     """What all the modules have besides torch's: a precision."""
 
@@ -47,6 +56,9 @@ class _Conv(_Precise):
             in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype
         )
         self.precision = checked_precision(precision)
+
+    def forward(self: Any, input: Any) -> Any:
+        return self._conv_forward(input, *parameters_of(self))
 
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, **epilogue: Any) -> Any:
         padding = self.padding
@@ -77,7 +89,7 @@ class _ConvTranspose(_Precise):
 
     def forward(self: Any, input: Any, output_size: Any = None) -> Any:
         """As torch's, which has `output_size` too: the result's size, where a stride leaves it open."""
-        return self._conv_forward(input, self.weight, self.bias, output_size)
+        return self._conv_forward(input, *parameters_of(self), output_size)
 
     def _conv_forward(self: Any, input: Any, weight: Any, bias: Any, output_size: Any = None, **epilogue: Any) -> Any:
         ndim = len(self.kernel_size)

@@ -35,7 +35,7 @@ def pooled(module: Any, x: Any) -> Any:
     """What a ``nn.MaxPool2d`` gives for `x`, or None where torch is to compute it."""
     if module.return_indices or module.ceil_mode or not x.is_cuda or x.dim() != 4 or x.dtype not in _TYPES:
         return None
-    if not TORCH.lies(x, ORDER) or not _differentiated(x, x, None, None, None) or _traced(x, x, None):
+    if not TORCH.is_laid_out_as(x, ORDER) or not _differentiated(x, x, None, None, None) or _traced(x, x, None):
         return None
     found = _pool_of(TORCH.signature(x), *map(_pair, (module.kernel_size, module.stride, module.padding, module.dilation)))
     return None if found is None else _Function.apply(x, *found)
@@ -60,7 +60,7 @@ class _Function(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Any) -> Any:
         (taps,), (pool, device) = ctx.saved_tensors, ctx.how
-        dy = TORCH.ready(dy, ORDER)
+        dy = TORCH.as_kernel_input(dy, ORDER)
         dx = TORCH.empty(pool.shape, dy, device, ORDER)
         execute.launch(TORCH, device, max_pool.compiled(pool, device, True), (dy, taps), (dx,), 0)
         return dx, None, None

@@ -9,14 +9,14 @@
 // key() writes all of that down as bytes. Behind a key a dict holds what was decided, made by ready(): the schedule, how the result
 // is made, the context. call() writes the key, looks it up, asks torch whether anything is unusual, allocates and launches. It answers
 // None to all that is unusual or unknown. Then Python goes the whole way, and may remember the call for the next time: quick.py.
+// again() does the same for several kernels in a row, which may have several results, such as a pass of a fused layer.
 //
 // Conditions. What was decided about a module holds as long as the module is what it was. holds() asks that of all objects that the
 // decision looked at, in a fraction of the time that Python takes for it: nn/watch.py writes the conditions down.
 //
 // Threads. A call lets go of the GIL around all its launches: those wait where the driver's queue is full, maybe for a callback that needs
-// the GIL. To hand it over to a thread that sleeps takes longer than a launch. So a call lets go of it once, and threads that make call after
-// call take turns: take_again(). What is asked of torch, and memory, come from
-// functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
+// the GIL. A call lets go of it once, and threads that make call after call take turns: take_again(). What is asked of torch, and memory, come
+// from functions that keep the GIL. Of the objects that a call makes, torch lets go of the GIL only to free the result.
 //
 // Nothing of CUDA is needed to build it: Python passes the addresses of the driver's functions.
 // Only the limited API is used, so that one file serves Python 3.10 and later.
@@ -292,9 +292,11 @@ typedef int64_t Number;
 #endif
 #endif
 
-// Threads take turns. For a turn, a thread has the GIL again after each of its launches, and others that are back from theirs wait outside of
-// it: the first of them awake, to have the next turn, the others asleep. Nobody who sleeps for the GIL has to be woken then at each launch,
-// and a core keeps what it has at hand for some calls. As was measured with 2, 4 and 8 threads.
+// Threads take turns. To hand the GIL over at each call takes longer than a launch: the next thread sleeps and has to be woken, and the objects
+// move to its core. So for a turn one thread takes the GIL back after each of its launches. The others wait without the GIL when they are back
+// from theirs: one of them awake, which has the next turn, the rest asleep for `next_turn`. That lock is held by who waits, never while the
+// driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
+// more, or waits for the driver.
 enum {
   TURN_NS = 200000,   // a turn, while others wait
   AWAY_NS = 20000,    // a thread that is not met for so long does something else
@@ -656,7 +658,7 @@ static int read_maker(PyObject* from, Maker* to) {
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
-// keywords); workspace is None where there are no bytes of it. `recorded(input, weight, bias, ready)` makes a call of which torch is told.
+// keywords); workspace is None where there are no bytes of it. `recorded(input, weight, bias, result)` tells torch of a call.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
@@ -821,15 +823,8 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!r) return NULL;
   Py_INCREF(found);  // another thread may empty the table
   PyObject* out = tensors[OPERANDS] == Py_None ? NULL : tensors[OPERANDS];
-  if (args[2] != Py_True) {
-    const int told = is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
-    if (told < 0 || (told && (out || r->recorded == Py_None))) goto unknown;
-    if (told) {
-      result = PyObject_CallFunctionObjArgs(r->recorded, tensors[0], tensors[1], tensors[2], found, NULL);
-      Py_DECREF(found);
-      return result;
-    }
-  }
+  const int told = args[2] == Py_True ? 0 : is_unusual() ? -1 : is_differentiated(tensors, OPERANDS + 1);
+  if (told < 0 || (told && (out || r->recorded == Py_None))) goto unknown;
   if (out) {
     const int writable = is_writable(r, addresses, out, addresses[OPERANDS]);
     if (!writable) goto unknown;
@@ -840,6 +835,11 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   }
   result = make_call(r, addresses, out, addresses[OPERANDS]);
   if (!result && !PyErr_Occurred()) goto unknown;
+  if (result && told) {
+    PyObject* made = result;
+    result = PyObject_CallFunctionObjArgs(r->recorded, tensors[0], tensors[1], tensors[2], made, NULL);
+    Py_DECREF(made);
+  }
   Py_DECREF(found);
   return result;
 unknown:
@@ -847,42 +847,6 @@ unknown:
 unusual:
   PyErr_Clear();
   return Py_BuildValue("");
-}
-
-// run(ready, input, weight, bias) -> the result of a call whose operands look as they did then, or None where Python has to make it
-static PyObject* run_ready(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n != 4) return PyErr_Format(PyExc_TypeError, "run takes 4 arguments, got %zd", n);
-  const Ready* r = PyCapsule_GetPointer(args[0], READY);
-  uint64_t addresses[OPERANDS] = {0};
-  long place;
-  if (!r) return NULL;
-  if (r->operands) return PyErr_Format(PyExc_ValueError, "this is no convolution: it has %zd operands", r->operands);
-  for (int i = 0; i < 3; i++)
-    if (args[1 + i] != Py_None && pointer_of(args[1 + i], &addresses[i], &place)) return NULL;
-  PyObject* result = make_call(r, addresses, NULL, 0);
-  return result || PyErr_Occurred() ? result : Py_BuildValue("");
-}
-
-// perform(ready, operand, ...) -> a tuple of the results of operands that look as they did then, or None where Python has to make the call
-static PyObject* perform_ready(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n < 1) return PyErr_Format(PyExc_TypeError, "perform takes what ready() made and the operands");
-  const Ready* r = PyCapsule_GetPointer(args[0], READY);
-  uint64_t buffers[BUFFERS] = {0};
-  PyObject* results[MOST_RESULTS] = {NULL};
-  long place;
-  if (!r) return NULL;
-  if (n != 1 + r->operands) return PyErr_Format(PyExc_TypeError, "the call has %zd operands, got %zd", r->operands, n - 1);
-  for (Py_ssize_t i = 1; i < n; i++)
-    if (args[i] != Py_None && pointer_of(args[i], &buffers[i - 1], &place)) return NULL;
-  if (perform(r, buffers, results)) return PyErr_Occurred() ? NULL : Py_BuildValue("");
-  PyObject* all = PyTuple_New(r->result_count);
-  for (Py_ssize_t i = 0; i < r->result_count; i++) {
-    if (all)
-      PyTuple_SetItem(all, i, results[i]);  // which takes it
-    else
-      Py_DECREF(results[i]);
-  }
-  return all;
 }
 
 // key(options, tensor, ...) -> bytes, or None for what is unusual; for call() these are its operands and `out`
@@ -895,22 +859,40 @@ static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return Py_BuildValue("");
 }
 
-// find(table, options, tensor, ...) -> what stands behind that key; None where nothing does, or anything is unusual
-static PyObject* find(PyObject* self, PyObject* const* args, Py_ssize_t n) {
-  if (n < 2) return PyErr_Format(PyExc_TypeError, "find takes a table, options and tensors");
-  uint64_t addresses[BUFFERS];
+// again(table, options, operand, ...) -> (what stands behind the key, result, ...), or None where Python has to make the call
+//
+// What stands behind the key is made by ready(), or is a tuple whose first item is.
+static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n < 2) return PyErr_Format(PyExc_TypeError, "again takes a table, options and operands");
+  uint64_t buffers[BUFFERS] = {0};
+  PyObject *results[MOST_RESULTS] = {NULL}, *found = NULL, *all = NULL;
   Key key;
-  PyObject* found = NULL;
-  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, addresses) && !is_unusual()) {
+  if (!stopped && PyDict_Size(args[0]) > 0 && !put_call(&key, args[1], args + 2, n - 2, buffers) && !is_unusual()) {
     PyObject* bytes = key_bytes(&key);
     if (!bytes) return NULL;
     found = PyDict_GetItemWithError(args[0], bytes);
     Py_DECREF(bytes);
   }
   PyErr_Clear();
-  if (!found) return Py_BuildValue("");
-  Py_INCREF(found);
-  return found;
+  if (!found || found == Py_None) return Py_BuildValue("");
+  const Ready* r = PyCapsule_GetPointer(PyTuple_Check(found) ? PyTuple_GetItem(found, 0) : found, READY);
+  if (!r) return NULL;
+  if (r->operands != n - 2) return PyErr_Format(PyExc_TypeError, "the row has %zd operands, got %zd", r->operands, n - 2);
+  Py_INCREF(found);  // another thread may empty the table
+  if (perform(r, buffers, results)) {
+    Py_DECREF(found);
+    return PyErr_Occurred() ? NULL : Py_BuildValue("");
+  }
+  all = PyTuple_New(1 + r->result_count);
+  if (all) PyTuple_SetItem(all, 0, found);  // which takes it
+  for (Py_ssize_t i = 0; i < r->result_count; i++) {
+    if (all)
+      PyTuple_SetItem(all, 1 + i, results[i]);
+    else
+      Py_DECREF(results[i]);
+  }
+  if (!all) Py_DECREF(found);
+  return all;
 }
 
 // ---- conditions
@@ -1005,11 +987,9 @@ static PyMethodDef methods[] = {
     {"is_current", (PyCFunction)(void*)is_current, METH_FASTCALL, "is_current(cuCtxGetCurrent, context): bool."},
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
-    {"find", (PyCFunction)(void*)find, METH_FASTCALL, "find(table, options, tensor, ...): what ready() made, or None."},
+    {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
-    {"run", (PyCFunction)(void*)run_ready, METH_FASTCALL, "run(ready, input, weight, bias): the result."},
-    {"perform", (PyCFunction)(void*)perform_ready, METH_FASTCALL, "perform(ready, operand, ...): a tuple of the results, or None."},
     {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},
     {"stop", stop, METH_NOARGS, "stop(): call() answers None from now on."},
     {0},
