@@ -654,9 +654,10 @@ def _on_cluster(address: str, tasks: list[Any], finished: Callable[[int], Any]) 
             for future in distributed.as_completed(futures, loop=client.loop):
                 finished(future.result())
                 future.release()  # or a worker that dies later would have it computed again
-        except (CancelledError, OSError) as error:
-            raise ToolError(f"the scheduler at {address} is gone; a run with --resume goes on from what is complete") from error
-        except BaseException:
+        except BaseException as error:
+            of_a_worker = any(future.status == "error" for future in futures)
+            if isinstance(error, (CancelledError, OSError)) and not of_a_worker:
+                raise ToolError(f"the scheduler at {address} is gone; a run with --resume goes on from what is complete") from error
             client.cancel(futures)
             _wait_until_idle(client, futures)
             raise
