@@ -106,7 +106,7 @@
 #define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
 #include "finish.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
+#include "ring.cuh"
 #if MENDS
 #include "mend.cuh"
 #endif
@@ -249,7 +249,8 @@ struct Range {
   }
 };
 
-typedef RingPosition<STAGES> Position;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
+typedef Ring::Position Position;
 
 // The same of the ring of x, whose stages are no constant.
 struct XPosition {
@@ -276,9 +277,9 @@ struct Tap {
   }
 };
 
-// The rings in shared memory, and their barriers: that of stages, and that of x alone, where there is one; and those of whose turn it is.
-struct Rings {
-  uint32_t stages, full, empty;
+// The ring of stages, and that of x alone, where there is one, and the barriers that say whose turn it is.
+struct Rings : Ring {
+  using Ring::Ring;
   uint32_t x, x_full, x_empty;
   uint32_t raw, raw_full;
   uint32_t turn;
@@ -300,9 +301,9 @@ DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       Tap tap;
       do {
-        const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
+        const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
         const long long number = shape.tap_base + tap.r * shape.tap_step_r + tap.s * shape.tap_step_s;
-        barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+        rings.wait_empty(at);
         barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
         for (int rows = 0; rows < BLOCK_M / 64; ++rows)
@@ -510,8 +511,8 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     };
     begin_tap();
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
-      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
+      rings.wait_empty(at);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
@@ -572,8 +573,8 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
     [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
-      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
+      rings.wait_empty(at);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int rows = 0; rows < BLOCK_M / 64; ++rows)
@@ -995,26 +996,20 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
     prefetch_residual(shapes, tile, consumer, residual);
     barrier_wait(rings.turn + 8 * consumer, parity);
     parity ^= 1;
-    auto give_back = [&] {  // the stage before
-      if (threadIdx.x % 32 == 0) barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
-    };
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES;
-      barrier_wait(rings.full + 8 * at.stage, at.parity);
+      const uint32_t stage = rings.stage(at);
+      rings.wait_full(at);
       wgmma_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half) multiply(sum[half], w_descriptor(stage + half * SUB_TILES * A_SUB), x_descriptor(stage + A_BYTES), step == range.first);
-      wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
-      if (step > range.first) give_back();
-      at.next();
+      rings.commit<1>(at, step > range.first);
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));
     wgmma_wait<0>();
     wgmma_arrived(sum[0]);
     wgmma_arrived(sum[1]);
     const bool any = range.first < range.last;
-    if (any) give_back();
+    if (any) rings.give_back(at, 1);
     [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -1063,7 +1058,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if PATCH_ROWS
     if (tap.r == 0 && tap.s == 0) barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
 #endif
-    barrier_wait(rings.full + 8 * at.stage, at.parity);
+    rings.wait_full(at);
   };
   auto advance = [&] {
     at.next();
@@ -1460,10 +1455,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint8_t dynamic[];
   constexpr int X_STAGES = PATCH_ROWS ? 4 : 0;  // at the most
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
-  Rings rings;
-  rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  rings.full = shared_address(barriers);
-  rings.empty = rings.full + 8 * STAGES;
+  Rings rings(dynamic, barriers);
   rings.x_full = rings.empty + 8 * STAGES;
   rings.x_empty = rings.x_full + 8 * X_STAGES;
   rings.turn = rings.x_empty + 8 * X_STAGES;
@@ -1479,10 +1471,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   [[maybe_unused]] long long* const output_offsets = (long long*)(scales + CONSUMERS * WGMMA_N);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(rings.full + 8 * i, 1);
-      barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
-    }
     for (int i = 0; i < X_STAGES; ++i) {
       barrier_init(rings.x_full + 8 * i, FUSED_SPLIT ? CONVERTERS : 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
@@ -1491,7 +1479,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < raw_slots; ++i) barrier_init(rings.raw_full + 8 * i, 1);
 #endif
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
-    barrier_init_done();
+    rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
 #if MENDS
 #if JOINS
