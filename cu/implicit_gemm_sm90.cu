@@ -124,7 +124,7 @@ static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !POINTWISE && !PATCH_ROWS),
 static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE), "patches of float32 planes");
 static_assert(!PATCH_ROWS || BLOCK_N == 8 * PATCH_ROWS * (BLOCK_M == 128 ? 1 : 2), "whole patches");
 static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
-static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
+static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !POINTWISE && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 // parts of a patch, each written while a stage of the next one is multiplied
 [[maybe_unused]] constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
@@ -489,10 +489,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     const CUtensorMap* const map_x = maps.of + phase_of(shapes, tile);
     const Tile of(shape, tile >> phase_bits(shapes));
     const Range range(shape, of.split);
-    const Divided plane(of.pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
-    const Divided row(slice.rest, shape.load_q, shape.by_load_q);
-    const int image = plane.quotient, x_w = row.rest * (int)shape.stride_w + (int)shape.low_w;
-    const int x_h = row.quotient * (int)shape.stride_h + (int)shape.low_h, x_d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
+    const LoadBase base(shape, of.pixel);
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
@@ -532,8 +529,8 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
-                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, x_w, x_h,
-                            x_d, image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
+                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
+                            base.image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
         ++block;
         if (++c == channel_blocks) {
           c = 0;
