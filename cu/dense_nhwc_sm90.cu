@@ -66,7 +66,7 @@ struct Maps {
 // ---- the producer
 
 DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring) {
-  Position at;
+  Ring::Position at;
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const DensePhase& shape = shapes.of[of.phase];
@@ -91,8 +91,8 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
     const int arriving = A_BYTES + min(BLOCK_N, (int)shape.rows) * 128;
 #endif
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t a = ring.stages + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = ring.full + 8 * at.stage;
-      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
+      ring.wait_empty(at);
       barrier_expect(arrived, arriving);
       load_im2col(rank, a, map_x, arrived, c * BLOCK_K, base, x_s, x_r, x_t);
 #if W_MN_MAJOR
@@ -131,22 +131,13 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
                     const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  Ring ring;
-  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  ring.full = shared_address(barriers);
-  ring.empty = ring.full + 8 * STAGES;
+  const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
 #if !MOMENTS
   float* const moments = nullptr;
 #endif
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
-    }
-    barrier_init_done();
-  }
+  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
   if (threadIdx.x == CONSUMER_THREADS) {
     prefetch_map(&map_w);
     for (int phase = 0; phase < PHASES; ++phase) prefetch_map(maps_x.of + phase);

@@ -104,16 +104,16 @@ struct Rows {
   }
 };
 
-DEVICE void hand_over(const Ring& ring, Position& at) {
+DEVICE void hand_over(const Ring& ring, Ring::Position& at) {
   __syncwarp();  // all lanes' copies have arrived
-  if (threadIdx.x % 32 == 0) barrier_arrive(ring.full + 8 * at.stage);
+  if (threadIdx.x % 32 == 0) barrier_arrive(ring.arrived(at));
   at.next();
 }
 
 DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring) {
   const Lane lane;
   const Phase& shape = shapes.of[0];
-  Position at, arriving;
+  Ring::Position at, arriving;
   int under_way = 0;
   const Range range(shape);
   const int height = (int)shape.height, width = (int)shape.width, tap_s = (int)shape.tap_s, tap_r = (int)shape.tap_r;
@@ -128,8 +128,8 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
       const int further = ((d * height + h) * width + w) * (int)shape.channels + of_tap.rest * EACH;
       // the last bit is no tap's: there is nothing to copy behind the last tap
       const uint32_t tap = number < (int)shape.copies ? 1u << of_row.rest | 1u << (tap_s + of_slice.rest) | 1u << (tap_s + tap_r + of_slice.quotient) : 1u << 31;
-      const uint32_t a = ring.stages + at.stage * STAGE_BYTES, arrived = ring.full + 8 * at.stage;
-      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t a = ring.stage(at), arrived = ring.arrived(at);
+      ring.wait_empty(at);
       if (threadIdx.x == CONSUMER_THREADS) {
         barrier_expect(arrived, min(BLOCK_N, (int)shape.rows) * 128);
         load_box(a + A_BYTES, map_w, arrived, step * BLOCK_K, 0, of.channel);
@@ -188,19 +188,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
                      const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y, const __grid_constant__ Shapes shapes) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  Ring ring;
-  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  ring.full = shared_address(barriers);
-  ring.empty = ring.full + 8 * STAGES;
+  const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1 + COPYING / 32);
-      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
-    }
-    barrier_init_done();
-  }
+  if (threadIdx.x == 0) ring.init(1 + COPYING / 32, 4 * CONSUMERS);
   if (threadIdx.x == CONSUMER_THREADS) prefetch_map(&map_w);
   __syncthreads();
   AFTER_LAST_LAUNCH

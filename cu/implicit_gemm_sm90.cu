@@ -106,7 +106,7 @@
 #define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
 #include "finish.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
+#include "ring.cuh"
 #if MENDS
 #include "mend.cuh"
 #endif
@@ -124,7 +124,7 @@ static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !POINTWISE && !PATCH_ROWS),
 static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE), "patches of float32 planes");
 static_assert(!PATCH_ROWS || BLOCK_N == 8 * PATCH_ROWS * (BLOCK_M == 128 ? 1 : 2), "whole patches");
 static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
-static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
+static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !POINTWISE && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 // parts of a patch, each written while a stage of the next one is multiplied
 [[maybe_unused]] constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
@@ -249,7 +249,8 @@ struct Range {
   }
 };
 
-typedef RingPosition<STAGES> Position;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
+typedef Ring::Position Position;
 
 // The same of the ring of x, whose stages are no constant.
 struct XPosition {
@@ -276,9 +277,9 @@ struct Tap {
   }
 };
 
-// The rings in shared memory, and their barriers: that of stages, and that of x alone, where there is one; and those of whose turn it is.
-struct Rings {
-  uint32_t stages, full, empty;
+// The ring of stages, and that of x alone, where there is one, and the barriers that say whose turn it is.
+struct Rings : Ring {
+  using Ring::Ring;
   uint32_t x, x_full, x_empty;
   uint32_t raw, raw_full;
   uint32_t turn;
@@ -300,9 +301,9 @@ DEVICE void produce(const uint8_t* w, const GemmPhase& shape, const Rings& rings
     for (int c = 0; c < (int)shape.channel_blocks; ++c) {
       Tap tap;
       do {
-        const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
+        const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
         const long long number = shape.tap_base + tap.r * shape.tap_step_r + tap.s * shape.tap_step_s;
-        barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+        rings.wait_empty(at);
         barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
         for (int rows = 0; rows < BLOCK_M / 64; ++rows)
@@ -488,10 +489,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     const CUtensorMap* const map_x = maps.of + phase_of(shapes, tile);
     const Tile of(shape, tile >> phase_bits(shapes));
     const Range range(shape, of.split);
-    const Divided plane(of.pixel, shape.load_plane, shape.by_load_plane), slice(plane.rest, shape.load_pq, shape.by_load_pq);
-    const Divided row(slice.rest, shape.load_q, shape.by_load_q);
-    const int image = plane.quotient, x_w = row.rest * (int)shape.stride_w + (int)shape.low_w;
-    const int x_h = row.quotient * (int)shape.stride_h + (int)shape.low_h, x_d = slice.quotient * (int)shape.stride_d + (int)shape.low_d;
+    const LoadBase base(shape, of.pixel);
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
@@ -510,8 +508,8 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     };
     begin_tap();
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
-      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
+      rings.wait_empty(at);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int sub = 0; sub < SUB_TILES; ++sub) {
@@ -531,8 +529,8 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
 #pragma unroll
         for (int limb = 0; limb < LIMBS; ++limb)
           load_im2col<rank>(stage + A_BYTES + limb * B_BYTES + sub * BLOCK_N * SPAN, map_x, arrived,
-                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, x_w, x_h,
-                            x_d, image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
+                            real ? channel + c * LOAD_CHANNELS : (int)shape.channels, base.w, base.h, base.d,
+                            base.image + limb * limb_images, real ? x_s : 0, real ? x_r : 0, real ? x_t : 0);
         ++block;
         if (++c == channel_blocks) {
           c = 0;
@@ -572,8 +570,8 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
     [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
     [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES, arrived = rings.full + 8 * at.stage;
-      barrier_wait(rings.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
+      rings.wait_empty(at);
       barrier_expect(arrived, STAGE_BYTES);
 #pragma unroll
       for (int rows = 0; rows < BLOCK_M / 64; ++rows)
@@ -995,26 +993,20 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
     prefetch_residual(shapes, tile, consumer, residual);
     barrier_wait(rings.turn + 8 * consumer, parity);
     parity ^= 1;
-    auto give_back = [&] {  // the stage before
-      if (threadIdx.x % 32 == 0) barrier_arrive(rings.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
-    };
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stages + at.stage * STAGE_BYTES;
-      barrier_wait(rings.full + 8 * at.stage, at.parity);
+      const uint32_t stage = rings.stage(at);
+      rings.wait_full(at);
       wgmma_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half) multiply(sum[half], w_descriptor(stage + half * SUB_TILES * A_SUB), x_descriptor(stage + A_BYTES), step == range.first);
-      wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
-      if (step > range.first) give_back();
-      at.next();
+      rings.commit<1>(at, step > range.first);
     }
     if (threadIdx.x % 32 == 0) barrier_arrive(rings.turn + 8 * (1 - consumer));
     wgmma_wait<0>();
     wgmma_arrived(sum[0]);
     wgmma_arrived(sum[1]);
     const bool any = range.first < range.last;
-    if (any) give_back();
+    if (any) rings.give_back(at, 1);
     [[maybe_unused]] const float part = lost_in(4 * (range.last - range.first));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -1063,7 +1055,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if PATCH_ROWS
     if (tap.r == 0 && tap.s == 0) barrier_wait(rings.x_full + 8 * x_at.stage, x_at.parity);
 #endif
-    barrier_wait(rings.full + 8 * at.stage, at.parity);
+    rings.wait_full(at);
   };
   auto advance = [&] {
     at.next();
@@ -1460,10 +1452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   extern __shared__ uint8_t dynamic[];
   constexpr int X_STAGES = PATCH_ROWS ? 4 : 0;  // at the most
   __shared__ alignas(8) uint64_t barriers[2 * (STAGES + X_STAGES) + CONSUMERS];
-  Rings rings;
-  rings.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  rings.full = shared_address(barriers);
-  rings.empty = rings.full + 8 * STAGES;
+  Rings rings(dynamic, barriers);
   rings.x_full = rings.empty + 8 * STAGES;
   rings.x_empty = rings.x_full + 8 * X_STAGES;
   rings.turn = rings.x_empty + 8 * X_STAGES;
@@ -1479,10 +1468,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float* const scales = (float*)(staging + CONSUMERS * STAGING);
   [[maybe_unused]] long long* const output_offsets = (long long*)(scales + CONSUMERS * WGMMA_N);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(rings.full + 8 * i, 1);
-      barrier_init(rings.empty + 8 * i, PINGPONG ? 4 : 4 * CONSUMERS);
-    }
     for (int i = 0; i < X_STAGES; ++i) {
       barrier_init(rings.x_full + 8 * i, FUSED_SPLIT ? CONVERTERS : 1);
       barrier_init(rings.x_empty + 8 * i, 4 * CONSUMERS);
@@ -1491,7 +1476,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < raw_slots; ++i) barrier_init(rings.raw_full + 8 * i, 1);
 #endif
     for (int i = 0; PINGPONG && i < CONSUMERS; ++i) barrier_init(rings.turn + 8 * i, 4);
-    barrier_init_done();
+    rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
 #if MENDS
 #if JOINS

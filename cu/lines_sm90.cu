@@ -52,7 +52,7 @@
 #endif
 #include "finish.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
+#include "ring.cuh"
 
 template <bool halves> constexpr int LINES = halves ? 16 : 8;  // that a product takes at once
 [[maybe_unused]] constexpr float X_SCALE = 1024;

@@ -26,8 +26,8 @@
 #endif
 #include "cluster.cuh"
 #include "finish.cuh"
+#include "ring.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -77,11 +77,7 @@ struct Range {
   }
 };
 
-typedef RingPosition<STAGES> Position;
-
-struct Ring {
-  uint32_t stages, full, empty;
-};
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- sums to y
 
@@ -375,30 +371,24 @@ template <class Ready>
 DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, [[maybe_unused]] float* sums, [[maybe_unused]] float* staging, const data_t* scale,
                     const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const int consumer = threadIdx.x / 128;
-  Position at;
+  Ring::Position at;
   float sum[BLOCK_N / 2];
   for (int tile = first_tile(), tiles = all_tiles(shapes); tile < tiles; tile = next_tile(tile)) {
     const Tile of(shapes, tile);
     const Phase& shape = shapes.of[of.phase];
     const Range range(shape);
-    auto give_back = [&] {  // the stage before
-      if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
-    };
     for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
-      barrier_wait(ring.full + 8 * at.stage, at.parity);
+      const uint32_t stage = ring.stage(at);
+      ring.wait_full(at);
       ready(at.stage * STAGE_BYTES + consumer * 64 * 128);
       wgmma_fence();
       multiply(sum, stage + consumer * 64 * 128, stage + A_BYTES, step == range.first);
-      wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
-      if (step > range.first) give_back();
-      at.next();
+      ring.commit<1>(at, step > range.first);
     }
     wgmma_wait<0>();
     wgmma_arrived(sum);
     const bool any = range.first < range.last;
-    if (any) give_back();
+    if (any) ring.give_back(at, 1);
     const float part = lost_in(STEPS * (range.last - range.first));
 #pragma unroll
     for (int i = 0; i < BLOCK_N / 2; ++i) {

@@ -36,7 +36,7 @@
 #endif
 #define WGMMA_MN_MAJOR_B "1"
 #include "finish.cuh"
-#include "wgmma.cuh"
+#include "ring.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -63,20 +63,16 @@ struct Tile {
   }
 };
 
-typedef RingPosition<STAGES> Position;
-
-struct Ring {
-  uint32_t stages, full, empty;
-};
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const PlanesProduct& arg, const Ring& ring) {
-  Position at;
+  Ring::Position at;
   for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
     const Tile of(arg, tile);
     const int x_blocks = min(((int)arg.plane - of.pixel + 63) / 64, X_BLOCKS), w_blocks = min(((int)arg.rows - of.channel + 63) / 64, W_BLOCKS);
     for (int step = 0; step < (int)arg.steps; ++step) {
-      const uint32_t x = ring.stages + at.stage * STAGE_BYTES, w = x + X_BLOCKS * BLOCK, arrived = ring.full + 8 * at.stage;
-      barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t x = ring.stage(at), w = x + X_BLOCKS * BLOCK, arrived = ring.arrived(at);
+      ring.wait_empty(at);
       barrier_expect(arrived, (x_blocks + w_blocks) * BLOCK);
 #pragma unroll
       for (int i = 0; i < X_BLOCKS; ++i)
@@ -145,27 +141,24 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
   const bool stores = threadIdx.x % 128 == 0;
   const bool plain = !has_scale(arg) && !has_bias(arg) && !has_residual(arg) && !activation(arg);
   results += consumer * 2 * OWN_BLOCKS * BLOCK;
-  Position at;
+  Ring::Position at;
   int turn = 0;
   float sum[WGMMA_N / 2];
   for (int tile = blockIdx.x; tile < (int)arg.tiles; tile += gridDim.x) {
     const Tile of(arg, tile);
     for (int step = 0; step < (int)arg.steps; ++step) {
-      const uint32_t stage = ring.stages + at.stage * STAGE_BYTES, w = stage + (X_BLOCKS + down) * BLOCK;
-      barrier_wait(ring.full + 8 * at.stage, at.parity);
+      const uint32_t stage = ring.stage(at), w = stage + (X_BLOCKS + down) * BLOCK;
+      ring.wait_full(at);
       const uint64_t a = W_MN_MAJOR ? wgmma_mn_major_descriptor(w) : wgmma_descriptor<128>(w);
       const uint64_t b = wgmma_mn_major_descriptor(stage + across * OWN_BLOCKS * BLOCK);
       wgmma_fence();
 #pragma unroll
       for (int k = 0; k < STEPS; ++k) wgmma(sum, a + (W_MN_MAJOR ? BLOCK / STEPS : 32) / 16 * k, b + BLOCK / STEPS / 16 * k, step > 0 || k > 0);
-      wgmma_commit();
-      wgmma_wait<1>();  // the stage before this one has been read
-      if (step > 0 && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
-      at.next();
+      ring.commit<1>(at, step > 0);
     }
     wgmma_wait<0>();
     wgmma_arrived(sum);
-    if (threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - 1) % STAGES));
+    ring.give_back(at, 1);
     const int channel = of.channel + 64 * down, pixel = of.pixel + WGMMA_N * across;
     uint8_t* const own = results + turn * OWN_BLOCKS * BLOCK;
     turn ^= 1;
@@ -189,18 +182,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M * BLOCK_N <= 64 * 
                 const data_t* __restrict__ bias, const data_t* __restrict__ scale, const data_t* residual, const __grid_constant__ PlanesProduct arg) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  Ring ring;
-  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  ring.full = shared_address(barriers);
-  ring.empty = ring.full + 8 * STAGES;
+  const Ring ring(dynamic, barriers);
   uint8_t* const results = dynamic + (ring.stages - shared_address(dynamic)) + STAGES * STAGE_BYTES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
-    }
-    barrier_init_done();
-  }
+  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
   if (threadIdx.x == CONSUMER_THREADS) {
     prefetch_map(&map_x);
     prefetch_map(&map_w);

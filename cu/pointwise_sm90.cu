@@ -39,7 +39,7 @@
 #endif
 #include "finish.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
+#include "ring.cuh"
 
 constexpr bool PIXEL_QUADS = !WGRAD && !NHWC;
 constexpr int CONSUMERS = 2, WARPS = 4 * CONSUMERS, WARP_ROWS = 16 * BLOCKS, ROWS = WARPS * WARP_ROWS;
@@ -72,9 +72,10 @@ struct Tile {
     last = min(first + (int)shape.each, (int)shape.steps);
   }
 };
-typedef RingPosition<STAGES> Position;
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
+typedef Ring::Position Position;
 
-DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const PointwiseProduct& shape, uint32_t ring, uint32_t full, uint32_t empty) {
+DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const PointwiseProduct& shape, const Ring& ring) {
   prefetch_map(map_a);
   prefetch_map(map_b);
   const int busy = (int)shape.busy, boxes = (int)shape.boxes;
@@ -83,8 +84,8 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
     const Tile of(shape, tile);
     const Divided first(of.row * busy, boxes, shape.by_boxes);  // NCHW: image and box
     for (int step = of.first; step < of.last; ++step) {
-      const uint32_t a = ring + at.stage * STAGE_BYTES, b = a + A_BYTES, arrived = full + 8 * at.stage;
-      barrier_wait(empty + 8 * at.stage, at.parity ^ 1);
+      const uint32_t a = ring.stage(at), b = a + A_BYTES, arrived = ring.arrived(at);
+      ring.wait_empty(at);
       barrier_expect(arrived, LOADED_BYTES - (PIXEL_QUADS ? (WARPS - busy) * A_WARP : 0));
       if (WGRAD) {
         const Divided box(step, boxes, shape.by_boxes);
@@ -199,7 +200,8 @@ DEVICE void load_a(float (&a)[BLOCKS][4], const uint8_t* of_warp, int k) {
 // What three products' sums lose: sums of 4 steps, in the mean.
 [[maybe_unused]] constexpr float PROMOTED = 0.67e-7f * 16 / 15;
 
-DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, uint32_t empty, Position& at) {
+// `stages`: where the ring begins.
+DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& ring, Position& at) {
   total.clear();
 #if LIMBS == 2
   Sums main, cross;
@@ -208,8 +210,8 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
   Sums& main = total;
 #endif
   for (int step = of.first; step < of.last; ++step) {
-    barrier_wait(full + 8 * at.stage, at.parity);
-    uint8_t* const stage = ring + at.stage * STAGE_BYTES;
+    ring.wait_full(at);
+    uint8_t* const stage = stages + at.stage * STAGE_BYTES;
 #if MAKES_LIMBS
     make_limbs(stage + A_BYTES);
 #endif
@@ -250,7 +252,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* ring, uint32_t full, 
     }
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) wgmma_arrived(main.of[block]);
-    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
+    ring.give_back(at);
     at.next();
 #if LIMBS == 2
 #pragma unroll
@@ -412,15 +414,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    const __grid_constant__ PointwiseProduct shape) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  uint8_t* const ring = dynamic + (-shared_address(dynamic) & 1023);  // swizzle patterns follow absolute addresses
-  const uint32_t full = shared_address(barriers), empty = full + 8 * STAGES;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(full + 8 * i, 1);
-      barrier_init(empty + 8 * i, WARPS);
-    }
-    barrier_init_done();
-  }
+  const Ring ring(dynamic, barriers);
+  uint8_t* const stages = dynamic + (-shared_address(dynamic) & 1023);
+  if (threadIdx.x == 0) ring.init(1, WARPS);
   __syncthreads();
   AFTER_LAST_LAUNCH
 #if !MOMENTS
@@ -428,14 +424,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   if (threadIdx.x < 128) {
     registers_down<24>();
-    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, shared_address(ring), full, empty);
+    if (threadIdx.x == 0) produce(&map_a, &map_b, shape, ring);
   } else {
     registers_up<240>();
     Position at;
     for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
       const Tile of(shape, tile);
       Sums sum;
-      multiply(sum, of, ring, full, empty, at);
+      multiply(sum, of, stages, ring, at);
       store(sum, of, shape, bias, scale, residual, moments, y);
     }
   }

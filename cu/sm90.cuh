@@ -23,21 +23,6 @@ DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_try(barrier, parity)) {
   }
 }
-// A ring's position: which stage, and the parity of the round.
-template <int stages> struct RingPosition {
-  int stage = 0, parity = 0;
-  DEVICE void next() {
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  DEVICE void skip(int count) {
-    stage += count;
-    parity ^= stage / stages & 1;
-    stage %= stages;
-  }
-};
 // a barrier among `threads` threads of the block; 0 is __syncthreads()
 DEVICE void named_barrier(int id, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
 

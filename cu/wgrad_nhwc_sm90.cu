@@ -48,8 +48,8 @@
 #endif
 #include "cluster.cuh"
 #include "fragments.cuh"
+#include "ring.cuh"
 #include "truncation.cuh"
-#include "wgmma.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -119,11 +119,7 @@ struct Column {
   }
 };
 
-typedef RingPosition<STAGES> Position;
-
-struct Ring {
-  uint32_t stages, full, empty;
-};
+typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- the producer
 
@@ -131,12 +127,12 @@ struct Ring {
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
   const int k = of.group * (int)arg.rows + of.row, c = of.group * (int)arg.columns + of.block * CHANNELS;
-  Position at;
+  Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
-    const uint32_t dy = ring.stages + at.stage * STAGE_BYTES, x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.full + 8 * at.stage;
+    const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
     const Divided of_image(step, arg.image_stages, arg.by_image_stages);
     const int pixel = of_image.rest * BLOCK_K, image = of_image.quotient;
-    barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+    ring.wait_empty(at);
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
@@ -160,11 +156,11 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
     offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
   }
   const int k = of.group * (int)arg.rows + of.row, rank = (int)arg.rank;
-  Position at;
+  Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
-    const uint32_t dy = ring.stages + at.stage * STAGE_BYTES, x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.full + 8 * at.stage;
+    const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
     const LoadBase base(arg, step * BLOCK_K);
-    barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);
+    ring.wait_empty(at);
     barrier_expect(arrived, (of.dy_blocks + of.x_blocks) * BLOCK_BYTES);
 #pragma unroll
     for (int i = 0; i < DY_BLOCKS; ++i)
@@ -242,10 +238,10 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int block = 0; block < WARP_BLOCKS; ++block)
 #pragma unroll
     for (int i = 0; i < 32; ++i) sums.of[block][i / 16][i / 4 % 4][i % 4] = 0;
-  Position at;
+  Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
-    const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
-    barrier_wait(ring.full + 8 * at.stage, at.parity);
+    const uint32_t stage = ring.stage(at);
+    ring.wait_full(at);
     uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
     auto load = [&](int number) {
       const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
@@ -272,7 +268,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
       }
     }
     __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty + 8 * at.stage);
+    ring.give_back(at);
     at.next();
   }
   const float lost = lost_in(STEPS * (range.last - range.first));
@@ -305,11 +301,11 @@ struct Sums {
 // The products of all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, down = consumer % DOWN, across = consumer / DOWN;
-  Position at;
+  Ring::Position at;
   auto& sum = sums.of;
   for (int step = range.first; step < range.last; ++step) {
-    const uint32_t stage = ring.stages + at.stage * STAGE_BYTES;
-    barrier_wait(ring.full + 8 * at.stage, at.parity);
+    const uint32_t stage = ring.stage(at);
+    ring.wait_full(at);
     auto described = [](uint32_t at) { return PLANES ? wgmma_descriptor<128>(at) : wgmma_mn_major_descriptor(at); };
     const uint64_t dy = described(stage + down * PRODUCTS * BLOCK_BYTES);
     const uint64_t x = described(stage + (DY_BLOCKS + across * (WGMMA_N / 64)) * BLOCK_BYTES);
@@ -320,10 +316,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 #pragma unroll
       for (int i = 0; i < PRODUCTS; ++i)
         wgmma(sum[i], dy + (i * BLOCK_BYTES + k * STEP_BYTES) / 16, x + k * STEP_BYTES / 16, !(fresh && k == 0));
-    wgmma_commit();
-    wgmma_wait<BEHIND>();  // this stage, or the one before it, has been read
-    if ((BEHIND == 0 || !fresh) && threadIdx.x % 32 == 0) barrier_arrive(ring.empty + 8 * ((at.stage + STAGES - BEHIND) % STAGES));
-    at.next();
+    ring.commit<BEHIND>(at, !fresh);
   }
   wgmma_wait<0>();
   const float lost = lost_in(STEPS * (range.last - range.first));  // long sums lose more than 16 bits hide
@@ -377,18 +370,9 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
                     const __grid_constant__ WgradNhwcArguments arg) {
   extern __shared__ uint8_t dynamic[];
   __shared__ alignas(8) uint64_t barriers[2 * STAGES];
-  Ring ring;
-  ring.stages = (shared_address(dynamic) + 1023) & ~1023u;  // swizzle patterns follow absolute addresses
-  ring.full = shared_address(barriers);
-  ring.empty = ring.full + 8 * STAGES;
+  const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);
-    }
-    barrier_init_done();
-  }
+  if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
   if (threadIdx.x == CONSUMER_THREADS) {
     prefetch_map(&map_dy);
     prefetch_map(&map_x);

@@ -494,7 +494,7 @@ def check_product(step, s, memory: Memory) -> None:
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["PATCH_ROWS"] else 192 if define["PINGPONG"] else 256)
-    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not define["PATCH_ROWS"] and not define["INTERLEAVE_COLUMNS"])
+    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not any(define[name] for name in ("PATCH_ROWS", "POINTWISE", "INTERLEAVE_COLUMNS")))
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["INTERLEAVE_COLUMNS"] else 4 * 4 * 32 * 20
     of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
     if define["PATCH_ROWS"]:

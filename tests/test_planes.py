@@ -49,7 +49,7 @@ def test_what_finishes_a_sum():
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
-        ("barrier_wait(ring.full + 8 * at.stage, at.parity);", ""), ("wgmma_wait<0>();\n    wgmma_arrived", "wgmma_arrived"), ("fence_for_bulk();", ""),
+        ("ring.wait_full(at);", ""), ("wgmma_wait<0>();\n    wgmma_arrived", "wgmma_arrived"), ("fence_for_bulk();", ""),
         ("named_barrier(1 + consumer, 128);  // all of them", "//"), ("(x_blocks + w_blocks) * BLOCK", "STAGE_BYTES"),
     ],
 )  # fmt: skip

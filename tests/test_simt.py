@@ -499,11 +499,11 @@ STORE_RUN = (implicit.BASE, "fp16 last", ImplicitGemm(64, 64, 4))  # it writes b
 JOIN_RUN = (JOINED[0][0], "fp32", JOINED[0][2])  # its blocks add the parts of sums
 READS, WRITES = "which a pending product or store still reads", "which a thread wrote without a fence"
 BROKEN = [  # (what is run, what the kernel's text has, what stands there instead, what is said of it)
-    (DENSE_RUN, "barrier_wait(ring.empty + 8 * at.stage, at.parity ^ 1);", "", "more than its 1 arrivals"),
-    (DENSE_RUN, "barrier_wait(ring.full + 8 * at.stage, at.parity);", "", f"a load has not brought yet|{READS}"),
-    (DENSE_RUN, "barrier_init(ring.empty + 8 * i, 4 * CONSUMERS);", "barrier_init(ring.empty + 8 * i, 1);", f"{READS}|more than its 1 arrivals"),
-    (DENSE_RUN, "if (step > range.first) give_back();", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
-    (DENSE_RUN, "wgmma_wait<1>();", "wgmma_wait<2>();", READS),
+    (DENSE_RUN, "ring.wait_empty(at);", "", "more than its 1 arrivals"),
+    (DENSE_RUN, "ring.wait_full(at);", "", f"a load has not brought yet|{READS}"),
+    (DENSE_RUN, "ring.init(1, 4 * CONSUMERS);", "ring.init(1, 1);", f"{READS}|more than its 1 arrivals"),
+    (DENSE_RUN, "if (behind == 0 || follows) give_back(at, behind);", "", "deadlock:\n  block 0, threads 0 to 127: wait for mbarrier 0 at 1024, parity 1; it has had 1 phases, and lacks 1 arrivals"),
+    (DENSE_RUN, "wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", READS),
     (DENSE_RUN, "  wgmma_wait<0>();\n", "\n", "ends with products that it did not wait for|elements differ"),
     (DENSE_RUN, "x + 2 * k,", "x + 2 * (k ^ 1),", "elements differ"),
     (DENSE_RUN, "x_s = s * (int)shape.dilation_w;", "x_s = r * (int)shape.dilation_w;", "elements differ"),

@@ -69,8 +69,8 @@ def test_what_is_not_finite():
 @pytest.mark.parametrize(
     ("text", "instead", "config"),
     [
-        ("named_barrier(1, CONSUMER_THREADS);  // all sums are there", "", WgradNhwc(256, 64, 4)), ("wgmma_wait<BEHIND>();", "wgmma_wait<BEHIND + 1>();", WgradNhwc(64, 64, 2)),
-        ("(of.dy_blocks + of.x_blocks) * BLOCK_BYTES", "STAGE_BYTES", WgradNhwc(64, 128, 2)), ("barrier_wait(ring.full + 8 * at.stage, at.parity);", "", WgradNhwc(64, 64, 2)),
+        ("named_barrier(1, CONSUMER_THREADS);  // all sums are there", "", WgradNhwc(256, 64, 4)), ("wgmma_wait<behind>();", "wgmma_wait<behind + 1>();", WgradNhwc(64, 64, 2)),
+        ("(of.dy_blocks + of.x_blocks) * BLOCK_BYTES", "STAGE_BYTES", WgradNhwc(64, 128, 2)), ("ring.wait_full(at);", "", WgradNhwc(64, 64, 2)),
         ("cluster_barrier();  // shared memory must outlive", "//", WgradNhwc(64, 64, 2, 4)), ("k * STEP_BYTES / 16, !(", "k * 2, !(", WgradNhwc(64, 64, 2)),
     ],
     ids=lambda v: str(v)[:40],

@@ -186,8 +186,8 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
 
 def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
     """Why consumers can't take tiles by turns, or None if they can."""
-    if products(problem) == 3 or config.BLOCK_M != 128 or config.halo or paired(problem):
-        return "consumers take tiles by turns if these have 128 rows, of one product, no patches, and columns of one phase"
+    if products(problem) == 3 or config.BLOCK_M != 128 or config.loader != "im2col" or paired(problem):
+        return "consumers take tiles by turns if these have 128 rows, of one product, loaded tap by tap, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192
     return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
 

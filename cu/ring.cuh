@@ -1,0 +1,60 @@
+// ring.cuh: a ring of stages in shared memory, which producers fill and warpgroups multiply, on Hopper's tensor cores.
+//
+// A stage has two barriers. full: its bytes have arrived. empty: the consumers' warps have read it. Producers and consumers each keep a position
+// in the ring. A producer's first round waits for nothing: it names the parity of a round before the first.
+//
+// Set before this is included: what wgmma.cuh wants to know.
+#pragma once
+#include "wgmma.cuh"
+
+// A position: which stage, and the parity of the round.
+template <int count> struct RingPosition {
+  int stage = 0, parity = 0;
+  DEVICE void next() {
+    if (++stage == count) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  DEVICE void skip(int stages) {
+    stage += stages;
+    parity ^= stage / count & 1;
+    stage %= count;
+  }
+};
+
+// `count` stages of `bytes` bytes, the first at `stages`.
+template <int count, int bytes> struct StageRing {
+  typedef RingPosition<count> Position;
+  uint32_t stages, full, empty;
+  // `memory` is the block's dynamic shared memory. Swizzle patterns follow absolute addresses, so stages begin at multiples of 1024 bytes.
+  DEVICE StageRing(const void* memory, const uint64_t* barriers)
+      : stages((shared_address(memory) + 1023) & ~1023u), full(shared_address(barriers)), empty(full + 8 * count) {}
+  // One thread initialises the barriers, and a barrier of the block follows. So many arrivals make a stage full, and empty.
+  DEVICE void init(int producers, int consumers) const {
+    for (int i = 0; i < count; ++i) {
+      barrier_init(full + 8 * i, producers);
+      barrier_init(empty + 8 * i, consumers);
+    }
+    barrier_init_done();
+  }
+  DEVICE uint32_t stage(const Position& at) const { return stages + at.stage * bytes; }
+  DEVICE uint32_t arrived(const Position& at) const { return full + 8 * at.stage; }  // the barrier that loads complete
+  DEVICE void wait_full(const Position& at) const { barrier_wait(full + 8 * at.stage, at.parity); }
+  DEVICE void wait_empty(const Position& at) const { barrier_wait(empty + 8 * at.stage, at.parity ^ 1); }
+  // A warp gives back the stage at `at`, or the one that lies `ago` positions before it.
+  DEVICE void give_back(const Position& at) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * at.stage);
+  }
+  DEVICE void give_back(const Position& at, int ago) const {
+    if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * ((at.stage + count - ago) % count));
+  }
+  // A consumer commits the products of the stage at `at`, all of which it has issued, and moves on. The products of `behind` stages, 0 or 1, go on
+  // while the next stage is waited for. The stage that has been read is given back: this one, or the one before, if `follows` says that there is one.
+  template <int behind> DEVICE void commit(Position& at, bool follows) const {
+    wgmma_commit();
+    wgmma_wait<behind>();
+    if (behind == 0 || follows) give_back(at, behind);
+    at.next();
+  }
+};
