@@ -724,21 +724,25 @@ def written_so(d: Mapping[str, int]) -> bool:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of pack.cu for the type and the layout, and how images can be read."""
-    clusters = (0, CLUSTER) if device.capability >= (9, 0) else (0,)
+    windows = device.capability >= (9, 0)
+    clusters = (0, CLUSTER) if windows else (0,)
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
         choices = {
             "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG,
-            "RANGE_CHECK": (1,) if code == FLOAT else FLAG, "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG,
+            "RANGE_CHECK": (1,) if code == FLOAT else FLAG if windows else (0,), "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG,
             "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
         yield TextFamily("pack", choices, _packs)
 
 
 def _packs(d: Mapping[str, int]) -> bool:
-    """Whether arrays are ever packed so: as a filter only a gradient in planes is, and of 16 bits only windows are checked."""
+    """Whether arrays are ever packed so: as a filter only a gradient in planes is, other gradients are not folded, and of 16 bits only
+    windows are checked."""
     if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLE_SCALE"])):
         return False
-    if d["IN"] != FLOAT and d["RANGE_CHECK"] and not d["FOLDED"]:
+    if d["SAMPLE_SCALE"] and d["FOLDED"] and not d["FILTER"]:
+        return False
+    if d["IN"] != FLOAT and d["RANGE_CHECK"] and (d["FILTER"] or not d["FOLDED"]):
         return False
     if d["CLUSTER"] and not d["RANGE_CHECK"]:
         return False
