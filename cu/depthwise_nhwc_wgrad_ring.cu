@@ -19,12 +19,10 @@
 #define TYPE 17    // of x, y and w: 16 half, 17 bfloat16, 32 float
 #define TAPS 7
 #define STRIDE 1
-#define ROUNDED 0  // whether the sums are w, of 16 bits, not parts of it
 #endif
 #include "mma_sync.cuh"
 
 typedef element<TYPE> data_t;
-typedef element<ROUNDED ? TYPE : 32> out_t;
 
 constexpr int V = 4 / (int)sizeof(data_t), THREADS = 128, TILE_Q = 4, COLUMNS = (TILE_Q - 1) * STRIDE + TAPS;
 constexpr int LIVE = (TAPS - 1) / STRIDE + 1;   // rows of y that a row of x meets, at the most
@@ -71,7 +69,7 @@ DEVICE void unpack(float (&to)[V], uint32_t word) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    depthwise_nhwc_wgrad_ring(const data_t* __restrict__ x, const data_t* __restrict__ y, out_t* __restrict__ w,
+    depthwise_nhwc_wgrad_ring(const data_t* __restrict__ x, const data_t* __restrict__ y, float* __restrict__ w,
                               const __grid_constant__ DepthwiseRingArguments arg) {
   AFTER_LAST_LAUNCH
   __shared__ alignas(16) uint32_t memory[THREADS / 32 * SLOTS * SLOT / 4];
@@ -180,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       if (first_k + channel >= k) break;
       float all = 0;
       for (int j = 0; j < lanes_u; ++j) all += sums[tap * PITCH + j * channels + channel];
-      w[((long long)part * k + first_k + channel) * ALL + first + tap] = from_float<out_t>(all);
+      w[((long long)part * k + first_k + channel) * ALL + first + tap] = all;
     }
   }
 }

@@ -129,7 +129,7 @@ def check_strips(case, dtype, place, heights=HEIGHTS):
 
 
 def depthwise_tile(problem):
-    return next(config for config in depthwise_nhwc.configs(problem, GPU) if isinstance(config, Depthwise))
+    return next(depthwise_nhwc._tiles(problem, GPU))
 
 
 @pytest.mark.parametrize("case", STRIPS + BACK, ids=str)

@@ -19,7 +19,7 @@ DEVICES = {
 }
 FLAG = {0, 1}
 #: Of the planner's choices, which are on no list of measured ones.
-PIXELS = {tile.BLOCK_N for seldom in range(4) for tile in implicit_gemm_sm90._tiles_of(seldom)}
+PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for one in implicit_gemm_sm90._ordinary_tiles(seldom, three, True)), *implicit_gemm_sm90._SPECIAL_TILES)}
 #: What a define may be. Those of lines_sm90.cu are numbers of the layer and of the tile.
 LISTS = {
     "implicit_gemm_sm90": {

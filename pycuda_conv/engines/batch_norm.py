@@ -20,6 +20,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher, Place
 #: None, or as :func:`pycuda_conv.problem.checked_activation` gives it.
 Activation = str | tuple[str, float] | None
 
+HALVES = "float16", "bfloat16"
 THREADS = 128
 #: Threads of a block that adds slices, or takes what there is one of a channel. Each adds few, one after the other.
 ADDING_THREADS = 1024
@@ -87,7 +88,7 @@ class _Cut:
     @classmethod
     def of(cls, pixels: Pixels, multiprocessors: int) -> _Cut:
         neighbours = pixels.K if pixels.channels_last else pixels.plane
-        widest = 8 if pixels.dtype in ("float16", "bfloat16") else 4  # loads of 16 bytes, and of twice that in float64
+        widest = 8 if pixels.dtype in HALVES else 4  # loads of 16 bytes, and of twice that in float64
         vector = next(width for width in (widest, 4, 1) if neighbours % width == 0)
         if pixels.channels_last:
             columns = pixels.K // vector
@@ -146,7 +147,8 @@ class _Cut:
         self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
     ) -> KernelLaunch:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
-        defines = self._defines(ADDING_THREADS) | {"ROUNDED": int(rounded), "NOTED": int(noted)}
+        narrows = rounded and self.pixels.dtype in HALVES  # other arrays are of the sums' type
+        defines = self._defines(ADDING_THREADS) | {"ROUNDED": int(narrows), "NOTED": int(noted)}
         return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
 
 
@@ -158,13 +160,17 @@ def _index_64(pixels: Pixels) -> bool:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    halves = {"VEC": (8,), "DTYPE": (DTYPE_CODES["float16"], DTYPE_CODES["bfloat16"])}
+    of_halves = {"DTYPE": tuple(DTYPE_CODES[dtype] for dtype in HALVES)}
     for flags in ({"HAS_RESIDUAL": FLAG, "BEYOND_RELU": (0,)}, {"HAS_RESIDUAL": (0,), "BEYOND_RELU": (1,)}):
         arrays = {"THREADS": (THREADS,), "NHWC": FLAG, **flags}
         yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
-        yield TextFamily("batch_norm", common | arrays | halves)
-    yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": FLAG, "NOTED": (0,)})
-    yield TextFamily("batch_norm", common | {"THREADS": (ADDING_THREADS,), "ROUNDED": (0,), "NOTED": (1,)})
+        yield TextFamily("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
+    adding = common | {"THREADS": (ADDING_THREADS,)}
+    yield TextFamily("batch_norm", adding | {"ROUNDED": (0,), "NOTED": (0,)})
+    yield TextFamily("batch_norm", adding | of_halves | {"ROUNDED": (1,), "NOTED": (0,)})
+    if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
+        of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
+        yield TextFamily("batch_norm", adding | of_tensor_cores | {"ROUNDED": (0,), "NOTED": (1,)})
 
 
 #: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.

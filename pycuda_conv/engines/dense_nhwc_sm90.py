@@ -72,6 +72,10 @@ TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (64, 128, 160, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
     (64, 128): (1,),
 }  # fmt: skip
+#: Those of them that are chosen from for phases, which are seldom wide.
+PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
+    (128, 64): (1,), (128, 128): (1,), (64, 32): (1, 2, 8), (64, 64): (1, 8), (64, 128): (1,),
+}  # fmt: skip
 PHASES = 4  # in a launch, or one
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
@@ -363,6 +367,8 @@ def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made: moments are noted forwards, of whole sums that nothing is added to."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
         return False
+    if d["PHASES"] > 1 and d["CLUSTER"] not in PHASED_TILES.get((d["BLOCK_M"], d["BLOCK_N"]), ()):
+        return False
     backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
     return not (d["MOMENTS"] and (backward or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
 
@@ -375,8 +381,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DenseNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    blocks, mn_major = _blocks(problem, _walks(problem)[1][0]), _reads_mn_major(problem)
-    for (rows, columns), clusters in TILES.items():
+    walks = _walks(problem)[1]
+    blocks, mn_major = _blocks(problem, walks[0]), _reads_mn_major(problem)
+    for (rows, columns), clusters in (TILES if len(walks) == 1 else PHASED_TILES).items():
         for cluster in clusters:
             config = DenseNhwc(rows, columns, _most_stages(rows, columns, cluster, mn_major), cluster)
             if (cluster == 1 or blocks >= 2 * cluster) and refusal(problem, config) is None:

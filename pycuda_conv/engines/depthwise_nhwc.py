@@ -40,10 +40,9 @@ class Depthwise(Config):
 
 @dataclass(frozen=True)
 class DepthwiseStrips(Config):
-    """Rows of the result that a thread walks down, and its channels at the most: ``depthwise_nhwc_strips.cu``."""
+    """Rows of the result that a thread walks down: ``depthwise_nhwc_strips.cu``."""
 
     ROWS: int = 14
-    CHANNELS: int = 4
 
 
 @dataclass(frozen=True)
@@ -236,7 +235,7 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return f"CHUNK must be one of {CHUNKS} and no less than {_vector(problem, Depthwise)}"
         if (config.TILE_P, config.TILE_Q) not in TILES:
             return f"(TILE_P, TILE_Q) must be one of {TILES}"
-        if problem.direction == "dgrad" and _unrolled(problem) and config.TILE_P % problem.stride[1]:
+        if problem.direction == "dgrad" and _unrolled_by(problem, Depthwise) and config.TILE_P % problem.stride[1]:
             return "TILE_P must be a multiple of the stride"
     else:
         assert isinstance(config, DepthwiseStrips | DepthwiseWgrad | DepthwiseRing)
@@ -246,10 +245,9 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
             return "PARTS must be at least 1"
         if isinstance(config, DepthwiseRing) and not _fits_ring(problem):
             return "it takes 16 bits and float32, square filters of 3, 5 and 7 taps, strides of 1 and 2, pixels of a multiple of 16 bytes"
-        if isinstance(config, DepthwiseStrips) and not (_unrolled(problem) and (problem.direction == "fprop" or _flipped(problem))):
+        forward = problem.direction == "fprop" or _flipped(problem, type(config))
+        if isinstance(config, DepthwiseStrips) and not (_unrolled(problem) and forward):
             return f"it takes square filters of {UNROLLED} taps, strides of 1 and 2, and of gradients by the input those of stride 1"
-        if isinstance(config, DepthwiseStrips) and config.CHANNELS not in (1, 2, 4):
-            return "CHANNELS must be 1, 2 or 4"
         if _walks(problem, config).units > _MOST_UNITS:
             return f"it takes at most {_MOST_UNITS:,} groups of columns"
     if _grid(problem, config) > GRID_LIMIT:
@@ -285,18 +283,13 @@ def _fits_ring(problem: ConvProblem) -> bool:
     return max(math.prod(problem.weight_shape), math.prod(problem.input_shape)) < 2**31
 
 
-def _vector(problem: ConvProblem, kind: type[Config], most: int = 4) -> int:
-    """Channels of a thread: as many as the registers hold, and `most` at the most; a word, where it comes from shared memory."""
+def _vector(problem: ConvProblem, kind: type[Config]) -> int:
+    """Channels of a thread: as many as the registers hold; a word, where it comes from shared memory."""
     if kind is DepthwiseRing:
         return 4 // problem.itemsize
     if problem.K != problem.groups:  # several channels of the output see one of the input
         return 1
-    return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if v <= most and problem.K % v == 0)
-
-
-def _vector_of(problem: ConvProblem, config: Config) -> int:
-    """Channels of a thread of `config`."""
-    return _vector(problem, type(config), config.CHANNELS if isinstance(config, DepthwiseStrips) else 4)
+    return next(v for v in _vectors(DTYPE_CODES[problem.dtype], _unrolled(problem), kind) if problem.K % v == 0)
 
 
 def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
@@ -304,7 +297,7 @@ def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
     if not size or kind is Depthwise:
         most = 2 if dtype == 64 else 4
     elif kind is DepthwiseStrips and size == 5 and dtype != 64:
-        return 4, 2, 1
+        most = 4
     elif kind is DepthwiseStrips:
         most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
     else:
@@ -323,16 +316,22 @@ def _unrolled(problem: ConvProblem) -> int:
     return size[1]
 
 
-def _flipped(problem: ConvProblem) -> bool:
+def _unrolled_by(problem: ConvProblem, kind: type[Config]) -> int:
+    """The same of a kind of kernel: tiles of single channels have no text for gradients by the input with a stride."""
+    strided = problem.direction == "dgrad" and problem.stride[1] > 1
+    return 0 if kind is Depthwise and strided and _vector(problem, kind) == 1 else _unrolled(problem)
+
+
+def _flipped(problem: ConvProblem, kind: type[Config]) -> bool:
     """Whether a gradient by the input is computed as the forward convolution with the filter turned by half a circle, which it then is."""
-    return problem.direction == "dgrad" and problem.stride[1] == 1 and _unrolled(problem) > 0
+    return problem.direction == "dgrad" and problem.stride[1] == 1 and _unrolled_by(problem, kind) > 0
 
 
-def _padding(problem: ConvProblem) -> tuple[int, int]:
+def _padding(problem: ConvProblem, kind: type[Config]) -> tuple[int, int]:
     """Rows and columns before the first of the image that is read."""
     _, pad_h, pad_w = problem.padding_before
     size = _unrolled(problem)
-    return (size - 1 - pad_h, size - 1 - pad_w) if _flipped(problem) else (pad_h, pad_w)
+    return (size - 1 - pad_h, size - 1 - pad_w) if _flipped(problem, kind) else (pad_h, pad_w)
 
 
 class _Walks(NamedTuple):
@@ -348,7 +347,7 @@ class _Walks(NamedTuple):
 
 
 def _walks(problem: ConvProblem, config: DepthwiseStrips | DepthwiseWgrad | DepthwiseRing) -> _Walks:
-    vector = _vector_of(problem, config)
+    vector = _vector(problem, type(config))
     lanes_c = _lanes(problem.K, vector, problem.itemsize, isinstance(config, DepthwiseRing))
     lanes_u, blocks_c = THREADS // lanes_c, ceil(problem.K, lanes_c * vector)
     if isinstance(config, DepthwiseStrips):
@@ -395,16 +394,15 @@ def _grid(problem: ConvProblem, config: Config) -> int:
 
 def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config` for `problem`."""
-    filter_size, size = _unrolled(problem), math.prod(problem.result_shape)
+    filter_size, size = _unrolled_by(problem, type(config)), math.prod(problem.result_shape)
     if isinstance(config, DepthwiseRing):
-        whole = config.PARTS == 1
-        rounded = int(whole and problem.itemsize == 2)  # sums are of float32 until they are whole
-        defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1], "ROUNDED": rounded}
+        defines = {"TYPE": DTYPE_CODES[problem.dtype], "TAPS": filter_size, "STRIDE": problem.dilation[1]}
+        whole = config.PARTS == 1 and problem.itemsize == 4  # other sums are rounded by the launch that adds parts
         buffers: tuple[int, ...] = INPUT, WEIGHT, RESULT if whole else WORKSPACE
         told: Any = _ring_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad_ring", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
-        return _with_sum(problem, config.PARTS, launch)
-    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector_of(problem, config), "INDEX_64": int(needs_64_bits(problem))}
+        return Schedule.plain([[launch]]) if whole else _with_sum(problem, config.PARTS, launch)
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "V": _vector(problem, type(config)), "INDEX_64": int(needs_64_bits(problem))}
     if isinstance(config, DepthwiseWgrad):
         parts = config.PARTS
         taps_r, taps_s = _taps(problem)
@@ -414,7 +412,7 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
         buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
         told = _wgrad_arguments(problem, config)
         launch = KernelLaunch("depthwise_nhwc_wgrad", defines, _grid(problem, config), THREADS, buffers, (), arguments=told)
-        return _with_sum(problem, parts, launch)
+        return Schedule.plain([[launch]]) if parts == 1 else _with_sum(problem, parts, launch)
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     if filter_size:
         defines |= {"R": filter_size, "S": filter_size, "STRIDE": problem.stride[1]}
@@ -423,15 +421,14 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     else:
         assert isinstance(config, Depthwise)
         kernel, told = "depthwise_nhwc", _tile_arguments(problem, config)
-        defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(problem.direction == "dgrad" and not _flipped(problem))}
+        dgrad = problem.direction == "dgrad" and not _flipped(problem, Depthwise)
+        defines |= {"TILE_P": config.TILE_P, "TILE_Q": config.TILE_Q, "DGRAD": int(dgrad)}
     layer = finish_constants(told)
     return Schedule.plain([[KernelLaunch(kernel, defines, _grid(problem, config), THREADS, buffers, (), arguments=told, layer=layer)]])
 
 
 def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedule:
-    """`launch`, and the one that adds the parts of the sum that it leaves in the workspace, if there are several."""
-    if parts == 1:
-        return Schedule.plain([[launch]])
+    """`launch`, and the one that adds the parts of the sum that it leaves in the workspace."""
     nbytes = parts * math.prod(problem.result_shape) * accumulator_bytes(problem)
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], nbytes)
 
@@ -439,9 +436,9 @@ def _with_sum(problem: ConvProblem, parts: int, launch: KernelLaunch) -> Schedul
 def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArguments:
     (_, h, w), (_, p, q) = problem.operand_size, problem.result_size
     (_, r, s), (_, stride_h, stride_w), (_, dil_h, dil_w) = problem.filter_size, problem.stride, problem.dilation
-    pad_h, pad_w = _padding(problem)
+    pad_h, pad_w = _padding(problem, Depthwise)
     # with DGRAD tiles begin where the padding says
-    early_h, early_w = (pad_h % stride_h, pad_w % stride_w) if problem.direction == "dgrad" and _unrolled(problem) else (0, 0)
+    early_h, early_w = (pad_h % stride_h, pad_w % stride_w) if problem.direction == "dgrad" and _unrolled_by(problem, Depthwise) else (0, 0)
     tiles_p, tiles_q = ceil(p + early_h, config.TILE_P), ceil(q + early_w, config.TILE_Q)
     lanes_c = (config.CHUNK // _vector(problem, Depthwise)).bit_length() - 1
     lanes_q = min((tiles_q - 1).bit_length(), 7 - lanes_c, 2)
@@ -450,19 +447,19 @@ def _tile_arguments(problem: ConvProblem, config: Depthwise) -> DepthwiseArgumen
         DepthwiseArguments, lanes_c=lanes_c, lanes_q=lanes_q, lanes_p=lanes_p, blocks_c=ceil(problem.K, config.CHUNK),
         blocks_q=ceil(tiles_q, 1 << lanes_q), blocks_p=ceil(tiles_p, 1 << lanes_p), n=problem.N, c=problem.operand_channels,
         k=problem.result_channels, multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, r=r, s=s, stride_h=stride_h,
-        stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flip=int(_flipped(problem)),
+        stride_w=stride_w, pad_h=pad_h, pad_w=pad_w, dil_h=dil_h, dil_w=dil_w, flip=int(_flipped(problem, Depthwise)),
         **finish(problem),
     )  # fmt: skip
 
 
 def _strips_arguments(problem: ConvProblem, config: DepthwiseStrips) -> DepthwiseStripsArguments:
-    (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem)
+    (_, h, w), (_, p, q), (pad_h, pad_w) = problem.operand_size, problem.result_size, _padding(problem, DepthwiseStrips)
     walks = _walks(problem, config)
     return arguments(
         DepthwiseStripsArguments, lanes_c=walks.lanes_c, lanes_u=walks.lanes_u, blocks_c=walks.blocks_c, strips=walks.strips,
         tiles_q=walks.tiles_q, rows=config.ROWS, n=problem.N, c=problem.operand_channels, k=problem.result_channels,
-        multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w, flip=int(_flipped(problem)),
-        **finish(problem),
+        multiplier=problem.K // max(problem.C, 1), h=h, w=w, p=p, q=q, pad_h=pad_h, pad_w=pad_w,
+        flip=int(_flipped(problem, DepthwiseStrips)), **finish(problem),
     )  # fmt: skip
 
 
@@ -517,7 +514,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for code in DTYPE_CODES.values():
         common = {"DTYPE": (code,), "INDEX_64": FLAG, "V": _vectors(code, 0, Depthwise)}
         tile = {"TILE_P": tuple(p for p, _ in (TILES if on_gpu else OPENCL_TILES)), "TILE_Q": (4,), "DGRAD": FLAG}
-        made = partial(_made, tiles=None if on_gpu else OPENCL_TILES)
+        made = partial(_made, on_gpu=on_gpu)
         yield TextFamily("depthwise_nhwc", common | tile, made)
         square = {"STRIDE": (1, 2)}
         yield from (TextFamily("depthwise_nhwc", common | tile | square | {"R": (n,), "S": (n,)}, made) for n in UNROLLED)
@@ -528,16 +525,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
             yield TextFamily("depthwise_nhwc_wgrad", common | of_filter | {"TAPS_R": (size,), "TAPS_S": (size,)})
         yield TextFamily("depthwise_nhwc_wgrad", common | {"TAPS_R": SOME_TAPS[:1], "TAPS_S": SOME_TAPS[1:]})
     if on_gpu and device.capability >= (8, 0):
-        for codes, rounded in (((32,), (0,)), ((16, 17), FLAG)):
-            yield TextFamily("depthwise_nhwc_wgrad_ring", {"TYPE": codes, "TAPS": UNROLLED, "STRIDE": (1, 2), "ROUNDED": rounded})
+        yield TextFamily("depthwise_nhwc_wgrad_ring", {"TYPE": (16, 17, 32), "TAPS": UNROLLED, "STRIDE": (1, 2)})
 
 
-def _made(d: Mapping[str, int], tiles: tuple[tuple[int, int], ...] | None) -> bool:
-    """Whether a tile's kernel with these defines is ever chosen, of `tiles` or, if None, of those that are worth it."""
+def _made(d: Mapping[str, int], on_gpu: bool) -> bool:
+    """Whether a tile's kernel with these defines is ever chosen."""
     size, stride, dgrad = d.get("R", 0), d.get("STRIDE", 1), bool(d["DGRAD"])
     if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
         return False
-    return (d["TILE_P"], d["TILE_Q"]) in (tiles or _fitting(size, dgrad))
+    if size and d["V"] == 1 and (dgrad or (on_gpu and d["DTYPE"] != 64)):  # which strips take
+        return False
+    return (d["TILE_P"], d["TILE_Q"]) in (_fitting(size, dgrad) if on_gpu else OPENCL_TILES)
 
 
 # ---- the choice
@@ -571,13 +569,13 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     gradients of filters neither hides the other, and both take longer where blocks do not fill the machine.
     """
     waits = 0.0  # of a thread, for one tap after another
-    if isinstance(config, Depthwise) and not (_unrolled(problem) and problem.K == problem.groups):
+    if isinstance(config, Depthwise) and not (_unrolled_by(problem, Depthwise) and problem.K == problem.groups):
         waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
     if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
         return 3 + max(waits, problem.macs / 2e6 * 132 / device.multiprocessors)
-    if not _unrolled(problem):  # its loops take the time that a 9x9 filter's were seen to take
+    if not _unrolled_by(problem, type(config)):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel
-        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector_of(problem, config)
+        narrow = _vectors(DTYPE_CODES[problem.dtype], 0, type(config))[0] / _vector(problem, type(config))
         loops = LOOPS_OF_FILTER if _of_filter(problem) else LOOPS
         return 3 + max(waits, narrow * problem.macs / loops * 132 / device.multiprocessors)
     if isinstance(config, DepthwiseRing):
@@ -624,7 +622,7 @@ def _ring_time(problem: ConvProblem, config: DepthwiseRing, device: Device) -> f
     full, rest = divmod(ceil(blocks, device.multiprocessors), fit)
     busy = full * fit + (max(rest, ALONE) if rest else 0)
     us = RING_BEGIN + max(ISSUED * busy * cycles / CLOCK, problem.bytes / RING_MEMORY)
-    if config.PARTS > 1:
+    if config.PARTS > 1 or problem.itemsize == 2:
         us += split_sum.time(math.prod(problem.result_shape), config.PARTS, accumulator_bytes(problem), device.multiprocessors)
     return us
 
@@ -648,7 +646,7 @@ START, LOADED, STORED = 600, 5, 4  # instructions of a thread that walks before 
 
 def _work(problem: ConvProblem, config: Config) -> _Work:
     """What a thread of `config` does, for a filter whose loops are unrolled."""
-    size, vector = _unrolled(problem), _vector_of(problem, config)
+    size, vector = _unrolled(problem), _vector(problem, type(config))
     unpacked = vector if problem.itemsize == 2 else 0
     parts = 0 if problem.itemsize == 2 else 1  # of the sums, by rows of the filter, that are added
     if isinstance(config, DepthwiseWgrad):
@@ -686,7 +684,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     found = next(configs(problem, device), None)
     if found is None:
         return None
-    if device.backend == "cuda" and ((problem.K != problem.groups and not _of_filter(problem)) or not _unrolled(problem)):
+    if device.backend == "cuda" and ((problem.K != problem.groups and not _of_filter(problem)) or not _unrolled_by(problem, type(found))):
         return time(problem, found, device), found
     return BY_RULE, found
 
@@ -709,7 +707,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         yield from sorted([*best(_gradients(problem, device), 1 if rings else 3), *rings], key=expected)
     else:
         strips = best(_strips(problem), 2) if device.backend == "cuda" else []
-        yield from sorted([*best(_tiles(problem, device), 3), *strips], key=expected)
+        alone = strips and _vector(problem, Depthwise) == 1 and problem.itemsize < 8  # tiles of single channels have no text
+        yield from sorted([*([] if alone else best(_tiles(problem, device), 3)), *strips], key=expected)
 
 
 def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
@@ -717,13 +716,13 @@ def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
     if size and not dgrad:  # strips are better where there are enough rows
         return TILES[2:]
     # a big tile loads less; but in unrolled loops over many taps it wants more registers than there are
-    return TILES if size == 3 else TILES[1:]
+    return TILES if size == 3 else TILES[1:] if size else TILES[2:]
 
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations of tiles, the best first."""
     chunk, (_, p, q) = _chunk(problem), problem.result_size
-    fitting = _fitting(_unrolled(problem), problem.direction == "dgrad" and not _flipped(problem))
+    fitting = _fitting(_unrolled_by(problem, Depthwise), problem.direction == "dgrad" and not _flipped(problem, Depthwise))
     if device.backend != "cuda":
         fitting = OPENCL_TILES
     lanes = problem.N * ceil(problem.K, _vector(problem, Depthwise))
@@ -740,8 +739,7 @@ def _rows(p: int) -> list[int]:
 def _strips(problem: ConvProblem) -> Iterator[Config]:
     """Configurations of strips, none lower than a tile."""
     _, p, _ = problem.result_size
-    widths = (4, 2) if _unrolled(problem) == 5 and _vector(problem, DepthwiseStrips) == 4 else (4,)
-    yield from (DepthwiseStrips(rows, channels) for rows in _rows(p) for channels in widths if rows >= min(p, TILES[0][0]))
+    yield from (DepthwiseStrips(rows) for rows in _rows(p) if rows >= min(p, TILES[0][0]))
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:

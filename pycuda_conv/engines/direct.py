@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import namedtuple
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, product
 from typing import Any
@@ -85,11 +85,12 @@ class Wgrad(Config):
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
 #: Bytes of shared memory up to which the loops over common filters, planes of 1x1 and 3x3, are unrolled.
 MOST_COMMON = {1: 6 << 10, 3: 16 << 10}
-#: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL's devices have fewer kernels to choose from.
-BLOCKS = {"cuda": (8, 4, 2, 1), "opencl": (8, 2)}
-#: Taps at once of filters that :func:`_square` does not know.
-WGRAD_TAPS = {"cuda": (1, 3, 9, 16), "opencl": (1, 9)}
-WGRAD_FILTERS = {"cuda": (1, 4), "opencl": (1,)}
+#: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL's devices have fewer kernels to choose from. A
+#: thread of direct_batched.cu waits for memory as long with two channels as with one.
+BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("opencl", "fprop"): (8, 2), ("opencl", "dgrad"): (8, 2)}
+#: Taps at once of filters that :func:`_square` does not know, by how many of these a thread has.
+WGRAD_TAPS: dict[str, dict[int, tuple[int, ...]]] = {"cuda": {1: (1, 9, 16), 4: (1, 3, 9, 16)}, "opencl": {1: (1, 9)}}
+SQUARE = (3, 5, 7)  # rows, and columns, of the filters that it knows
 MOST_SUMS = 64  # of a thread, where it has several filters
 DIRECT_SPLITS = (1, 2, 4, 8)  # of the sum over channels of direct_batched.cu and direct_dgrad.cu
 #: Pixels that a thread of direct_wgrad.cu adds up at most before others' sums are added: a longer row of sums would lose more digits.
@@ -251,6 +252,8 @@ def schedule(problem: ConvProblem, config: Config, device: Device, noted: bool =
     size = math.prod(problem.result_shape)
     parts = split * max(size, arguments.run if isinstance(arguments, WgradArguments) else 0)
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": int(needs_64_bits(problem, parts if split > 1 else 0))} | defines
+    if device.backend != "cuda" and "UNROLLED" in defines:  # no faster there
+        defines = {name: defines[name] for name in ("DTYPE", "INDEX_64", "THREADS", "BLOCK_C")}
     result = RESULT if split == 1 else WORKSPACE
     buffers: tuple[int, ...] = (INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, result)
     if isinstance(config, Wgrad):
@@ -364,7 +367,7 @@ def _wgrad(problem: ConvProblem, config: Wgrad) -> Made:
 
 def _square(problem: ConvProblem) -> bool:
     """Whether a filter whose gradient is asked for has one of the common sizes, without dilation."""
-    return problem.output_size in ((1, 3, 3), (1, 5, 5), (1, 7, 7)) and problem.stride[1:] == (1, 1)
+    return problem.output_size in [(1, q, q) for q in SQUARE] and problem.stride[1:] == (1, 1)
 
 
 _KERNELS: dict[type, tuple[str, Callable[[ConvProblem, Any], Made]]] = {
@@ -395,7 +398,6 @@ def sum_order(problem: ConvProblem, config: Config) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and a type; and one for each of a few common filters."""
-    blocks = BLOCKS[device.backend]
     for code in DTYPE_CODES.values():
         acc = 8 if code == 64 else 4
         room = {} if device.backend == "cuda" else {"ROOM": (STATIC_SHARED_BYTES // acc,)}
@@ -409,21 +411,25 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1}
                 if elements * acc <= STATIC_SHARED_BYTES:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
-        batched = common | room | {"THREADS": (128,), "BLOCK_K": blocks}
+        batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield TextFamily("direct_batched", batched)
         for r in MOST_COMMON:
             yield TextFamily("direct_batched", batched | {"R": (r,), "S": (r,)})
-        dgrad = common | room | {"THREADS": (128,), "BLOCK_C": blocks}
+        dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield TextFamily("direct_dgrad", dgrad)
         unrolled = {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
-        yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
-        wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": WGRAD_FILTERS[device.backend]}
-        yield TextFamily("direct_wgrad", wgrad | {"TAPS": WGRAD_TAPS[device.backend]}, _few_sums)
-        yield TextFamily("direct_wgrad", wgrad | {"TAPS": (9, 25, 49), "Q": (3, 5, 7)}, lambda d: d["TAPS"] == d["Q"] ** 2 and _few_sums(d))
+        if device.backend == "cuda":
+            yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
+        for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
+            wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}
+            yield TextFamily("direct_wgrad", wgrad | {"TAPS": taps_at_once})
+            for q in SQUARE:
+                if _few_sums(filters, q**2):
+                    yield TextFamily("direct_wgrad", wgrad | {"TAPS": (q**2,), "Q": (q,)})
 
 
-def _few_sums(defines: Mapping[str, int]) -> bool:
-    return defines["FILTERS"] == 1 or defines["FILTERS"] * defines["TAPS"] <= MOST_SUMS
+def _few_sums(filters: int, taps: int) -> bool:
+    return filters == 1 or filters * taps <= MOST_SUMS
 
 
 # ---- the choice
@@ -557,7 +563,7 @@ def _by_rule(problem: ConvProblem, device: Device) -> Iterator[Config]:
 def _for_little_work(problem: ConvProblem, device: Device) -> Iterator[Config]:
     """Configurations for problems too small for tiles of a matrix product: on a GPU all of them, on OpenCL from the best downwards."""
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
-    blocks = BLOCKS[device.backend]
+    blocks = BLOCKS[device.backend, problem.direction]
     for block in blocks:
         # on OpenCL as many channels a thread as leave every multiprocessor 256 threads: reuse of x against parallelism
         filled = device.backend == "cuda" or _pixels(problem) * problem.groups * ceil(written, block) >= 256 * device.multiprocessors
@@ -589,11 +595,10 @@ def wgrad_config(problem: ConvProblem, device: Device) -> Wgrad:
 def _wgrad_configs(problem: ConvProblem, device: Device) -> Iterator[Wgrad]:
     """For every number of filters: few idle sums, and slices that fill the machine and keep a thread's sums short."""
     taps, total, kg = math.prod(problem.output_size), _summed_pixels(problem), problem.K // max(problem.groups, 1)
-    for filters in WGRAD_FILTERS[device.backend]:
+    for filters, known in WGRAD_TAPS[device.backend].items():
         # a chunk of taps costs about two taps more, for reading y
-        known = [n for n in WGRAD_TAPS[device.backend] if filters == 1 or n * filters <= MOST_SUMS]
         at_once = min(known, key=lambda n: ceil(taps, n) * (n + 2))
-        if _square(problem) and (filters == 1 or taps * filters <= MOST_SUMS) and refusal(problem, Wgrad(128, taps)) is None:
+        if _square(problem) and _few_sums(filters, taps) and refusal(problem, Wgrad(128, taps)) is None:
             at_once = taps
         if filters == 1 or filters < 2 * kg:
             blocks = max(_wgrad_blocks(problem, at_once, filters), 1)
@@ -612,9 +617,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
     if _flips(problem):
         yield from _tiles(device)
     if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
-        for block in BLOCKS[device.backend]:
+        blocks = BLOCKS[device.backend, problem.direction]
+        for block in blocks:
             for reduction in (16, 4):
-                if block <= max(written, BLOCKS[device.backend][-1]) and reduction // 4 < max(read, 1):
+                if block <= max(written, blocks[-1]) and reduction // 4 < max(read, 1):
                     forward = problem.direction == "fprop"
                     yield Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
     chosen = choose(problem, device)

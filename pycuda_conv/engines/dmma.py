@@ -8,7 +8,7 @@ tiles. A filter is packed only where its rows of gemm k would lie scattered in m
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -251,7 +251,7 @@ class _Form:
         if problem.layout == "NHWC":
             return cls(True, a_vec, 1, 1 + (channels % 2 == 0))
         unshifted = unshifted and taps == 1 and problem.stride == (1, 1, 1) and problem.operand_size == problem.result_size
-        return cls(packs, a_vec, 0, 1 + (unshifted and math.prod(problem.operand_size) % 2 == 0))
+        return cls(packs, a_vec, 0, 1 + (a_vec == 2 and unshifted and math.prod(problem.operand_size) % 2 == 0))
 
 
 # ---- launches
@@ -378,8 +378,15 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for size, tile in dict.fromkeys([*TILES.items(), *CUT.items()]):
         of_tile = _defines(Dmma(*size), tile, _Form(False, 1, 0, 1), device)
         choices = {name: (value,) for name, value in of_tile.items()} | {"A_VEC": (1, 2), "B_IN_ROWS_OF_K": FLAG, "B_VEC": (1, 2)}
-        yield TextFamily("dmma", choices)
+        yield TextFamily("dmma", choices, _made)
     yield TextFamily("dmma", {})
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made: of pairs of pixels only with pairs of channels. Sums of one tap are never cut, but
+    in small tiles."""
+    of_one_tap = d["B_VEC"] == 2 and not d["B_IN_ROWS_OF_K"]
+    return d["B_VEC"] <= d["A_VEC"] and not (of_one_tap and d["CHAINS"] and d["WARPS_K"] == 1)
 
 
 # ---- the choice

@@ -31,6 +31,7 @@ PHASES = 4  # of a launch
 STAGES = 4  # of the ring
 MOST_STEPS = 128  # of a stage
 ROWS, COLUMNS, CLUSTERS = (32, 64, 128), (32, 56), (2, 4, 8)
+PHASED_CLUSTERS = (2, 8)  # of these, for phases
 STATIC_SHARED = 2048  # the kernel's tables
 STEPS = 4  # of each warp in a stage, if there is room
 BANKS = 32
@@ -313,7 +314,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a kernel with these defines is ever made."""
-    return (d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT) and (d["PHASES"] == 1 or d["BLOCK_N"] == COLUMNS[0])
+    if d["PHASES"] > 1 and (d["BLOCK_N"] != COLUMNS[0] or d["CLUSTER"] not in PHASED_CLUSTERS):
+        return False
+    return d["PRODUCTS"] == 1 or d["TYPE"] == FLOAT
 
 
 # ---- the choice
@@ -340,7 +343,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[FewPixels]:
         return
     for rows in ROWS:
         for columns in COLUMNS:
-            for cluster in CLUSTERS:
+            for cluster in CLUSTERS if len(phases(problem)) == 1 else PHASED_CLUSTERS:
                 config = FewPixels(rows, columns, cluster)
                 if rows < problem.result_channels + WARP_M and refusal(problem, config) is None:
                     yield config

@@ -100,9 +100,10 @@ class FftArguments(NamedTuple):
 CONFIGS = (Fft,)
 LAYOUTS = ("NCHW",)
 TENSOR_CORES = False
-#: Threads of a block, by its tile; and by a tile that is a line.
+#: Threads of a block, by its tile; and by a tile that is a line, of which the planner has one.
 TILES = {(64, 64): 256, (64, 128): 256, (128, 128): 1024}
 LINES = TILES | {(128, 128): 512}
+LINE = (64, 128)
 FORWARD, BACKWARD, WHOLE = range(3)  # fft_tiles.cu's MODE
 #: fft_range.cu's PARTS: of a tile; in a plane they are in a square.
 PARTS, SIDE = 1024, 32
@@ -342,7 +343,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     product = {"FREQUENCIES": tuple(h * w for h, w in TILES), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
     yield TextFamily("fft_range", all_types)
     yield TextFamily("fft_product", all_types | product)
-    for linear, all_threads in enumerate((TILES, LINES)):
+    for linear, all_threads in enumerate((TILES, {LINE: LINES[LINE]})):
         for (tile_h, tile_w), threads in all_threads.items():
             types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
             tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
@@ -391,7 +392,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
         return
     most = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
-    for tile in TILES:
+    for tile in (LINE,) if _is_line(problem) else TILES:
         config = Fft(*tile)
         if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
             yield config

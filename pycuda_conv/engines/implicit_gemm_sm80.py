@@ -35,7 +35,7 @@ from pycuda_conv.engines.packing import why_not as why_not_packed
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, RESIDUAL, SCALE, Schedule, finish, finish_constants
 from pycuda_conv.engines.split_sum import splits
-from pycuda_conv.engines.tensor_cores import fastest, limbs, products, why_not_so_many
+from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
@@ -282,7 +282,15 @@ def texts(device: Device) -> Iterator[TextFamily]:
         stage = (2 if count == 3 else 1) * (rows + pixels) * 2 * STEP
         stages = next(n for n in (4, 3) if n * stage + 16 * pixels <= SHARED_BYTES)
         tile = {"BLOCK_M": (rows,), "BLOCK_N": (pixels,), "STAGES": (stages,)}
-        yield from (TextFamily("implicit_gemm_sm80", one | tile, written_so) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
+        yield from (TextFamily("implicit_gemm_sm80", one | tile, _made) for one in ARITHMETICS if one["PRODUCTS"] == (count,))
+
+
+def _made(d: Mapping[str, int]) -> bool:
+    """Whether a product with these defines is ever made: what is seldom asked for has few tiles."""
+    parts = d["BF16"] and d["OUT"] == FLOAT
+    if not d["DENSE"] and ((d["NHWC"] and d["VEC"] == 1) or parts):
+        return d["BLOCK_M"] == 64 and written_so(d)
+    return written_so(d) and (d["BLOCK_N"] < 256 or d["VEC"] == 4)
 
 
 # ---- the choice
@@ -306,7 +314,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ImplicitGemm80]:
         for pixels in (256, 128, 64):
             stages = next((n for n in (4, 3) if refusal(problem, ImplicitGemm80(rows, pixels, n)) is None), 0)
             for split in splits(problem, steps // 8):
-                if stages:
+                defines = arithmetic(problem, walks[0].phase, split > 1) | {"BLOCK_M": rows, "BLOCK_N": pixels}
+                if stages and _made(defines):
                     yield ImplicitGemm80(rows, pixels, stages, split)
 
 

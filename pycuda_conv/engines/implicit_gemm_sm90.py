@@ -52,18 +52,19 @@ __all__ = [
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 1.2% longer in the mean
-#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were six times as many kernels.
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 1.4% longer in the mean
+#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were eight times as many kernels.
 PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128, 192), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
-    {128: (64, 128), 64: (64, 128, 256)}, {128: (64,), 64: (64, 256)},
+    {128: (64, 96, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
+    {128: (64, 128), 64: (64, 256)}, {128: (64,), 64: (64, 256)},
 )  # fmt: skip
+#: Pixels of tiles of 128 rows that are left out: where float32 is multiplied three times, 128, which are no faster than 96; else 96.
+LEFT_OUT = {True: 128, False: 96}
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
-BFLOAT_PARTS = {128: (64, 128), 64: (64, 144)}
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, and that are loaded once for
-#: all taps, split then or before.
-PINGPONG_PIXELS = ((128, 160), (128,), (128,), (128,))
-PLANES = (64, 256), (128, 128)  # planes_sm90.py's kernel takes most of such images
+BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
+#: Images that are read as they lie are planes_sm90.py's.
+PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
 HALOS = ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
 PHASES, PAIRED_PHASES = (4, 1), (4, 2)
@@ -762,6 +763,13 @@ def _seldom(defines: Mapping[str, int]) -> int:
     return min(3, few + (scattered or defines["VEC"] == 1) + lying)
 
 
+def _in_parts(defines: Mapping[str, int]) -> bool:
+    """Whether a sum of 16-bit products with such defines may be split: of phases none is, and of bfloat16 those of :data:`BFLOAT_PARTS`."""
+    if not defines["DENSE"] and not (defines["NHWC"] and defines["VEC"] == 1):
+        return False
+    return not defines["BF16"] or defines["BLOCK_N"] in BFLOAT_PARTS[_seldom(defines)].get(defines["BLOCK_M"], ())
+
+
 def _common(defines: Mapping[str, int]) -> bool:
     """Whether a product with such defines loads 64 channels and stores rows of four: others note no moments of their results."""
     return defines["LOAD_CHANNELS"] == 64 and defines["VEC"] == 4
@@ -773,20 +781,27 @@ def _defines_of(problem: ConvProblem) -> dict[str, int]:
     return _arithmetic(problem, walks[0].phase, 1) | {"LOAD_CHANNELS": packed.load}
 
 
-def _tiles_of(seldom: int) -> Iterator[ImplicitGemm]:
-    """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits."""
+def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
+    """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits, of images that are loaded tap by tap.
+
+    Of so many products, whose results may lie apart: of these no consumers take turns, and the seldomest have small tiles.
+    """
     for rows, widths in PIXELS[seldom].items():
-        yield from (ImplicitGemm(rows, pixels) for pixels in widths)
-    yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
-    yield from (ImplicitGemm(*tile, loader="planes") for tile in PLANES)
-    yield from (ImplicitGemm(*tile, loader="halo") for tile in HALOS)
-    yield from (ImplicitGemm(*tile, loader="halo_split") for tile in HALOS)
+        left_out, most = LEFT_OUT[three] if rows == 128 else 0, 128 if seldom == 3 and not dense else 256
+        yield from (ImplicitGemm(rows, pixels) for pixels in widths if pixels <= most and pixels != left_out)
+    if dense and not three:
+        yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
+
+
+#: The tiles of images that are loaded in other ways.
+_SPECIAL_TILES = (*(ImplicitGemm(*tile, loader="halo") for tile in HALOS), *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS))
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    tiles = dict.fromkeys(tile for seldom in range(len(PIXELS)) for tile in _tiles_of(seldom))
-    for tile, one in product(tiles, ARITHMETICS):
+    kinds = product(range(len(PIXELS)), (False, True))
+    tiles = dict.fromkeys(tile for seldom, three in kinds for tile in _ordinary_tiles(seldom, three, True))
+    for tile, one in product((*tiles, *_SPECIAL_TILES), ARITHMETICS):
         consumer = _consumer_pixels(tile)
         own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
         for special in _SPECIAL[tile.loader]:
@@ -803,7 +818,6 @@ _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
     "MOMENTS": FLAG, "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
-_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
     "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_MN_MAJOR": (0,),
@@ -813,7 +827,7 @@ _HALO: dict[str, tuple[int, ...]] = {
 }
 #: What else may be of it, by how images are loaded.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
-    "im2col": ({}, _STORED, _PAIRED), "planes": (_PLANES,), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
+    "im2col": ({}, _STORED, _PAIRED), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
 }  # fmt: skip
 
 
@@ -824,9 +838,9 @@ def _made(d: Mapping[str, int]) -> bool:
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
-    if not (d["PATCH_ROWS"] or d["POINTWISE"]):
-        widths = PINGPONG_PIXELS[seldom] if d["PINGPONG"] else PIXELS[seldom].get(d["BLOCK_M"], ())
-        if d["BLOCK_N"] not in widths:
+    if not d["PATCH_ROWS"]:
+        tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
+        if tile not in _ordinary_tiles(seldom, three, bool(d["DENSE"])):
             return False
     if consumer > (256 if not three else 136):
         return False
@@ -837,13 +851,13 @@ def _made(d: Mapping[str, int]) -> bool:
         return False
     if d["MOMENTS"] and (d["PATCH_ROWS"] or not _common(d)):
         return False
-    if parts and (d["PINGPONG"] or d["BLOCK_N"] not in BFLOAT_PARTS[d["BLOCK_M"]]):
+    if parts and (d["PINGPONG"] or not _in_parts(d)):
         return False
     if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
         return False
-    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_MN_MAJOR"]):
-        return False
     if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
+        return False
+    if d["W_MN_MAJOR"] and d["OUT"] == FLOAT and not d["DENSE"]:
         return False
     if d["VEC"] == 1 and d["DENSE"] and d["LOAD_CHANNELS"] < 64:
         return False
@@ -857,7 +871,7 @@ def _made(d: Mapping[str, int]) -> bool:
 
 #: Stages of a ring that are tried.
 _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
-    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3), ("planes", "cooperative"): (4, 3, 2),
+    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3),
     ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
 }  # fmt: skip
 
@@ -870,7 +884,7 @@ def _most_stages(d: Mapping[str, int]) -> int:
         staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
     beside = 2 * (staging + (12 if d["INTERLEAVE_COLUMNS"] else 4) * consumer) + 1024
     stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["BLOCK_M"] + d["BLOCK_N"]) * 128
-    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
+    depths = (6, 5, 4, 3) if d["PINGPONG"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
     return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
 
 
@@ -925,7 +939,9 @@ def _configs(problem: ConvProblem) -> tuple[ImplicitGemm, ...]:
 
 
 def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
-    for tile in _tiles_of(_seldom(_defines_of(problem))):
+    defines = _defines_of(problem)
+    seldom, dense = _seldom(defines), bool(defines["DENSE"])
+    for tile in (*_ordinary_tiles(seldom, products(problem) == 3, dense), *_SPECIAL_TILES):
         if tile.BLOCK_M == 128 and problem.result_channels // problem.groups <= 64:
             continue
         if tile.splits_images and products(problem) == 1:  # which does not take as long as its loads
@@ -937,8 +953,8 @@ def _worth_comparing(problem: ConvProblem) -> Iterator[ImplicitGemm]:
         depths = _DEPTHS[tile.loader, tile.schedule]
         if (tile.loader, tile.schedule) == ("im2col", "cooperative"):
             depths = (*depths, 2) if tile.BLOCK_M == 64 else depths
-            few = problem.dtype == "bfloat16" and tile.BLOCK_N not in BFLOAT_PARTS[tile.BLOCK_M]
-            for split in splits(problem, 1 if few else _steps(problem) // 4):
+            in_parts = problem.itemsize == 4 or _in_parts(defines | {"BLOCK_M": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N})
+            for split in splits(problem, _steps(problem) // 4 if in_parts else 1):
                 yield from _deepest(problem, _changed(tile, split, tile.STAGES), depths)
         else:
             yield from _deepest(problem, tile, depths)

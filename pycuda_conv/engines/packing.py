@@ -441,8 +441,8 @@ class PackedArray:
         return ceil(blocks, CLUSTER) * CLUSTER if self.settles else blocks
 
     def in_cluster(self) -> PackedArray:
-        """The same by clusters of blocks, if these can have all tiles of an image."""
-        if not self.defines["RANGE_CHECK"] or self.tiles > CLUSTER:
+        """The same by clusters of blocks, if these can have all tiles of an image, and it is packed as many are."""
+        if self.tiles > CLUSTER or not _clustered(self.defines):
             return self
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
@@ -724,25 +724,34 @@ def written_so(d: Mapping[str, int]) -> bool:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text of pack.cu for the type and the layout, and how images can be read."""
-    clusters = (0, CLUSTER) if device.capability >= (9, 0) else (0,)
+    windows = device.capability >= (9, 0)
+    clusters = (0, CLUSTER) if windows else (0,)
     for code, count in ((FLOAT, 2), (FLOAT, 1), (HALF, 1), (BFLOAT, 1)):
         choices = {
             "IN": (code,), "LIMBS": (count,), "NHWC": FLAG, "VECTOR": (1, 4), "EIGHTS": FLAG,
-            "RANGE_CHECK": (1,) if code == FLOAT else FLAG, "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG,
-            "FOLDED": FLAG, "CLUSTER": clusters,
+            "RANGE_CHECK": (1,) if code == FLOAT else FLAG if windows else (0,),
+            "SAMPLE_SCALE": FLAG if code == FLOAT else (0,), "FILTER": FLAG, "FOLDED": FLAG, "CLUSTER": clusters,
         }  # fmt: skip
         yield TextFamily("pack", choices, _packs)
 
 
 def _packs(d: Mapping[str, int]) -> bool:
-    """Whether arrays are ever packed so: as a filter only a gradient in planes is, and of 16 bits only windows are checked."""
+    """Whether arrays are ever packed so: as a filter only a gradient in planes is, other gradients are not folded, and of 16 bits only
+    windows are checked."""
     if d["FILTER"] and (d["NHWC"] or (d["IN"] == FLOAT and not d["SAMPLE_SCALE"])):
         return False
-    if d["IN"] != FLOAT and d["RANGE_CHECK"] and not d["FOLDED"]:
+    if d["SAMPLE_SCALE"] and d["FOLDED"] and not d["FILTER"]:
         return False
-    if d["CLUSTER"] and not d["RANGE_CHECK"]:
+    if d["IN"] != FLOAT and d["RANGE_CHECK"] and (d["FILTER"] or not d["FOLDED"]):
+        return False
+    if d["CLUSTER"] and not _clustered(d):
         return False
     return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
+
+
+def _clustered(d: Mapping[str, int]) -> bool:
+    """Whether clusters may settle scales of arrays that are packed so: of float32, and of images in whole chunks of channels or folded."""
+    return d["IN"] == FLOAT and bool(d["EIGHTS"] or d["FOLDED"] or d["FILTER"])
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:

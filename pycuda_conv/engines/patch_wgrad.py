@@ -86,6 +86,7 @@ LAYOUTS = "CNHW", "CHWN"
 TENSOR_CORES = False
 #: Rows and columns of a thread, by the tile of its block.
 TILES = {(64, 64): (8, 4), (64, 32): (8, 4), (32, 64): (4, 8), (16, 64): (4, 8)}
+HALVES, HALF_TILES = ("float16", "bfloat16"), ((64, 32), (16, 64))  # these come here where no tensor core can be used
 STEP = 16  # pixels of a step
 #: Pixels of a slice at most: a longer one would lose more digits.
 RUN = 4096
@@ -177,8 +178,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, a type and a layout."""
     if device.backend != "cuda":  # for which nothing is chosen here
         return
-    common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     for (block_m, block_n), (thread_m, thread_n) in TILES.items():
+        codes = (code for dtype, code in DTYPE_CODES.items() if dtype not in HALVES or (block_m, block_n) in HALF_TILES)
+        common = {"DTYPE": tuple(codes), "INDEX_64": FLAG}
         tile = {"BLOCK_M": (block_m,), "BLOCK_N": (block_n,), "BLOCK_K": (STEP,), "THREAD_M": (thread_m,), "THREAD_N": (thread_n,)}
         yield TextFamily("patch_wgrad", common | tile | {"CHANNELS_LAST": FLAG})
 
@@ -214,7 +216,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[PatchWgrad]:
     """The configurations worth comparing for `problem`: every tile, with slices that fill the machine, and short enough ones."""
     total, part = _pixels(problem), math.prod(problem.result_shape) * accumulator_bytes(problem)
     most = max(1, min(ceil(total, 4 * STEP), MOST_PART_BYTES // max(part, 1)))
-    for block_m, block_n in TILES:
+    for block_m, block_n in TILES if problem.dtype not in HALVES else HALF_TILES:
         tiles = max(_grid(problem, PatchWgrad(block_m, block_n)), 1)
         wanted = {ceil(times * device.multiprocessors, tiles) for times in (1, 2, 4, 8, 16)} | {ceil(total, RUN)}
         for slices in sorted({min(max(n, ceil(total, RUN), 1), most) for n in wanted}):

@@ -26,7 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 #: Channels and pixels of a tile, and the pixels of a consumer.
-TILES = {(64, 64): 64, (64, 128): 64, (64, 256): 128, (128, 64): 64, (128, 128): 128, (128, 192): 192}
+TILES = {(64, 64): 64, (64, 256): 128, (128, 128): 128, (128, 192): 192}
 STAGES = 8  # of a ring, at the most
 BLOCK = 64  # channels, and pixels, that are loaded and stored at once
 

@@ -353,12 +353,16 @@ def texts(device: Device) -> Iterator[TextFamily]:
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
     if d["WGRAD"]:
-        return not (d["NHWC"] or d["HAS_RESIDUAL"] or d["MOMENTS"] or d["RAW_FILTER"])
+        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["HAS_RESIDUAL"] or d["MOMENTS"] or d["RAW_FILTER"])
+    if d["RAW_FILTER"] and d["BLOCK_N"] > RAW_COLUMNS[d["BLOCKS"]]:
+        return False
     return (d["NHWC"] == 1 or d["BLOCKS"] == 2) and not (d["MOMENTS"] and d["HAS_RESIDUAL"])
 
 
 # ---- the choice
 
+#: Columns up to which a tile is tried with a raw filter, by its blocks: each tile along the rows splits these once more.
+RAW_COLUMNS = {1: 32, 2: 64}
 # Fitted to 80 times on an H200: root mean square of the error 8%; what a raw filter takes, to 23 pairs on an H100.
 CLOCK, WAIT_CYCLES = 1400.0, 405  # cycles a microsecond, and of a stage beside its products
 FILL, MOVED = 56e3, 30e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
@@ -375,12 +379,12 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Pointwise]:
     parts: tuple[int, ...] = (1,)
     if _wgrad(problem):
         swaps, parts = (False, True), splits(problem, _Product.of(problem, Pointwise(), 1).steps // 8)
-    for blocks in (1, 2):
+    for blocks in (1,) if _wgrad(problem) else (1, 2):
         for columns in (32, 64, 96, 128):
             deepest = next((n for n in (6, 5, 4, 3) if refusal(problem, Pointwise(columns, blocks, n)) is None), None)
             if deepest:
                 yield from (Pointwise(columns, blocks, deepest, split, swap) for split in parts for swap in swaps)
-                if products(problem) == 3 and _lies(problem):
+                if products(problem) == 3 and _lies(problem) and columns <= RAW_COLUMNS[blocks]:
                     yield Pointwise(columns, blocks, deepest, RAW_FILTER=True)
 
 

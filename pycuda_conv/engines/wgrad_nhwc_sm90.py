@@ -48,10 +48,12 @@ __all__ = [
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have, by the bytes of an element: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
-    2: {64: (64, 128, 192, 384), 128: (64, 128, 192), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
+    2: {64: (64, 128, 192), 128: (64, 128, 192), 192: (128, 192)}, 4: {64: (64, 128), 128: (64, 128)},
 }  # fmt: skip
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
 CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
+#: Of the largest tile that is chosen with clusters, by the bytes of an element: its sums. Larger ones fill the machine.
+MOST_SHARED_SUMS = {2: 128 * 192, 4: 64 * 128}
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
 #: The tiles and clusters for NCHW arrays: clusters took 3 us longer than as many parts, and other tiles won nothing.
@@ -508,7 +510,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "CLUSTER": CLUSTERS, "PLANES": FLAG if size == 2 else (0,),
+                    "TYPE": types, "CLUSTER": CLUSTERS if _may_share(rows, columns, size) else (1,), "PLANES": FLAG if size == 2 else (0,),
                 }  # fmt: skip
                 yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
@@ -540,7 +542,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     tiles_of = _tiles_of(problem)
     for rows in _useful(tuple(tiles_of), problem.K // problem.groups):
         for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
-            for cluster in _clusters(problem):
+            for cluster in _clusters(problem) if _may_share(rows, columns, problem.itemsize) else (1,):
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
                 blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
                 filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
@@ -553,6 +555,11 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
                     one = replace(config, SPLIT=split)
                     if refusal(problem, one) is None:
                         yield one
+
+
+def _may_share(rows: int, columns: int, itemsize: int) -> bool:
+    """Whether blocks that share such a tile are among those that are chosen from."""
+    return rows <= 128 and columns <= PAIRED and rows * columns <= MOST_SHARED_SUMS[itemsize]
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
