@@ -45,9 +45,8 @@ def gemm(m, n, k=16, threads=(8, 8), blocks=2, split=1):
 TAKEN = [
     # many phases of few blocks, of which four run at once
     (upsampling(8, 128, 32, 16), gemm(32, 128, 16, (4, 8), 4), 881), (upsampling(4, 32, 128, 8), gemm(128, 128), 617),
-    (upsampling(4, 64, 64, 32), gemm(64, 128, blocks=3), 861), (upsampling(1, 512, 3, 8, precision="tf32"), gemm(64, 64, 16, (8, 4), 4, 8), 269),
+    (upsampling(1, 512, 3, 8, precision="tf32"), gemm(64, 64, 16, (8, 4), 4, 8), 269),
     (upsampling(1, 512, 3, 8, precision="tf32"), gemm(32, 128, 16, (4, 8), 4, 8), 429), (upsampling(1, 64, 64, 16, dtype="float64"), gemm(64, 64, 8), 664),
-    (upsampling(1, 32, 256, 8, dtype="float16", layout="NHWC"), gemm(128, 64), 475),
     # a pixel a thread
     (depthwise(1, 3, 2160, 640, 31), Single(), 1525), (depthwise(8, 160, 128, 256, 9, 2), Single(), 333), (depthwise(2, 320, 128, 128, 5, 2), Single(), 29.8),
     (depthwise(4, 384, 128, 128, 3, 2), Single(), 47.2), (depthwise(16, 16, 112, 112, 5), Single(), 30.3), (depthwise(2, 320, 80, 160, 3), Single(), 48.9),

@@ -441,8 +441,8 @@ class PackedArray:
         return ceil(blocks, CLUSTER) * CLUSTER if self.settles else blocks
 
     def in_cluster(self) -> PackedArray:
-        """The same by clusters of blocks, if these can have all tiles of an image, and it is packed as many are."""
-        if self.tiles > CLUSTER or not _clustered(self.defines):
+        """The same by clusters of blocks, if these can have all tiles of an image."""
+        if not self.defines["RANGE_CHECK"] or self.tiles > CLUSTER:
             return self
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
@@ -744,14 +744,9 @@ def _packs(d: Mapping[str, int]) -> bool:
         return False
     if d["IN"] != FLOAT and d["RANGE_CHECK"] and (d["FILTER"] or not d["FOLDED"]):
         return False
-    if d["CLUSTER"] and not _clustered(d):
+    if d["CLUSTER"] and not d["RANGE_CHECK"]:
         return False
     return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
-
-
-def _clustered(d: Mapping[str, int]) -> bool:
-    """Whether clusters may settle scales of arrays that are packed so: of float32, and of images in whole chunks of channels or folded."""
-    return d["IN"] == FLOAT and bool(d["EIGHTS"] or d["FOLDED"] or d["FILTER"])
 
 
 def written_places(problem: ConvProblem, phase: Phase) -> dict[str, int]:
