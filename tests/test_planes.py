@@ -12,7 +12,7 @@ from reference import DTYPES, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, asked, check_compiled, check_not_finite, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
 from test_kernels import check_refused
 
-from pycuda_conv import Plan, engines
+from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import planes_sm90 as pn
 from pycuda_conv.engines.planes_sm90 import Planes
 from pycuda_conv.tools import families
@@ -100,6 +100,12 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
             ((launch,),) = pn.schedule(problem, config, H200).whole
             assert any(launch in one for one in listed)
     assert met > 10
+
+
+def test_odd_numbers_of_channels_are_read_as_they_lie_by_another_kernel():
+    """Whose rows of a filter TMA can't load, so it is packed: ``implicit_gemm_sm90.cu``."""
+    problem = ConvProblem.forward(2, (2, 410, 80, 80), (71, 410, 1, 1), dtype="bfloat16")
+    assert pn.why_not(problem) is not None and engines.choose(problem, H200).loader == "planes"
 
 
 def test_steps_fit_their_kernel():

@@ -62,9 +62,10 @@ PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
 LEFT_OUT = {True: 128, False: 96}
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
-#: Images that are read as they lie are planes_sm90.py's.
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, and that are loaded once for
+#: all taps, split then or before.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
+PLANES = ((128, 128),)  # for odd numbers of channels: other such images are planes_sm90.py's
 HALOS = ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
 PHASES, PAIRED_PHASES = (4, 1), (4, 2)
@@ -794,7 +795,10 @@ def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitG
 
 
 #: The tiles of images that are loaded in other ways.
-_SPECIAL_TILES = (*(ImplicitGemm(*tile, loader="halo") for tile in HALOS), *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS))
+_SPECIAL_TILES = (
+    *(ImplicitGemm(*tile, loader="planes") for tile in PLANES), *(ImplicitGemm(*tile, loader="halo") for tile in HALOS),
+    *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS),
+)  # fmt: skip
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -818,6 +822,7 @@ _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
     "MOMENTS": FLAG, "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
+_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
     "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_MN_MAJOR": (0,),
@@ -827,7 +832,7 @@ _HALO: dict[str, tuple[int, ...]] = {
 }
 #: What else may be of it, by how images are loaded.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
-    "im2col": ({}, _STORED, _PAIRED), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
+    "im2col": ({}, _STORED, _PAIRED), "planes": (_PLANES,), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
 }  # fmt: skip
 
 
@@ -838,7 +843,7 @@ def _made(d: Mapping[str, int]) -> bool:
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
-    if not d["PATCH_ROWS"]:
+    if not (d["PATCH_ROWS"] or d["POINTWISE"]):
         tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
         if tile not in _ordinary_tiles(seldom, three, bool(d["DENSE"])):
             return False
@@ -854,6 +859,8 @@ def _made(d: Mapping[str, int]) -> bool:
     if parts and (d["PINGPONG"] or not _in_parts(d)):
         return False
     if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
+        return False
+    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_MN_MAJOR"]):
         return False
     if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
         return False
@@ -871,7 +878,7 @@ def _made(d: Mapping[str, int]) -> bool:
 
 #: Stages of a ring that are tried.
 _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
-    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3),
+    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3), ("planes", "cooperative"): (4, 3, 2),
     ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
 }  # fmt: skip
 
@@ -884,7 +891,7 @@ def _most_stages(d: Mapping[str, int]) -> int:
         staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
     beside = 2 * (staging + (12 if d["INTERLEAVE_COLUMNS"] else 4) * consumer) + 1024
     stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["BLOCK_M"] + d["BLOCK_N"]) * 128
-    depths = (6, 5, 4, 3) if d["PINGPONG"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
+    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
     return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
 
 
