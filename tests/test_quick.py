@@ -892,7 +892,7 @@ def test_mixed_calls_are_the_same_byte_for_byte_however_they_are_made(warm, monk
 
 def test_threads_that_make_mixed_calls_at_once_make_those_that_each_makes_alone(warm, monkeypatch):
     """While another one collects garbage."""
-    count = MIXED_CALLS // 10
+    count = min(MIXED_CALLS // 10, 300)  # the stand-in's log holds no more
     names = [name for name in CALLS if name != "weight channels last"]
     going = [True]
 
