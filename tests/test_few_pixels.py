@@ -80,7 +80,7 @@ def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
 
 def test_the_runs_have_every_text():
     listed = {tuple(defines.values()) for family in fp.texts(H200) for defines in family}
-    assert {text_of(*run) for run in SOME} == listed if len(MODES) == 4 else {text_of(*run) for run in SOME} < listed
+    assert {text_of(*run) for run in SOME} >= listed or len(MODES) < 4
     assert {config.BLOCK_M for *_, config in SOME} == set(fp.ROWS)
 
 

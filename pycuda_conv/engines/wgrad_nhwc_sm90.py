@@ -48,7 +48,7 @@ __all__ = [
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have, by the bytes of an element: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
-    2: {64: (64, 128, 192), 128: (64, 128, 192), 192: (128, 192)}, 4: {64: (64, 128), 128: (64, 128)},
+    2: {64: (64, 128, 192, 384), 128: (64, 128, 192), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
 }  # fmt: skip
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
 CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
