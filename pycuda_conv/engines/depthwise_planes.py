@@ -240,8 +240,7 @@ def time(problem: ConvProblem, config: DepthwisePlanes, device: Device) -> float
 
 #: Pixels of a plane of the result up to which runs of memory win; above, direct_tile.cu's tiles are filled and its loop is shorter.
 SMALL_PLANE = 512
-#: In 16 bits larger planes come here too, where they fill less than this part of such tiles: by the models of both kernels they take 0.6 to
-#: 0.8 of direct_tile.cu's time.
+#: In 16 bits larger planes come here too, where they fill less than this part of such tiles: by the models of both kernels that pays.
 TILE, FILLED = (14, 32), 0.5
 
 
@@ -250,8 +249,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanes
 
     In other types, whose times the model was not fitted to, a rule decides: small planes that fill the machine. Of 19 layers in three types
     on an H200, those with such planes took 0.4 to 0.9 of direct_tile.cu's time, most others 1.0 to 1.4 of it. In 16 bits,
-    filters of 3x3 with a stride took 0.7 and 0.9 of it in larger planes too, on an H100; 1,536 planes of 20x40 took 12.4 us by tiles, and
-    should take 7.
+    filters of 3x3 with a stride took 0.7 and 0.9 of it in larger planes too, on an H100.
     """
     if problem.dtype == "float32":
         return fastest((time(problem, config, device), config) for config in configs(problem, device))

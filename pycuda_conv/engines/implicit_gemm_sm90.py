@@ -52,8 +52,8 @@ __all__ = [
 ]  # fmt: skip
 
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
-#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 1.4% longer in the mean
-#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which were eight times as many kernels.
+#: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
+#: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
 PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
     {128: (64, 96, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
     {128: (64, 128), 64: (64, 256)}, {128: (64,), 64: (64, 256)},
@@ -785,7 +785,8 @@ def _defines_of(problem: ConvProblem) -> dict[str, int]:
 def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
     """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits, of images that are loaded tap by tap.
 
-    Of so many products, whose results may lie apart: of these no consumers take turns, and the seldomest have small tiles.
+    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`). Where these
+    lie apart, the products that are the most seldom have small tiles.
     """
     for rows, widths in PIXELS[seldom].items():
         left_out, most = LEFT_OUT[three] if rows == 128 else 0, 128 if seldom == 3 and not dense else 256
