@@ -11,6 +11,7 @@ import gc
 import importlib.util
 import os
 import sys
+import time
 
 # Workers that compute side by side share the processors: a library's threads that wait for each other would spin. Set before the libraries start.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
@@ -55,6 +56,7 @@ def pytest_configure(config):
     import reference
 
     reference.all_texts = config.getoption("--all-texts")
+    os.environ.setdefault("PYCUDA_CONV_TESTS_BEGAN", str(time.time()))  # xdist's workers take it from the process that starts them
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -77,6 +79,9 @@ _reason = {}
 
 
 def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes and time.time() > float(os.environ["PYCUDA_CONV_TESTS_BEGAN"]) + 60 * minutes:
+        pytest.skip(f"not begun within {minutes} minutes")
     if item.get_closest_marker("gpu"):
         if "cuda" not in _reason:
             _reason["cuda"] = why_no_cuda()
@@ -128,6 +133,7 @@ def nothing_behind_calls():
 
 def pytest_addoption(parser):
     parser.addoption("--optimised", action="store_true", help="let PoCL optimise all kernels, not only those of the tests that are about it")
+    parser.addoption("--minutes", type=float, default=0, help="skip tests that have not begun after so many minutes, and say so (0: never)")
     parser.addoption("--all-texts", action="store_true", help="let nvcc compile every text of a kernel that tests name, not only some with every value of every define")
 
 
