@@ -501,8 +501,14 @@ def _shape(array: Any) -> Any:
 
 
 def _as_dask(array: Any) -> Any:
-    """A dask array as it is, another one as one chunk, which what is written to it later does not change."""
-    return array if isinstance(array, da.Array) else da.from_array(array.copy(), chunks=array.shape, asarray=False)
+    """A dask array without its empty chunks, which `rechunk` may lose; another one, copied, as one chunk: it may be changed later."""
+    if not isinstance(array, da.Array):
+        return da.from_array(array.copy(), chunks=array.shape, asarray=False)
+    for axis, chunks in enumerate(array.chunks):
+        if 0 in chunks and len(chunks) > 1:
+            full = [i for i, n in enumerate(chunks) if n]
+            array = array.blocks[(slice(None),) * axis + (full or [0],)]
+    return array
 
 
 def _check_whole(out: Any, stream: Any) -> None:
@@ -524,13 +530,13 @@ def _check_place(place: ChunkPlace) -> None:
 
 
 def _checked(name: str, array: Any, ndim: int) -> Any:
-    """The dask array `array`, whose chunks have known sizes."""
+    """The dask array `array`, whose chunks have known sizes, without its empty chunks."""
     if not isinstance(array, da.Array):
         given = f"{type(array).__module__}.{type(array).__qualname__}"
         raise TypeError(f"{name} must be a dask array where another argument is one, got {given}")
     if any(math.isnan(n) for chunks in array.chunks for n in chunks):
         raise ConvArgumentError(f"{name} has chunks of unknown sizes, {array.chunks}: call its compute_chunk_sizes() first")
-    return array
+    return _as_dask(array)
 
 
 def _same_dtype(names: Sequence[str], x: Any, *others: Any) -> str:

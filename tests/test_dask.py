@@ -193,6 +193,15 @@ def test_small_chunks_are_merged(here):
     assert pc.conv_transpose1d(x, np.ones((1, 1, 2), "f"), stride=2).chunks[2] == (2, 2, 20, 2, 2, 12)
 
 
+def test_empty_chunks_are_left_out(here):
+    x, w = draw(3, 2, 20), draw(4, 2, 1)
+    filters = da.from_array(w, chunks=((0, 4), (2, 0), 1))
+    lazy = pc.conv1d(da.from_array(x, chunks=((0, 2, 0, 1), 2, (0, 9, 0, 11))), filters, stride=2, padding=3)
+    assert lazy.chunks == ((2, 1), (4,), (6, 7))
+    check(lazy.compute(), pc.conv1d(x, w, stride=2, padding=3))
+    assert pc.conv1d(da.from_array(x[:0], chunks=(0, 2, (0, 20))), w).compute().shape == (0, 4, 20)
+
+
 def test_images_without_a_batch_axis(here):
     x, w = draw(3, 20, 21), draw(2, 3, 3, 3)
     check(pc.conv2d(da.from_array(x, chunks=(3, 7, 9)), w, padding=1).compute(), pc.conv2d(x, w, padding=1))
