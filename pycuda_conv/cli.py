@@ -52,8 +52,9 @@ def _seconds(text: str) -> float:
 
 
 def _place(text: str) -> Path | str:
-    """A path, or an address as it is."""
-    return text if "://" in text else Path(text)
+    """A path, also where it is written as an address, or another address as it is."""
+    protocol, mark, rest = text.partition("://")
+    return text if mark and protocol not in ("file", "local") else Path(rest if mark else text)
 
 
 def _axes(text: str) -> str:

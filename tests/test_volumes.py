@@ -23,10 +23,11 @@ from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.tools import run, volumes
 from pycuda_conv.tools.terminal import OK, UNUSABLE
 
-for needed in ("dask.array", "distributed", "fsspec"):
+for needed in ("dask.array", "distributed"):
     pytest.importorskip(needed)
 zarr = pytest.importorskip("zarr")
 tifffile = pytest.importorskip("tifffile")
+fsspec = pytest.importorskip("fsspec")
 
 
 @pytest.fixture(params=["opencl", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -179,6 +180,50 @@ def test_stores_that_fsspec_opens(command):
     assert command("--filter", "sharpen", "memory://in/x.zarr", "memory://in/y.zarr")[0] == UNUSABLE  # it exists
     assert command("--filter", "identity", "memory://in/x.zarr", "memory://in/y.zarr", "--force")[0] == OK
     assert np.array_equal(zarr.open_array("memory://in/y.zarr", mode="r")[...], x)
+
+
+def test_nothing_is_lost_at_addresses(command):
+    """Neither the input, nor what is no zarr, nor without --force any zarr. An address of a local file is its path."""
+    x = draw(20, 30)
+    save_zarr("memory://safe/x.zarr", x, (8, 8), "yx")
+    fsspec.filesystem("memory").pipe_file("/safe/notes/mine.txt", b"mine")
+    before = fsspec.filesystem("memory").find("/safe")
+    for place, flag, words in (
+        ("x.zarr", "--force", "which is read"), ("", "--force", "which is read"), ("notes", "--force", "is no zarr"), ("x.zarr/y", "", "which is read"),
+    ):
+        status, out, err = command("--filter", "blur", "memory://safe/x.zarr", f"memory://safe/{place}", *filter(None, [flag]))
+        assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and fsspec.filesystem("memory").find("/safe") == before
+    save_zarr("x.zarr", x, (8, 8), "yx")
+    status, out, err = command("--filter", "blur", "x.zarr", "memory://safe/x.zarr", "--resume")
+    assert status == UNUSABLE and "exists already" in err and fsspec.filesystem("memory").find("/safe") == before
+    here = Path.cwd().as_uri()
+    assert command("--filter", "blur", "x.zarr", f"{here}/x.zarr", "--force")[0] == UNUSABLE and np.array_equal(zarr.open_array("x.zarr")[...], x)
+    assert command("--filter", "identity", f"{here}/x.zarr", f"{here}/y.zarr")[::2] == (OK, "") and names() == ["x.zarr", "y.zarr"]
+
+
+def test_several_files_that_were_interrupted_go_on_at_an_address(command, monkeypatch):
+    """What is half written there has its own name; it is not taken for complete."""
+    for i in range(2):
+        save_zarr(f"x{i}.zarr", draw(80, 82, seed=i), (20, 41), "yx")
+    store, written = volumes._Store.__call__, []
+
+    def failing(self, block, where, index):
+        written.append(index)
+        if len(written) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return store(self, block, where, index)
+
+    arguments = "--filter", "edge", "x*.zarr", "memory://many", "--resume"
+    with monkeypatch.context() as patch:
+        patch.setattr(volumes._Store, "__call__", failing)
+        assert command(*arguments)[0] == UNUSABLE
+    assert fsspec.filesystem("memory").exists("/many/x0.zarr/c")
+    status, out, err = command(*arguments)
+    assert (status, err, out.count("is there already")) == (OK, "", 0)
+    for i in range(2):
+        expected = filtered(draw(80, 82, seed=i), run.FILTERS["edge"])
+        assert np.allclose(zarr.open_array(f"memory://many/x{i}.zarr", mode="r")[...], expected, atol=1e-4)
+    assert command(*arguments)[1].count("is there already") == 2
 
 
 def test_an_activation_follows_the_sums(command):

@@ -111,9 +111,11 @@ def run_all(inputs: Sequence[Path | str], settings: Settings) -> int:
     folder = settings.output
     if "://" not in str(folder) and not Path(folder).is_dir():
         raise ToolError(f"{folder} must be a folder, for there are {len(found)} inputs")
+    from pycuda_conv.tools import volumes
+
     for one, name in zip(found, names, strict=True):
         output = f"{str(folder).rstrip('/')}/{name}" if "://" in str(folder) else Path(folder) / name
-        if settings.resume and file_exists(output):
+        if settings.resume and not settings.force and file_exists(output) and not volumes.is_interrupted(output):
             print(f"{output}: is there already")
         else:
             run(replace(settings, input=one, output=output))

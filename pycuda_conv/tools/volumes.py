@@ -260,28 +260,58 @@ def _remove(place: str) -> None:
 def _check_output(settings: Settings, sources: Sequence[Any]) -> str:
     """Where to write, behind any links; refused where that would lose something."""
     output = str(settings.output)
+    for source in sources:
+        if source is not None and _overlap(output, str(source)):
+            raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
     if is_url(output):
-        if file_exists(output) and not (settings.force or settings.resume):
-            raise ToolError(f"{output} exists already; --force replaces it")
+        files, path = filesystem(output)
+        if files.exists(path) and not (settings.resume and is_interrupted(output)):
+            if not settings.force:
+                raise ToolError(f"{output} exists already; --force replaces it")
+            if not _is_zarr(files, path):
+                raise ToolError(f"{output} can't be written: what is there is no zarr")
         return output
     real = Path(output).resolve()
     if not real.parent.is_dir():
         raise ToolError(f"{output} can't be written: {real.parent} is not a folder")
-    for source in sources:
-        if source is not None and not is_url(source) and Path(source).exists():
-            other = Path(source).resolve()
-            if other == real or real in other.parents or other in real.parents:
-                raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
     if real.exists():
         if not settings.force:
             raise ToolError(f"{output} exists already; --force replaces it")
-        if real.is_dir() != (kind_of(output) == "zarr") or (real.is_dir() and not _is_zarr(real)):
+        if real.is_dir() != (kind_of(output) == "zarr") or (real.is_dir() and not _is_zarr(*filesystem(str(real)))):
             raise ToolError(f"{output} can't be written: what is there is no {kind_of(output)}")
     return str(real)
 
 
-def _is_zarr(folder: Path) -> bool:
-    return not any(folder.iterdir()) or any((folder / name).exists() for name in ("zarr.json", ".zarray", ".zgroup"))
+def _overlap(output: str, source: str) -> bool:
+    """Whether one of two places is the other, or lies in it."""
+    if is_url(output) != is_url(source) or not (is_url(source) or Path(source).exists()):
+        return False
+    if not is_url(source):
+        one, other = str(Path(output).resolve()), str(Path(source).resolve())
+    else:
+        (files, one), (others, other) = filesystem(output), filesystem(source)
+        if files is not others and (files.protocol != others.protocol or files.storage_options != others.storage_options):
+            return False
+    one, other = one.rstrip("/") + "/", other.rstrip("/") + "/"
+    return one.startswith(other) or other.startswith(one)
+
+
+def _is_zarr(files: Any, folder: str) -> bool:
+    """Whether `folder` holds a zarr, or nothing."""
+    names = {name.rstrip("/").rpartition("/")[2] for name in files.ls(folder, detail=False)}
+    return not names or not names.isdisjoint(("zarr.json", ".zarray", ".zgroup"))
+
+
+def _records(place: str) -> str:
+    """The folder of records of a run that writes to `place`."""
+    folder, _, name = place.rstrip("/").rpartition("/")
+    return f"{folder}/.{name}{RECORDS}"
+
+
+def is_interrupted(output: Any) -> bool:
+    """Whether a run with --resume has begun to write to `output` and is not complete."""
+    place = str(output) if is_url(output) else str(Path(output).resolve())
+    return file_exists(f"{_records(place)}/{RUN}")
 
 
 @contextmanager
@@ -290,11 +320,12 @@ def _writing(settings: Settings, target: Target, work: dict[str, Any]) -> Iterat
 
     When the block fails, what was written is removed, unless it is to be resumed.
     """
-    final, folder, name = target.place, os.path.dirname(target.place), os.path.basename(target.place.rstrip("/"))
+    final = target.place
+    folder, name = os.path.split(final)
     remote, resumed = is_url(final), settings.resume
     hidden = f".{name}.part" if resumed else f".pycuda_conv-{secrets.token_hex(6)}.part"
     place = final if remote else os.path.join(folder, hidden)
-    records = f"{folder}/.{name}{RECORDS}" if resumed else None
+    records = _records(final) if resumed else None
     made, whole = replace(target, place=place), False
     try:
         done = _done(settings, place, records, work)
