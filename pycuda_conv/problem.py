@@ -589,6 +589,16 @@ class ConvProblem:
         """Elements of the largest array: what decides between 32-bit and 64-bit offsets."""
         return max(math.prod(self.input_shape), math.prod(self.weight_shape), math.prod(self.result_shape))
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether one of the arrays has no elements, so that there is nothing to multiply."""
+        return 0 in (self.N, self.C, self.K)
+
+    @property
+    def has_depth(self) -> bool:
+        """Whether there is more to a third spatial axis than one slice of each array."""
+        return (self.input_size[0], self.filter_size[0], self.output_size[0]) != (1, 1, 1) or self.padding_before[0] != 0
+
     def __str__(self) -> str:
         n = self.ndim
 

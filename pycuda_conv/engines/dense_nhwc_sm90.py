@@ -124,7 +124,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, of one group"
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.operand_channels * problem.itemsize % 16:
         return "tensor loads take a pixel's channels, of a multiple of 16 bytes"

@@ -265,8 +265,7 @@ def _refused(problem: ConvProblem) -> str | None:
         return "it takes one channel of the input a group"
     if problem.direction == "dgrad" and problem.K != problem.C:
         return "of gradients by the input it takes those of one channel of the output a group"
-    depths = problem.input_size[0], problem.filter_size[0], problem.output_size[0]
-    if depths != (1, 1, 1) or problem.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     return None
 

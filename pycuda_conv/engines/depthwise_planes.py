@@ -96,15 +96,13 @@ def refusal(problem: ConvProblem, config: DepthwisePlanes) -> str | None:
 def why_not(problem: ConvProblem) -> str | None:
     """Why the engine can't run `problem` whatever the unit, or None if it can."""
     (_, r, s), (_, stride_h, stride_w) = problem.filter_size, problem.stride
-    if problem.groups != problem.C or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
-        return "it takes one input channel a group and two spatial axes"
-    if problem.padding_before[0] or problem.padding_after[0] or problem.stride[0] != 1:
-        return "it takes one input channel a group and two spatial axes"
+    if problem.groups != problem.C or problem.has_depth:
+        return "it takes one input channel a group and at most two spatial axes"
     if r != s or r not in FILTERS or stride_h != stride_w or stride_h not in STRIDES or problem.dilation[1:] != (1, 1):
         return "it takes filters of 3x3, 5x5 and 7x7, strides of 1 and 2, and no dilation"
     if problem.direction != "fprop" and (problem.K != problem.C or stride_h != 1):
         return "of gradients it computes those of the input, of a layer with as many channels out as in and without a stride"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.N * problem.K >= 2**31:
         return "it counts planes in 32 bits"

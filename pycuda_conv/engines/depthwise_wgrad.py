@@ -79,12 +79,11 @@ def why_not(problem: ConvProblem) -> str | None:
     (_, r, s), (_, stride_h, stride_w) = problem.output_size, problem.dilation
     if problem.dtype != "float32" or problem.N != 1 or problem.groups == 0:
         return "it takes float32 arrays and one channel of the input a group"
-    depths = problem.input_size[0], problem.filter_size[0], problem.output_size[0]
-    if depths != (1, 1, 1) or problem.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     if r != s or r not in FILTERS or stride_h != stride_w or stride_h not in STRIDES or problem.stride != (1, 1, 1):
         return "it takes filters of 3x3, 5x5 and 7x7, strides of 1 and 2, and no dilation"
-    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     return None
 

@@ -123,10 +123,8 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
     taps, acc = math.prod(problem.filter_size), accumulator_bytes(problem)
     if isinstance(config, (Single, Tile)):
         forward = problem.direction == "fprop" or (isinstance(config, Tile) and _flips(problem))
-        if not forward or problem.C != problem.groups or problem.filter_size[0] != 1 or problem.input_size[0] != 1:
+        if not forward or problem.C != problem.groups or problem.has_depth:
             return "it takes one input channel a group and at most two spatial axes"
-        if problem.padding_before[0] or problem.padding_after[0]:
-            return "it takes at most two spatial axes"
     elif isinstance(config, Dgrad):
         if problem.direction != "dgrad":
             return "it computes transposed convolutions"

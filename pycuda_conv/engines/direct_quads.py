@@ -117,7 +117,7 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the engine can't run `problem` whatever the tile, or None if it can."""
     if problem.layout != "NCHW" or problem.direction not in ("fprop", "dgrad") or problem.dtype != "float32":
         return "it takes float32 arrays in NCHW"
-    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
         return "it computes gradients of convolutions without stride"

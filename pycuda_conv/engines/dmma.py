@@ -175,7 +175,7 @@ def refusal(problem: ConvProblem, config: Dmma) -> str | None:
     """Why `config` can't run `problem`, or None if it can."""
     if problem.dtype != "float64":
         return "it takes float64 arrays"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.largest_array >= MOST or config.SPLIT * math.prod(problem.result_shape) >= MOST or _reduction(problem) >= MOST:
         return "it counts elements in 32 bits"

@@ -140,10 +140,9 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it computes forward convolutions and gradients by the input, of one group"
     if problem.dtype not in ELEMENTS:
         return "it takes float16, bfloat16 and float32 arrays"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
-    depths = problem.input_size[0], problem.filter_size[0], problem.output_size[0]
-    if depths != (1, 1, 1) or problem.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     images = problem.operand_channels * math.prod(problem.operand_size), problem.result_channels * math.prod(problem.result_size)
     if max(*images, math.prod(problem.weight_shape)) >= 2**30:

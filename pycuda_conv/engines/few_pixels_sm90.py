@@ -131,9 +131,9 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes NCHW arrays of one group"
     if problem.dtype not in ELEMENTS:
         return "it takes float16, bfloat16 and float32 arrays"
-    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
-    if (problem.operand_size[0], problem.filter_size[0], problem.result_size[0]) != (1, 1, 1) or problem.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     taps = math.prod(problem.filter_size)
     if taps > MOST_STEPS:

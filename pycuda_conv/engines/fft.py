@@ -143,9 +143,9 @@ def refusal(problem: ConvProblem, config: Fft) -> str | None:
         return f"(TILE_H, TILE_W) must be one of {', '.join(map(str, TILES))}"
     if max(problem.stride) > 1 or max(problem.dilation) > 1:
         return "it takes filters without stride and dilation"
-    if problem.input_size[0] != 1 or problem.filter_size[0] != 1 or problem.output_size[0] != 1:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
-    if 0 in problem.result_shape or not problem.operand_channels:
+    if problem.is_empty:
         return "there is nothing to transform"
     if _shared_bytes(problem, config) > MOST_SHARED_BYTES:
         return f"it needs {_shared_bytes(problem, config):,} bytes of shared memory; a block has {MOST_SHARED_BYTES:,}"

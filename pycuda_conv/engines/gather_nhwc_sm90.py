@@ -115,7 +115,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, of one group"
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
         return "it computes gradients of convolutions without stride"

@@ -63,10 +63,9 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it takes arrays with their channels last, of several groups"
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
-    depths = problem.input_size[0], problem.filter_size[0], problem.output_size[0]
-    if depths != (1, 1, 1) or problem.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     if problem.operand_channels * problem.itemsize % 16:
         return "it loads a pixel's channels by 16 bytes"

@@ -59,10 +59,9 @@ def why_not(problem: ConvProblem) -> str | None:
     if problem.itemsize != 2:
         return "it takes float16 and bfloat16 arrays"
     forward = forward_of(problem)
-    if 0 in (forward.N, forward.C, forward.K):
+    if problem.is_empty:
         return "there is nothing to compute"
-    depths = forward.input_size[0], forward.filter_size[0], forward.output_size[0]
-    if depths != (1, 1, 1) or forward.padding_before[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     units = _units(problem)
     if forward.C % 8 or forward.K % 8 or units is None or any(units.first_written(unit) % 8 for unit in range(units.total)):

@@ -83,9 +83,9 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.dtype != "float32" or products(problem) != 1 or problem.groups != 1 or problem.layout != "NCHW":
         return "it takes float32 arrays in tf32, of one group, NCHW"
-    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
-    if problem.operand_size[0] != 1 or problem.filter_size[0] != 1 or problem.padding_before[0] or problem.padding_after[0]:
+    if problem.has_depth:
         return "it takes at most two spatial axes"
     if problem.direction != "fprop" and problem.stride != (1, 1, 1):
         return "transposed, it takes no stride"

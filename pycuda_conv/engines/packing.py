@@ -286,7 +286,7 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why no kernel on packed operands can run `problem`, or None if one can."""
     if problem.dtype not in ELEMENTS:
         return f"it takes {', '.join(ELEMENTS)} arrays"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     images = problem.N * limbs(problem)
     if problem.N * max(math.prod(problem.result_size), math.prod(problem.operand_size)) >= MOST_PIXELS or images >= 2**31:

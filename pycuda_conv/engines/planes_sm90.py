@@ -52,7 +52,7 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.itemsize != 2 or problem.groups != 1:
         return "it takes float16 and bfloat16 arrays of one group"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     ones = (1, 1, 1)
     if problem.filter_size != ones or problem.stride != ones or any(problem.padding_before) or problem.operand_size != problem.result_size:

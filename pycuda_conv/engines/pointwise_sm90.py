@@ -83,7 +83,7 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.dtype != "float32" or problem.groups != 1:
         return "it takes float32 arrays of one group"
-    if 0 in problem.result_shape or 0 in problem.input_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     ones = (1, 1, 1)
     if _wgrad(problem):

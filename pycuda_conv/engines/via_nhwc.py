@@ -68,7 +68,7 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why no configuration can run `problem`, or None if one may."""
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
-    if 0 in problem.result_shape or 0 in problem.input_shape or 0 in problem.weight_shape:
+    if problem.is_empty:
         return "there is nothing to compute"
     if problem.layout == "NCHW" and problem.C == problem.K == 1:
         return "a single channel lies in either order"

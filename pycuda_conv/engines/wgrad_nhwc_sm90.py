@@ -157,7 +157,7 @@ def why_not(problem: ConvProblem) -> str | None:
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     forward = forward_of(problem)
-    if 0 in (forward.N, forward.C, forward.K):
+    if problem.is_empty:
         return "there is nothing to compute"
     if _planes(problem):
         return _why_no_planes(problem, forward)
