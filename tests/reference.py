@@ -353,16 +353,29 @@ all_texts = False
 
 
 def covering(launches: list[KernelLaunch]) -> list[KernelLaunch]:
-    """A few of some launches: for each kernel file and architecture, every value of every define is among them. Large values come together where they can."""
+    """A few of some launches: for each kernel file, every architecture, and every value of every define, is among them.
+
+    Of a size that has more than three values, the smallest and the largest are. Large values come together where they can.
+    """
     if all_texts:
         return launches
-    values = [{(launch.file or launch.kernel, launch.arch, *define) for define in (("", 0), *launch.defines.items())} for launch in launches]
-    chosen, missing = [], set().union(*values)
+    defines = [{"arch": launch.arch, **launch.defines} for launch in launches]
+    every: dict[tuple, set] = {}
+    for launch, of_one in zip(launches, defines, strict=True):
+        for name, value in of_one.items():
+            every.setdefault((launch.file or launch.kernel, name), set()).add(value)
+    wanted = {(*key, value) for key, found in every.items() for value in (found if len(found) <= 3 or key[1].endswith("TYPE") else (min(found), max(found)))}
+    values = [{(launch.file or launch.kernel, *define) for define in of_one.items()} & wanted for launch, of_one in zip(launches, defines, strict=True)]
+    chosen, missing = [], set(wanted)
     while missing:
         best = max(range(len(launches)), key=lambda i: (len(values[i] & missing), sum(launches[i].defines.values())))
         missing -= values[best]
-        chosen.append(launches[best])
-    return chosen
+        chosen.append(best)
+    for one in list(chosen):  # those that the later ones have made needless
+        others = [other for other in chosen if other != one]
+        if wanted <= set().union(*(values[other] for other in others)):
+            chosen = others
+    return [launches[i] for i in chosen]
 
 
 #: Texts in one run of nvcc, which takes half a second before it begins with the first.
