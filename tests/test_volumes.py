@@ -134,6 +134,17 @@ def test_filters_with_channels(command, kind, w, flags, options):
             assert file.series[0].axes == "TCZYX"
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u4", "i8", "u8"])
+def test_integers_are_clipped(command, dtype):
+    limits = np.iinfo(dtype)
+    x = np.full((6, 6), limits.max, dtype)
+    x[3, 3] = limits.min
+    save_zarr("x.zarr", x, (3, 3), "yx")
+    assert command("--filter", "sharpen", "x.zarr", "y.zarr")[::2] == (OK, "")
+    y = zarr.open_array("y.zarr", mode="r")[...]
+    assert y.dtype == x.dtype and np.array_equal(y, x)
+
+
 @pytest.mark.parametrize("dtype", ["u1", "i4", "f2", "f4", "f8"])
 def test_types_are_kept_without_channels(command, dtype):
     x = draw(12, 13, 14, dtype="u1" if dtype == "u1" else dtype)
@@ -170,6 +181,29 @@ def test_ome_zarr_stays_ome_zarr(command, version):
     assert zarr.open_group("z.ome.zarr", mode="r")["0"].shape == (2, 6, 10, 11)
     if version == 2:
         assert Path("y.ome.zarr/0/0/0/0/0").is_file()  # as OME wants chunks to be named
+
+
+@pytest.mark.parametrize("w, flags", [
+    (np.full((2, 3), 1 / 6), ""), (np.full((3, 3), 1 / 9), "--stride 2,3 --padding 1"), (np.full((3, 2), 1 / 6), "--dilation 2 --padding 0,1,3,0"),
+    (np.outer([0.5, 1, 0.5], [0.5, 1, 0.5]), "--transposed --stride 2"), (np.outer([0.5, 1, 0.5], [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]), "--transposed --stride 2,3 --padding 1"),
+])
+def test_the_pixels_of_an_ome_zarr_stay_where_they_are(command, w, flags):
+    """A mean of places is the place of the mean; that is what the scale and the translation of the result say."""
+    axes = [{"name": "z", "type": "space", "unit": "micrometer"}, {"name": "y", "type": "space"}, {"name": "x", "type": "space"}]
+    transforms = [{"type": "scale", "scale": [4.0, 2.0, 0.5]}]
+    scales = {"axes": axes, "datasets": [{"path": "0", "coordinateTransformations": transforms}], "coordinateTransformations": [{"type": "scale", "scale": [1, 3, 1]}]}
+    x = (2.0 * np.arange(20)[:, None] + 0.5 * np.arange(22) + np.zeros((2, 1, 1))).astype("f4")
+    zarr.create_group("x.zarr", zarr_format=2, attributes={"multiscales": [scales]}).create_array("0", shape=x.shape, chunks=(1, 20, 22), dtype="f4")[...] = x
+    np.save("w.npy", np.float32([[w, w]] if "transposed" in flags else [[w], [w]]))
+    assert command("--filter", "w.npy", "x.zarr", "y.zarr", "--axes", "tyx", *flags.split())[::2] == (OK, "")
+    made = zarr.open_group("y.zarr", mode="r")
+    (scale,) = made.attrs["multiscales"]
+    channel = {"name": "c", "type": "channel"}
+    assert scale["axes"] == [axes[0], channel, *axes[1:]] and scale["coordinateTransformations"] == [{"type": "scale", "scale": [1, 1.0, 3, 1]}]
+    found = {transform["type"]: transform[transform["type"]] for transform in scale["datasets"][0]["coordinateTransformations"]}
+    size, first = found["scale"], found.get("translation", [0.0] * 4)
+    y, x = (start + step * np.arange(n) for start, step, n in zip(first[2:], size[2:], made["0"].shape[2:], strict=True))
+    assert size[:2] == [4.0, 1.0] and np.allclose(made["0"][0, 0, 3:-3, 3:-3], (y[:, None] + x)[3:-3, 3:-3], atol=1e-4)
 
 
 def test_stores_that_fsspec_opens(command):
@@ -272,7 +306,7 @@ def test_chunks_of_work_are_multiples_of_stored_ones():
 REFUSED = {
     "nothing there": (("--filter", "blur", "none.zarr", "y.zarr"), "none.zarr can't be read"),
     "no array": (("--filter", "blur", "folder.zarr", "y.zarr"), "folder.zarr can't be read"),
-    "group": (("--filter", "blur", "group.zarr", "y.zarr"), "group of arrays (a) without OME's multiscales; name one of them"),
+    "group": (("--filter", "blur", "group.zarr", "y.zarr"), "group (a) without OME's multiscales; name an array in it"),
     "axes unknown": (("--filter", "blur", "plain.zarr", "y.zarr"), "--axes zyx"),
     "axes too few": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yx"), "a letter of its own for each axis"),
     "axes twice": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yyx"), "each once"),
