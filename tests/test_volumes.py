@@ -206,6 +206,32 @@ def test_the_pixels_of_an_ome_zarr_stay_where_they_are(command, w, flags):
     assert size[:2] == [4.0, 1.0] and np.allclose(made["0"][0, 0, 3:-3, 3:-3], (y[:, None] + x)[3:-3, 3:-3], atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype, channels", [("f4", 1), ("i1", 1), ("i2", 1), ("u2", 3)])
+def test_a_tiff_of_one_page_that_is_no_picture(command, monkeypatch, dtype, channels):
+    """It is filtered as an array, also from and to a .npy file. Pages of other sizes are told of; without tifffile its extra is named."""
+    shape = (20, 21, 3)[: 2 + (channels > 1)]
+    x = (draw(*shape) * 50).astype(dtype) if np.dtype(dtype).kind != "u" else draw(*shape, dtype=dtype)
+    tifffile.imwrite("x.tif", x, photometric="rgb" if channels > 1 else "minisblack")
+    tifffile.imwrite("x.tif", x[:9], photometric="rgb" if channels > 1 else "minisblack", append=True)
+    status, out, err = command("--filter", "sharpen", "x.tif", "y.tif")
+    assert (status, err) == (OK, "") and out.startswith("y.tif: the first of 2 series of pages, conv2d")
+    y, expected = tifffile.imread("y.tif", series=0), np.moveaxis(filtered(np.moveaxis(x, 2, 0), run.FILTERS["sharpen"], False), 0, 2) if channels > 1 else filtered(x, run.FILTERS["sharpen"], False)
+    if x.dtype.kind in "iu":
+        expected = np.clip(np.rint(expected), np.iinfo(dtype).min, np.iinfo(dtype).max)
+    assert y.dtype == x.dtype and np.abs(y - expected).max() <= (1 if x.dtype.kind in "iu" else 1e-3)
+    assert command("--filter", "sharpen", "x.tif", "y.npy")[::2] == (OK, "") and np.array_equal(np.load("y.npy"), y)
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    assert "install it with: pip install 'pycuda_conv[zarr]'" in command("--filter", "sharpen", "x.tif", "z.tif")[2] and names() == ["x.tif", "y.npy", "y.tif"]
+
+
+def test_an_array_becomes_a_tiff(command):
+    x, w = draw(2, 3, 9, 10), draw(4, 3, 3, 3)
+    np.save("x.npy", x)
+    np.save("w.npy", w)
+    assert command("--filter", "w.npy", "x.npy", "y.tif")[::2] == (OK, "")
+    np.testing.assert_allclose(tifffile.imread("y.tif"), pc.conv2d(x, w, device=command.device), rtol=1e-4, atol=1e-4)
+
+
 def test_stores_that_fsspec_opens(command):
     x = draw(20, 30)
     save_zarr("memory://in/x.zarr", x, (8, 8), "yx")
@@ -321,6 +347,11 @@ REFUSED = {
     "into itself": (("--filter", "blur", "x.zarr", "x.zarr/y.zarr"), "it is the file"),
     "no folder": (("--filter", "blur", "x.zarr", "none/y.zarr"), "is not a folder"),
     "not writeable": (("--filter", "blur", "x.zarr", "/proc/y.zarr"), "/proc/y.zarr can't be written"),
+    "a picture": (("--filter", "blur", "picture.png", "y.zarr"), "picture.png can't be read: it is no zarr, no TIFF"),
+    "no pages": (("--filter", "blur", "none.tif", "y.tif", "--axes", "yx"), "none.tif can't be read: it has no pages"),
+    "another file at an address": (("--filter", "w.npy", "memory://x.npy", "y.npy"), "at addresses only zarr can"),
+    "another file to an address": (("--filter", "blur", "x.zarr", "memory://y.npy"), "at addresses only zarr can"),
+    "unknown address": (("--filter", "blur", "nowhere://x.zarr", "y.zarr"), "nowhere://x.zarr can't be opened"),
     "address": (("--filter", "blur", "x.zarr", "nowhere://y.zarr"), "nowhere://y.zarr"),
     "one file for many": (("--filter", "blur", "x.zarr", "y.npy", "--scheduler", "tcp://127.0.0.1:9"), "several workers can't write one file"),
     "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
@@ -345,6 +376,8 @@ def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, monkeyp
     for folder in ("folder.zarr", "folder", "full.zarr/x.zarr"):
         Path(folder).mkdir(parents=True)
     Path("full.zarr/notes.txt").write_text("mine")
+    Path("picture.png").write_bytes(b"")
+    Path("none.tif").write_bytes(b"II*\0" + bytes(4))
     before = sorted(Path().rglob("*"))
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith("pycuda-conv run: ") and words in err

@@ -89,6 +89,8 @@ class Source:
     zarr_format: int = 3
     #: OME's description of the group, as it is stored
     ome: Any = None
+    #: of how many series of pages this is the first
+    series: int = 1
 
     def chunk_name(self, index: tuple[int, ...]) -> str:
         """What messages call a stored chunk."""
@@ -113,9 +115,18 @@ def _opened(array: Source | Target, write: bool = False) -> Any:
 
 def read(place: str, axes: str | None) -> Source:
     """What lies at `place`; `axes` names its axes if the user did."""
+    kind = kind_of(place)
+    if is_url(place):
+        filesystem(place)  # or an error that says which package is missing
+        if kind != "zarr":
+            raise ToolError(f"{place} can't be read: at addresses only zarr can")
+    if kind == "zarr" and Path(place).is_file():
+        raise ToolError(f"{place} can't be read: it is no zarr, no TIFF and no .npy file; pictures are written as pictures")
     try:
-        source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind_of(place)](place)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, TypeError) as error:
+        source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind](place)
+    except ToolError:
+        raise
+    except Exception as error:  # whatever zarr, tifffile or a store raises
         raise ToolError(f"{place} can't be read: {getattr(error, 'strerror', None) or error}") from error
     found = source.axes if axes is None else axes
     if found is not None and (len(found) != len(source.shape) or len(set(found)) < len(found)):
@@ -131,11 +142,13 @@ def _read_npy(place: str) -> Source:
 
 def _read_tiff(place: str) -> Source:
     with require("tifffile").TiffFile(place) as file:
+        if not file.series:
+            raise ValueError("it has no pages")
         series = file.series[0]
         axes = series.axes.lower()
         if "c" not in axes:
             axes = axes.replace("s", "c")  # colours of a pixel
-        found = Source(place, "tiff", tuple(series.shape), np.dtype(series.dtype), (), axes)
+        found = Source(place, "tiff", tuple(series.shape), np.dtype(series.dtype), (), axes, series=len(file.series))
     return replace(found, chunks=_opened(found).chunks)
 
 
@@ -210,7 +223,7 @@ class Target:
         if self.kind == "npy":
             np.lib.format.open_memmap(self.place, mode="w+", dtype=self.dtype, shape=self.shape)
         else:
-            metadata = {"axes": self.axes.upper()} if self.axes else None
+            metadata = {"axes": self.axes.upper()} if self.axes else {}  # with {} the shape is noted
             require("tifffile").memmap(self.place, shape=self.shape, dtype=self.dtype, photometric="minisblack", metadata=metadata)
         reserve(Path(self.place))
 
@@ -240,8 +253,8 @@ class _Store:
             if self.records is not None:
                 files, folder = filesystem(self.records)
                 files.pipe_file(f"{folder}/{_record(index)}", b"")
-        except OSError as error:
-            raise ToolError(f"{self.target.shown} can't be written: {error.strerror or error}") from error
+        except Exception as error:  # an OSError, or whatever a store raises
+            raise ToolError(f"{self.target.shown} can't be written: {getattr(error, 'strerror', None) or error}") from error
         return int(block.nbytes)
 
 
@@ -263,11 +276,12 @@ def _check_output(settings: Settings, sources: Sequence[Any]) -> str:
         if source is not None and _overlap(output, str(source)):
             raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
     if is_url(output):
-        files, path = filesystem(output)
-        if files.exists(path) and not (settings.resume and is_interrupted(output)):
+        if kind_of(output) != "zarr":
+            raise ToolError(f"{output} can't be written: at addresses only zarr can")
+        if file_exists(output) and not (settings.resume and is_interrupted(output)):
             if not settings.force:
                 raise ToolError(f"{output} exists already; --force replaces it")
-            if not _is_zarr(files, path):
+            if not _is_zarr(*filesystem(output)):
                 raise ToolError(f"{output} can't be written: what is there is no zarr")
         return output
     real = Path(output).resolve()
@@ -593,7 +607,8 @@ def convolve(settings: Settings) -> str:
         target = replace(target, name="0", ome=_described(source, work))
     with _writing(settings, target, _fingerprint(settings, source, y)) as (made, records, done):
         _execute(settings, made, records, done, y, source)
-    return f"{work.problem}, {math.prod(source.shape) * source.dtype.itemsize + y.nbytes:,} bytes read and written"
+    which = f"the first of {source.series} series of pages, " if source.series > 1 else ""
+    return f"{which}{work.problem}, {math.prod(source.shape) * source.dtype.itemsize + y.nbytes:,} bytes read and written"
 
 
 def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
