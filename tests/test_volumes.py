@@ -134,6 +134,17 @@ def test_filters_with_channels(command, kind, w, flags, options):
             assert file.series[0].axes == "TCZYX"
 
 
+@pytest.mark.parametrize("dtype", ["i1", "u4", "i8", "u8"])
+def test_integers_are_clipped(command, dtype):
+    limits = np.iinfo(dtype)
+    x = np.full((6, 6), limits.max, dtype)
+    x[3, 3] = limits.min
+    save_zarr("x.zarr", x, (3, 3), "yx")
+    assert command("--filter", "sharpen", "x.zarr", "y.zarr")[::2] == (OK, "")
+    y = zarr.open_array("y.zarr", mode="r")[...]
+    assert y.dtype == x.dtype and np.array_equal(y, x)
+
+
 @pytest.mark.parametrize("dtype", ["u1", "i4", "f2", "f4", "f8"])
 def test_types_are_kept_without_channels(command, dtype):
     x = draw(12, 13, 14, dtype="u1" if dtype == "u1" else dtype)
@@ -170,6 +181,55 @@ def test_ome_zarr_stays_ome_zarr(command, version):
     assert zarr.open_group("z.ome.zarr", mode="r")["0"].shape == (2, 6, 10, 11)
     if version == 2:
         assert Path("y.ome.zarr/0/0/0/0/0").is_file()  # as OME wants chunks to be named
+
+
+@pytest.mark.parametrize("w, flags", [
+    (np.full((2, 3), 1 / 6), ""), (np.full((3, 3), 1 / 9), "--stride 2,3 --padding 1"), (np.full((3, 2), 1 / 6), "--dilation 2 --padding 0,1,3,0"),
+    (np.outer([0.5, 1, 0.5], [0.5, 1, 0.5]), "--transposed --stride 2"), (np.outer([0.5, 1, 0.5], [1 / 3, 2 / 3, 1, 2 / 3, 1 / 3]), "--transposed --stride 2,3 --padding 1"),
+])
+def test_the_pixels_of_an_ome_zarr_stay_where_they_are(command, w, flags):
+    """A mean of places is the place of the mean; that is what the scale and the translation of the result say."""
+    axes = [{"name": "z", "type": "space", "unit": "micrometer"}, {"name": "y", "type": "space"}, {"name": "x", "type": "space"}]
+    transforms = [{"type": "scale", "scale": [4.0, 2.0, 0.5]}]
+    scales = {"axes": axes, "datasets": [{"path": "0", "coordinateTransformations": transforms}], "coordinateTransformations": [{"type": "scale", "scale": [1, 3, 1]}]}
+    x = (2.0 * np.arange(20)[:, None] + 0.5 * np.arange(22) + np.zeros((2, 1, 1))).astype("f4")
+    zarr.create_group("x.zarr", zarr_format=2, attributes={"multiscales": [scales]}).create_array("0", shape=x.shape, chunks=(1, 20, 22), dtype="f4")[...] = x
+    np.save("w.npy", np.float32([[w, w]] if "transposed" in flags else [[w], [w]]))
+    assert command("--filter", "w.npy", "x.zarr", "y.zarr", "--axes", "tyx", *flags.split())[::2] == (OK, "")
+    made = zarr.open_group("y.zarr", mode="r")
+    (scale,) = made.attrs["multiscales"]
+    channel = {"name": "c", "type": "channel"}
+    assert scale["axes"] == [axes[0], channel, *axes[1:]] and scale["coordinateTransformations"] == [{"type": "scale", "scale": [1, 1.0, 3, 1]}]
+    found = {transform["type"]: transform[transform["type"]] for transform in scale["datasets"][0]["coordinateTransformations"]}
+    size, first = found["scale"], found.get("translation", [0.0] * 4)
+    y, x = (start + step * np.arange(n) for start, step, n in zip(first[2:], size[2:], made["0"].shape[2:], strict=True))
+    assert size[:2] == [4.0, 1.0] and np.allclose(made["0"][0, 0, 3:-3, 3:-3], (y[:, None] + x)[3:-3, 3:-3], atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype, channels", [("f4", 1), ("i1", 1), ("i2", 1), ("u2", 3)])
+def test_a_tiff_of_one_page_that_is_no_picture(command, monkeypatch, dtype, channels):
+    """It is filtered as an array, also from and to a .npy file. Pages of other sizes are told of; without tifffile its extra is named."""
+    shape = (20, 21, 3)[: 2 + (channels > 1)]
+    x = (draw(*shape) * 50).astype(dtype) if np.dtype(dtype).kind != "u" else draw(*shape, dtype=dtype)
+    tifffile.imwrite("x.tif", x, photometric="rgb" if channels > 1 else "minisblack")
+    tifffile.imwrite("x.tif", x[:9], photometric="rgb" if channels > 1 else "minisblack", append=True)
+    status, out, err = command("--filter", "sharpen", "x.tif", "y.tif")
+    assert (status, err) == (OK, "") and out.startswith("y.tif: the first of 2 series of pages, conv2d")
+    y, expected = tifffile.imread("y.tif", series=0), np.moveaxis(filtered(np.moveaxis(x, 2, 0), run.FILTERS["sharpen"], False), 0, 2) if channels > 1 else filtered(x, run.FILTERS["sharpen"], False)
+    if x.dtype.kind in "iu":
+        expected = np.clip(np.rint(expected), np.iinfo(dtype).min, np.iinfo(dtype).max)
+    assert y.dtype == x.dtype and np.abs(y - expected).max() <= (1 if x.dtype.kind in "iu" else 1e-3)
+    assert command("--filter", "sharpen", "x.tif", "y.npy")[::2] == (OK, "") and np.array_equal(np.load("y.npy"), y)
+    monkeypatch.setitem(sys.modules, "tifffile", None)
+    assert "install it with: pip install 'pycuda_conv[zarr]'" in command("--filter", "sharpen", "x.tif", "z.tif")[2] and names() == ["x.tif", "y.npy", "y.tif"]
+
+
+def test_an_array_becomes_a_tiff(command):
+    x, w = draw(2, 3, 9, 10), draw(4, 3, 3, 3)
+    np.save("x.npy", x)
+    np.save("w.npy", w)
+    assert command("--filter", "w.npy", "x.npy", "y.tif")[::2] == (OK, "")
+    np.testing.assert_allclose(tifffile.imread("y.tif"), pc.conv2d(x, w, device=command.device), rtol=1e-4, atol=1e-4)
 
 
 def test_stores_that_fsspec_opens(command):
@@ -272,7 +332,7 @@ def test_chunks_of_work_are_multiples_of_stored_ones():
 REFUSED = {
     "nothing there": (("--filter", "blur", "none.zarr", "y.zarr"), "none.zarr can't be read"),
     "no array": (("--filter", "blur", "folder.zarr", "y.zarr"), "folder.zarr can't be read"),
-    "group": (("--filter", "blur", "group.zarr", "y.zarr"), "group of arrays (a) without OME's multiscales; name one of them"),
+    "group": (("--filter", "blur", "group.zarr", "y.zarr"), "group (a) without OME's multiscales; name an array in it"),
     "axes unknown": (("--filter", "blur", "plain.zarr", "y.zarr"), "--axes zyx"),
     "axes too few": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yx"), "a letter of its own for each axis"),
     "axes twice": (("--filter", "blur", "plain.zarr", "y.zarr", "--axes", "yyx"), "each once"),
@@ -287,6 +347,11 @@ REFUSED = {
     "into itself": (("--filter", "blur", "x.zarr", "x.zarr/y.zarr"), "it is the file"),
     "no folder": (("--filter", "blur", "x.zarr", "none/y.zarr"), "is not a folder"),
     "not writeable": (("--filter", "blur", "x.zarr", "/proc/y.zarr"), "/proc/y.zarr can't be written"),
+    "a picture": (("--filter", "blur", "picture.png", "y.zarr"), "picture.png can't be read: it is no zarr, no TIFF"),
+    "no pages": (("--filter", "blur", "none.tif", "y.tif", "--axes", "yx"), "none.tif can't be read: it has no pages"),
+    "another file at an address": (("--filter", "w.npy", "memory://x.npy", "y.npy"), "at addresses only zarr can"),
+    "another file to an address": (("--filter", "blur", "x.zarr", "memory://y.npy"), "at addresses only zarr can"),
+    "unknown address": (("--filter", "blur", "nowhere://x.zarr", "y.zarr"), "nowhere://x.zarr can't be opened"),
     "address": (("--filter", "blur", "x.zarr", "nowhere://y.zarr"), "nowhere://y.zarr"),
     "one file for many": (("--filter", "blur", "x.zarr", "y.npy", "--scheduler", "tcp://127.0.0.1:9"), "several workers can't write one file"),
     "no scheduler": (("--filter", "blur", "x.zarr", "y.zarr", "--scheduler", "tcp://127.0.0.1:9"), "can't be reached"),
@@ -311,6 +376,8 @@ def test_what_is_refused_is_told_in_one_line_and_leaves_nothing(command, monkeyp
     for folder in ("folder.zarr", "folder", "full.zarr/x.zarr"):
         Path(folder).mkdir(parents=True)
     Path("full.zarr/notes.txt").write_text("mine")
+    Path("picture.png").write_bytes(b"")
+    Path("none.tif").write_bytes(b"II*\0" + bytes(4))
     before = sorted(Path().rglob("*"))
     status, out, err = command(*arguments)
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and err.startswith("pycuda-conv run: ") and words in err

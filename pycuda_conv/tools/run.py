@@ -142,7 +142,10 @@ def file_exists(place: Path | str) -> bool:
     if "://" not in str(place):
         return os.path.lexists(place)
     files, path = filesystem(str(place))
-    return bool(files.exists(path))
+    try:
+        return bool(files.exists(path))
+    except Exception as error:  # whatever a store raises
+        raise ToolError(f"{place} can't be reached: {error}") from error
 
 
 @lru_cache(maxsize=32)
@@ -162,16 +165,19 @@ def _in_chunks(settings: Settings) -> bool:
     places = [str(place).lower().rstrip("/") for place in (settings.input, settings.output)]
     if any("://" in place or place.endswith(".zarr") for place in places) or os.path.isdir(settings.input):
         return True
-    return places[0].endswith((".tif", ".tiff")) and _pages(settings.input) > 1
+    source, output = ("tiff" if place.endswith((".tif", ".tiff")) else place.rpartition(".")[2] for place in places)
+    return {source, output} == {"npy", "tiff"} or (source == "tiff" and _is_array(settings.input))
 
 
-def _pages(path: Path | str) -> int:
-    """How many pages a TIFF has; 1 where nothing can tell, which leaves it to the reader of pictures."""
+def _is_array(path: Path | str) -> bool:
+    """Whether a TIFF has several pages, or pixels that pictures here don't have. False where nothing can tell: see :func:`read_picture`."""
     try:
         with importlib.import_module("tifffile").TiffFile(path) as file:
-            return len(file.pages)
-    except (ImportError, ValueError, OSError):
-        return 1
+            page = file.pages[0]
+            plain = page.dtype is None or page.dtype.name in ("bool", "uint8") or (page.dtype.name, page.samplesperpixel) == ("uint16", 1)
+            return len(file.pages) > 1 or not plain
+    except (ImportError, ValueError, OSError, IndexError):
+        return False
 
 
 # ---- files
@@ -491,16 +497,20 @@ def read_picture(path: Path) -> Picture:
 
 
 def _decoded(pillow: Any, path: Path, image: Any) -> Picture:
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # MPO: a photograph with a smaller one behind it
-        raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
+    several = getattr(image, "n_frames", 1) > 1 and image.format != "MPO"  # MPO: a photograph with a smaller one behind it
     raw = image.tile[0][3] if image.tile else ""
     raw = raw if isinstance(raw, str) else str(raw[0]) if raw else ""
+    wide = image.mode in ("I", "F")
+    if image.format == "TIFF" and (several or wide or raw.startswith(("RGB;16", "RGBA;16")) or {2, 3} & set(image.tag_v2.get(339, ()))):
+        require("tifffile")  # pages, signed numbers and floats: with it they would have been read as an array
+    if several:
+        raise ToolError(f"{path} has {image.n_frames} pictures; only files with one can be filtered")
     info = {name: image.info[name] for name in ("icc_profile", "exif") if image.info.get(name)}
     if image.mode.startswith("I;16"):
         return Picture(np.asarray(image).astype(np.uint16)[None], None, info)
     if ";16" in raw:
         pixels = _decoded_16_bit(pillow, path, image, raw)
-    elif image.mode in ("I", "F"):
+    elif wide:
         raise ToolError(f"{path} has 32-bit values; pictures of 8 or 16 bits can be filtered, others as .npy files")
     else:
         clear = image.mode in ("PA", "La", "RGBa") or "transparency" in image.info

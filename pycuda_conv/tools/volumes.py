@@ -89,6 +89,8 @@ class Source:
     zarr_format: int = 3
     #: OME's description of the group, as it is stored
     ome: Any = None
+    #: of how many series of pages this is the first
+    series: int = 1
 
     def chunk_name(self, index: tuple[int, ...]) -> str:
         """What messages call a stored chunk."""
@@ -113,15 +115,23 @@ def _opened(array: Source | Target, write: bool = False) -> Any:
 
 def read(place: str, axes: str | None) -> Source:
     """What lies at `place`; `axes` names its axes if the user did."""
+    kind = kind_of(place)
+    if is_url(place):
+        filesystem(place)  # or an error that says which package is missing
+        if kind != "zarr":
+            raise ToolError(f"{place} can't be read: at addresses only zarr can")
+    if kind == "zarr" and Path(place).is_file():
+        raise ToolError(f"{place} can't be read: it is no zarr, no TIFF and no .npy file; pictures are written as pictures")
     try:
-        source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind_of(place)](place)
-    except (OSError, ValueError, KeyError, RuntimeError, NotImplementedError, TypeError) as error:
+        source = {"npy": _read_npy, "tiff": _read_tiff, "zarr": _read_zarr}[kind](place)
+    except ToolError:
+        raise
+    except Exception as error:  # whatever zarr, tifffile or a store raises
         raise ToolError(f"{place} can't be read: {getattr(error, 'strerror', None) or error}") from error
-    if axes is None:
-        return source
-    if len(axes) != len(source.shape) or len(set(axes)) < len(axes):
-        raise ToolError(f"--axes must have a letter of its own for each axis of {place}, whose shape is {source.shape}, got {axes!r}")
-    return replace(source, axes=axes)
+    found = source.axes if axes is None else axes
+    if found is not None and (len(found) != len(source.shape) or len(set(found)) < len(found)):
+        raise ToolError(f"--axes must have a letter of its own for each axis of {place}, whose shape is {source.shape}, got {found!r}")
+    return replace(source, axes=found)
 
 
 def _read_npy(place: str) -> Source:
@@ -132,11 +142,13 @@ def _read_npy(place: str) -> Source:
 
 def _read_tiff(place: str) -> Source:
     with require("tifffile").TiffFile(place) as file:
+        if not file.series:
+            raise ValueError("it has no pages")
         series = file.series[0]
         axes = series.axes.lower()
         if "c" not in axes:
             axes = axes.replace("s", "c")  # colours of a pixel
-        found = Source(place, "tiff", tuple(series.shape), np.dtype(series.dtype), (), axes)
+        found = Source(place, "tiff", tuple(series.shape), np.dtype(series.dtype), (), axes, series=len(file.series))
     return replace(found, chunks=_opened(found).chunks)
 
 
@@ -150,8 +162,8 @@ def _read_zarr(place: str) -> Source:
     attributes = dict(node.attrs)
     scales = attributes.get("ome", attributes).get("multiscales")
     if not scales:
-        names = ", ".join(sorted(node.array_keys()))
-        raise ValueError(f"it is a group of arrays ({names}) without OME's multiscales; name one of them, as {place}/NAME")
+        names = ", ".join(sorted(node.keys()))
+        raise ValueError(f"it is a group ({names}) without OME's multiscales; name an array in it, as {place}/NAME")
     name = scales[0]["datasets"][0]["path"]
     array = node[name]
     described = scales[0].get("axes") or list("tczyx")[-array.ndim :]
@@ -211,7 +223,7 @@ class Target:
         if self.kind == "npy":
             np.lib.format.open_memmap(self.place, mode="w+", dtype=self.dtype, shape=self.shape)
         else:
-            metadata = {"axes": self.axes.upper()} if self.axes else None
+            metadata = {"axes": self.axes.upper()} if self.axes else {}  # with {} the shape is noted
             require("tifffile").memmap(self.place, shape=self.shape, dtype=self.dtype, photometric="minisblack", metadata=metadata)
         reserve(Path(self.place))
 
@@ -241,8 +253,8 @@ class _Store:
             if self.records is not None:
                 files, folder = filesystem(self.records)
                 files.pipe_file(f"{folder}/{_record(index)}", b"")
-        except OSError as error:
-            raise ToolError(f"{self.target.shown} can't be written: {error.strerror or error}") from error
+        except Exception as error:  # an OSError, or whatever a store raises
+            raise ToolError(f"{self.target.shown} can't be written: {getattr(error, 'strerror', None) or error}") from error
         return int(block.nbytes)
 
 
@@ -264,11 +276,12 @@ def _check_output(settings: Settings, sources: Sequence[Any]) -> str:
         if source is not None and _overlap(output, str(source)):
             raise ToolError(f"{output} can't be written: it is the file {source}, which is read")
     if is_url(output):
-        files, path = filesystem(output)
-        if files.exists(path) and not (settings.resume and is_interrupted(output)):
+        if kind_of(output) != "zarr":
+            raise ToolError(f"{output} can't be written: at addresses only zarr can")
+        if file_exists(output) and not (settings.resume and is_interrupted(output)):
             if not settings.force:
                 raise ToolError(f"{output} exists already; --force replaces it")
-            if not _is_zarr(files, path):
+            if not _is_zarr(*filesystem(output)):
                 raise ToolError(f"{output} can't be written: what is there is no zarr")
         return output
     real = Path(output).resolve()
@@ -390,8 +403,8 @@ class Work:
     axes: str | None
     #: sizes of the chunks that are to be stored
     chunks: tuple[int, ...]
-    #: the steps along the axes of space, by their letters
-    steps: dict[str, float]
+    #: for each axis of space the distance of two pixels, and where the first one lies, in pixels of the input
+    places: dict[str, tuple[float, float]]
 
 
 def volume_filter(name: str) -> np.ndarray:
@@ -450,7 +463,6 @@ def _filters(settings: Settings, source: Source) -> tuple[np.ndarray, np.ndarray
 def _graph(
     settings: Settings, source: Source, axes: str, space: str, weight: np.ndarray, bias: np.ndarray | None, dtype: str, alone: bool
 ) -> Work:
-    da = require("dask.array")
     chunked = importlib.import_module("pycuda_conv.dask")
     rank = len(space)
     images = "".join(letter for letter in axes if letter not in space and (alone or letter != "c"))
@@ -488,12 +500,25 @@ def _graph(
         wanted = wanted.replace(space[0], "c" + space[0], 1)
     y = y.transpose([found.index(letter) for letter in wanted])
     if alone and source.dtype.kind in "iu":
-        limits = np.iinfo(source.dtype)
-        y = da.clip(da.rint(y), limits.min, limits.max).astype(source.dtype)
+        y = y.map_blocks(_rounded, source.dtype, dtype=source.dtype, meta=np.empty((0,) * y.ndim, source.dtype))
     near = dict(zip(axes, source.chunks, strict=True)) if source.kind != "npy" else dict.fromkeys(axes, 128)
     chunks = tuple(_stored(y.chunks[i], near.get(letter, y.shape[i])) for i, letter in enumerate(wanted))
-    steps = dict(zip(space, [1 / s if settings.transposed else float(s) for s in problem.stride[-rank:]], strict=True))
-    return Work(y, problem, source, wanted if source.axes is not None else None, chunks, steps)
+    places = dict(zip(space, [_place(problem, axis) for axis in range(3 - rank, 3)], strict=True))
+    return Work(y, problem, source, wanted if source.axes is not None else None, chunks, places)
+
+
+def _place(problem: ConvProblem, axis: int) -> tuple[float, float]:
+    """The distance of two pixels of the result, and where the first one lies: at the middle of its window. In pixels of the input."""
+    stride, middle = problem.stride[axis], problem.dilation[axis] * (problem.filter_size[axis] - 1) / 2 - problem.padding_before[axis]
+    return (1 / stride, -middle / stride) if problem.direction == "dgrad" else (float(stride), middle)
+
+
+def _rounded(y: np.ndarray, dtype: Any) -> np.ndarray:
+    """`y` in an integer type, rounded and clipped."""
+    limits = np.iinfo(dtype)
+    least, most = y.dtype.type(limits.min), y.dtype.type(limits.max)  # floats have no 2^63 - 1: `most` is the next above it
+    with np.errstate(invalid="ignore"):
+        return np.where(y >= most, dtype.type(limits.max), np.clip(np.rint(y), least, most).astype(dtype))
 
 
 def _or(value: Any, default: Any) -> Any:
@@ -582,7 +607,8 @@ def convolve(settings: Settings) -> str:
         target = replace(target, name="0", ome=_described(source, work))
     with _writing(settings, target, _fingerprint(settings, source, y)) as (made, records, done):
         _execute(settings, made, records, done, y, source)
-    return f"{work.problem}, {math.prod(source.shape) * source.dtype.itemsize + y.nbytes:,} bytes read and written"
+    which = f"the first of {source.series} series of pages, " if source.series > 1 else ""
+    return f"{which}{work.problem}, {math.prod(source.shape) * source.dtype.itemsize + y.nbytes:,} bytes read and written"
 
 
 def _fingerprint(settings: Settings, source: Source, y: Any) -> dict[str, Any]:
@@ -606,24 +632,40 @@ def _described(source: Source, work: Work) -> str:
     inner = attributes.get("ome", attributes)
     scales = inner["multiscales"][0]
     axes = work.axes or ""
-    kept = {(axis["name"] if isinstance(axis, dict) else axis)[0].lower(): axis for axis in scales.get("axes", [])}
-    transforms = []
-    for transform in scales["datasets"][0].get("coordinateTransformations", []):
-        values = dict(zip(source.axes or "", transform.get(transform["type"], []), strict=False))
-        if transform["type"] == "scale":
-            values = {letter: value * work.steps.get(letter, 1) for letter, value in values.items()}
-        default = 1.0 if transform["type"] == "scale" else 0.0
-        transforms.append({**transform, transform["type"]: [values.get(letter, default) for letter in axes]})
+    before = source.axes or ""
     dataset = {**scales["datasets"][0], "path": "0"}
-    if transforms:
-        dataset["coordinateTransformations"] = transforms
     scale = {**scales, "datasets": [dataset]}
-    if kept:
+    for one, places in ((dataset, work.places), (scale, {})):
+        if one.get("coordinateTransformations"):
+            one["coordinateTransformations"] = _transforms(one["coordinateTransformations"], before, axes, places)
+    if scales.get("axes"):
+        kept = dict(zip(before, scales["axes"], strict=True))
         scale["axes"] = [kept.get(letter, {"name": letter, "type": "channel"}) for letter in axes]
     inner["multiscales"] = [scale]
     if "c" in axes and work.result.shape[axes.index("c")] != dict(zip(source.axes or "", source.shape, strict=False)).get("c"):
         inner.pop("omero", None)  # names and colours of other channels
     return json.dumps(attributes)
+
+
+def _transforms(given: list[Any], before: str, axes: str, places: dict[str, tuple[float, float]]) -> list[Any]:
+    """OME's scale and translation of the axes `before`, as they are for `axes` whose pixels lie at `places`."""
+    made, size, first = [], dict.fromkeys(axes, 1.0), {letter: place for letter, (_, place) in places.items() if place}
+    for transform in given:
+        kind = transform.get("type")
+        values = transform.get(kind) if kind in ("scale", "translation") else None
+        if not isinstance(values, list):
+            made.append(transform)
+            continue
+        own = dict(zip(before, values, strict=False))
+        if kind == "scale":
+            size.update(own)
+            numbers = [own.get(letter, 1.0) * places.get(letter, (1, 0))[0] for letter in axes]
+        else:
+            numbers = [own.get(letter, 0.0) + first.get(letter, 0) * size[letter] for letter in axes]
+        made.append({**transform, kind: numbers})
+    if first and not any(transform.get("type") == "translation" for transform in given):
+        made.append({"type": "translation", "translation": [first.get(letter, 0.0) * size[letter] for letter in axes]})
+    return made
 
 
 def _execute(settings: Settings, target: Target, records: str | None, done: set[str], y: Any, source: Source) -> None:
