@@ -1,6 +1,7 @@
-// cluster.cuh: CLUSTER blocks, a constant that is set before this is included, sum a tile's parts of gemm k and add them up together.
+// cluster.cuh: the CLUSTER blocks of a cluster each sum a part of a tile's gemm k, and add these sums up together.
 //
-// Each block leaves its sums in its shared memory, as rows of `pitch` floats, and reads some of the rows of all blocks in their order.
+// Each block leaves its sums in its shared memory, as rows of `pitch` floats. Then it adds up some of the rows, over all blocks in their order.
+// CLUSTER, a constant, is set before this is included.
 #pragma once
 #include "sm90.cuh"
 

@@ -3,25 +3,25 @@
 //   y[pixel, k] = sum over taps and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
 //   gemm m: pixel (n,o,p,q) of the batch | gemm n: output channel | gemm k: (tap, c), c fastest, in stages of 128 bytes of channels
 //
-// Nothing is packed: TMA brings both operands from the arrays into the form that wgmma wants. TF32: TMA rounds float32 on the way.
+// Nothing is packed: TMA brings both operands from the arrays into the form that wgmma wants, and rounds float32 to TF32 on the way.
 //
-// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels, those of the same pixels side by side. A consumer warpgroup for each 64 pixels,
-//          and behind them a warp one thread of which, the producer, asks for x and w. Persistent, unless a cluster shares a tile.
-// Shared   a ring of STAGES stages, 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. full[stage]: the bytes
-//          have arrived; empty[stage]: the consumer warps have read them. Behind the ring, a tile of 16 pixels x 32 channels of sums for each
-//          warp, pitch 40 floats, from which it writes rows of y where a pixel of y is no multiple of 16 bytes; and the warps' moments of two such
-//          tiles. Otherwise lanes exchange words of their sums and write 16 bytes of a pixel each.
+// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. Tiles of the same pixels run side by side. A block has a consumer warpgroup for each 64
+//          pixels, and behind them one more warp. One thread of that, the producer, asks for x and w. Blocks are persistent, unless a cluster
+//          shares a tile.
+// Shared   a ring of STAGES stages (ring.cuh), 128 bytes of k each: rows of BLOCK_M pixels of x, swizzled, then BLOCK_N rows of w. Behind it lie
+//          the warps' moments, and for each warp a tile of 16 pixels x 32 channels of sums, pitch 40 floats. From that tile a warp writes rows of
+//          y if a pixel of y is no multiple of 16 bytes. Otherwise lanes exchange words of their sums, and each writes 16 bytes of a pixel.
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
-// w        K-major, rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, the gradient of the input in 16 bits: rows of
-//          gemm n, in blocks of 64 channels x 64 of k. What all of a row or block lies past the last channel of y is not loaded: TMA takes
-//          three times as long for rows that it has to fill. Nothing is made of the sums that come of it.
+// w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input in 16 bits: rows of
+//          gemm n, in blocks of 64 channels x 64 of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because TMA
+//          takes three times as long for rows that it has to fill. The sums that belong to them are not written.
 // Cluster  CLUSTER blocks share a tile: each sums its part of gemm k. They leave their sums in shared memory, and each adds up some of the
-//          tile's rows, of all blocks in their order.
-// Moments  for a batch norm behind it (batch_norm.cu): of each channel, over the 64 pixels of a consumer, the mean of y and the sum of squares of
-//          what y is off by: moments[slice][2][channel].
-// Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps that writes every out_h-th row
-//          and out_w-th column. A launch takes PHASES of them, one after the other, the longest first.
+//          tile's rows, over all blocks in their order.
+// Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
+//          the sum of squared deviations from it.
+// Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
+//          row and out_w-th column. A launch takes PHASES of them, one after the other, the longest first.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/dense_nhwc_sm90.cu
 #ifndef BLOCK_M

@@ -1,18 +1,18 @@
 // depthwise_planes.cu: depthwise layers of small filters, NCHW: planes that lie one behind another are read and written as runs of memory.
 //
-// The sum, the layouts and the uses are those of direct_tile.cu, for filters of R x S taps without dilation. A block of that one reads a window
-// number by number, each with a place of its own to work out and four borders to look at. Here a block reads whole planes, or a band of
-// whole rows of one: a run of memory, by vectors of 16 bytes, whatever the sizes are; so it writes. What is outside the image is
-// looked for where a row passes by, once a thread and row. The sum of every row of the filter is added up by itself, unless the result has 16
-// bits: short sums lose less.
+// The sum, the layouts and the uses are those of direct_tile.cu, for filters of R x S taps without dilation. There a block reads a window number by
+// number, and for each it computes an address and looks at four borders. Here a block reads whole planes, or a band of whole rows of one. Either is
+// a run of memory, which it reads, and writes, by vectors of 16 bytes, whatever the sizes are. A thread looks once for each row of x what of it
+// lies outside the image. Each row of the filter has a sum of its own, unless the result has 16 bits, because short sums lose less.
 //
 // Sizes    They are arguments; R, S and STRIDE are defined. With LAYER, the layer's channels and epilogue are constants.
-// Mapping  block -> a unit: PLANES planes of y, or BAND rows of one plane. GID_0 = group of planes * bands + band.
-//          thread -> tasks, THREADS apart: ROWS pixels of a column, one below the other; task = (plane * strips + strip) * Q + column.
-//          The rows of x that a task meets pass by from the top down, S numbers of each, and meet the rows of the filter, all in registers.
-// Memory   shared (LOCAL_ROOM), in acc_t: the filters of the planes, FILTERS numbers; the run of y, Y_ROOM numbers, begun as far
-//          behind a vector's beginning as it lies in memory; the run of x, likewise.
-//          All loads of a block are on their way at once; several blocks of a multiprocessor load, multiply and store by turns.
+// Mapping  block -> a unit: `planes` planes of y, or `band` rows of one plane. GID_0 = group of planes * bands + band.
+//          thread -> tasks, THREADS apart: ROWS pixels of a column, one below the other; task = (plane * strips + strip) * q + column.
+//          A task goes through the rows of x that it meets from the top down. It loads S numbers of each into registers, where the rows of the
+//          filter are.
+// Memory   shared (LOCAL_ROOM), in acc_t: the filters of the planes, `filters` numbers; the run of y, `y_room` numbers, which begins as far
+//          behind a vector's beginning as it does in memory; the run of x, likewise.
+//          All loads of a block are on their way at once. Several blocks of a multiprocessor load, multiply and store by turns.
 //
 // By hand: nvcc -cubin cu/depthwise_planes.cu
 #include "portable.cuh"

@@ -3,13 +3,12 @@
 //   y[n,k,o,p,q] = bias[k] + sum over c,t,r,s of x[n, g*cg + c, o*stride_d - pad_d + t*dil_d, p*stride_h - pad_h + r*dil_h,
 //                                               q*stride_w - pad_w + s*dil_w] * w[k,c,t,r,s],   g = k / kg
 //
-// Instead of a launch per image, output channel and input channel, as a loop around step 1 would make, the grid
-// covers n, k and the pixels, and the sum over input channels stays in registers. This is the engine's general
-// kernel: any rank, group count, stride, dilation and padding. A 2-d convolution has d = t = o = 1, a 1-d one
-// h = r = p = 1 too.
+// A loop around step 1 would make a launch for each image, output channel and input channel. Here the grid covers n, k and the pixels, and the
+// sum over input channels stays in registers. This is the engine's general kernel: it takes any rank, number of groups, stride, dilation and
+// padding. A 2-d convolution has d = t = o = 1, a 1-d one h = r = p = 1 too.
 //
-// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled. With LAYER,
-//          all numbers but the batch, the sizes of images and what follows from these are constants; AXES is their number then.
+// Sizes    They are arguments. R and S may be defined: then the loops over a plane of the filter are unrolled. With LAYER, all numbers are
+//          constants, except the batch, the sizes of images and what follows from them; AXES is then the number of spatial axes.
 // Layout   x [n][groups*cg][d][h][w], w [groups*kg][cg][t][r][s], y [n][groups*kg][o][p][q].
 // Mapping  block -> THREADS consecutive pixels of the batch, numbered n*o*p*q + o*p*q + p*q + q, times BLOCK_K output
 //          channels of one group, and one of `split` parts of the sum over channels; GID_0 = ((pixel tile * groups + g) * split + part)

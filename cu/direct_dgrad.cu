@@ -3,15 +3,16 @@
 //   x[n,c,d,h,w] = bias[c] + sum over k,t,r,s of y[n,k,o,p,q] * w[k,c,t,r,s]
 //                  where o*stride_d = d + pad_d - t*dil_d, p*stride_h = h + pad_h - r*dil_h, q*stride_w = w + pad_w - s*dil_w
 //
-// The forward pass scatters x[h] into every p that reads it; turned round, one would add with atomics, in an order
-// that changes from run to run. Here each thread gathers instead: it looks up which outputs p,q its own input pixel
-// fed and adds their gradients in a fixed order, so the result is the same bits every time. Of a strided convolution's taps a pixel
-// meets only every `every`-th, and goes through these alone: from one to the next it steps `back` outputs back.
+// In the forward pass x[h] reaches every p that reads it. A kernel that went the same way back would add with atomics, in an order that changes
+// from run to run. Here each thread gathers instead: it looks up which outputs p,q its own input pixel fed, and adds their gradients in a fixed
+// order, so the result has the same bits on every run. With a stride a pixel meets only every `every`-th tap; the thread visits those alone,
+// and from one to the next it steps `back` outputs back.
 //
 // Sizes    They are arguments. With UNROLLED, R, S, EVERY_H and EVERY_W are defined, and the loops over a plane of the filter are unrolled.
-//          With LAYER, all numbers but the batch, the sizes of images and what follows from these are constants; AXES is their number then.
-// Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds
-//          what they bring in that order; of float64, a tap's or some channels' first: short sums lose less.
+//          With LAYER, all numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of
+//          spatial axes.
+// Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds what
+//          they bring in that order. In float64 it first sums a tap or some channels by themselves, because short sums lose less.
 // Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.

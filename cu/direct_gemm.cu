@@ -8,13 +8,12 @@
 // B is never stored: its elements are found in x as the tiles are loaded. Each thread multiplies THREAD_M values of A
 // by THREAD_N of B for every k, so one value from shared memory serves 4 to 8 multiplications instead of one.
 //
-// The gradient of the input uses the same kernel: the pixels h = a (mod stride) form a phase, which is a stride-1
-// convolution of y with every stride-th filter row, backwards (w_r, dil_h < 0 then say so), and y_h spreads
-// the results. One launch a phase.
+// The gradient of the input uses the same kernel, with one launch a phase. The pixels h = a (mod stride) form a phase: a stride-1 convolution of
+// y with every stride-th filter row, taken backwards (w_r and dil_h < 0 say so). y_h spreads the results.
 //
-// Sizes    They are arguments: the text depends on the tile, the type and the width of loads alone. All threads of a block need the
-//          same k, so the block keeps a table of taps in shared memory: how far from a pixel's first element in x, and from the start
-//          of a row of w, that k lies. BLOCK_K threads write the taps of the step after next while the tile of this step is multiplied.
+// Sizes    They are arguments: the text depends on the tile, the type and the width of loads alone. All threads of a block need the same k,
+//          so the block keeps a table of taps in shared memory. It says how far each k lies from a pixel's first element in x, and from the
+//          start of a row of w. BLOCK_K threads write the taps of the step after next while the tile of this step is multiplied.
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; GID_0 = ((pixel tile * groups + g) * split + part) * m_tiles + m tile:
 //          blocks that share pixels are neighbours. warp -> 4 x 8 threads. thread -> THREAD_M x THREAD_N sums, in
 //          groups of four neighbours, 4 * threads-along-the-axis apart, so that its reads of shared memory are 16 bytes
@@ -23,18 +22,17 @@
 //          transposing stores of A over the banks. While one buffer is multiplied the next tile waits in registers.
 //          Global loads of A are 16 bytes wide (A_VEC = 4) when k runs contiguously in w, those of B (B_VEC = 4) when
 //          four neighbouring pixels are neighbours in x: 1x1 filters without stride or padding, which need no table.
-// Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next: NCHW, channels
-//          last, or with the first two axes exchanged. That is how the gradient of the filter is this kernel too: x's channels are the
-//          images, its images the channels, dy the filter, and y is dw (ConvProblem.launched).
-// Guarded  FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only): a few blocks look at every tile in turn, and leave
-//          at once in the usual case that pack.cu flagged no image (patch_rows: the product no patch of one) or channel. A tile is
-//          computed again if one that belongs to it is flagged with 2, or with 1 and a result is so small that what its operands'
-//          limbs lost can be seen in it. Limbs are off by
-//          at most 2^-36 where the largest is below 2^15, so that a sum of gemm_k products, scaled back by scale_n * scale_k, is off by
-//          gemm_k * 2^-20 * scale_n * scale_k at most: less than 2^-21 sqrt(gemm_k) of a result of 2 sqrt(gemm_k) * scale_n * scale_k.
-//          A smaller one is a suspect, and mostly the small difference of large summands: where their magnitudes make 4 gemm_k or more,
-//          what was lost is 2^-22 of that, as much as any sum in fp32 loses. A few suspects of a tile are looked at so; of many, most
-//          are in earnest.
+// Layout   x_* and y_* are the elements from one image, group, channel of a group, plane, row and pixel to the next. Arrays are NCHW, channels
+//          last, or have their first two axes exchanged. So this kernel computes the gradient of the filter too: x's channels are the images,
+//          its images are the channels, dy is the filter, and y is dw (ConvProblem.launched).
+// Fix-up   FIXUP = 1 mends what the tensor-core kernels wrote to y (CUDA only). A few blocks look at every tile in turn. Usually pack.cu has
+//          flagged no image (with patch_rows, the product no patch of one) and no channel, and they leave at once. A tile is computed again if
+//          an image or a channel of it is flagged with 2. With flag 1 it is computed again if a result is so small that it may show what its
+//          operands' limbs lost. Limbs are off by at most 2^-36 where the largest is below 2^15. So a sum of gemm_k products, scaled back by
+//          scale_n * scale_k, is off by at most gemm_k * 2^-20 * scale_n * scale_k: less than 2^-21 sqrt(gemm_k) of a result of
+//          2 sqrt(gemm_k) * scale_n * scale_k. A smaller result is a suspect. Most suspects are small differences of large summands: where the
+//          summands' magnitudes make 4 gemm_k or more, 2^-22 of that was lost, as much as any sum in fp32 loses. So a few suspects of a tile
+//          are examined one by one. Where there are many, most of them need it, and the tile is computed again.
 // Split    split > 1 cuts the sum over k for problems of few tiles: every part is written to a workspace
 //          [split][size of y] of acc_t, without the epilogue, and direct_reduce.cu adds the parts in order.
 //

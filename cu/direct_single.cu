@@ -7,11 +7,11 @@
 // convolution (c groups, multiplier = k/c filters a channel).
 //
 // Layout   x [n][c][h][w], w [k][r][s], y [n][k][p][q].
-// Sizes    They are arguments; with LAYER, all but those of images and what follows from these are constants.
+// Sizes    They are arguments. With LAYER they are constants, except the sizes of images and what follows from them.
 // Mapping  block -> THREADS consecutive pixels (p,q) of one plane; GID_0 = plane * tiles per plane + tile.
 //          thread -> one pixel; the threads of a warp write neighbours and, at stride 1, read neighbours.
-// Memory   shared: the r*s filter weights (LOCAL_ROOM), read r*s times by every thread of the block; x comes from global memory
-//          and is reread up to r*s times through the caches: step 2 mends that.
+// Memory   shared (LOCAL_ROOM): the r*s filter weights, all of which every thread of the block reads. x comes from global memory, each
+//          value up to r*s times through the caches: step 2 mends that.
 //
 // By hand: nvcc -cubin cu/direct_single.cu
 #include "portable.cuh"

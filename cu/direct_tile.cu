@@ -1,12 +1,12 @@
 // direct_tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
 //
-// Same sum, layouts and uses as direct_single.cu, and without a stride the gradient of the input of a depthwise layer: the same sum over dy, with
-// the filter's taps from the last to the first. New: neighbouring pixels overlap in what they read, so a block
-// fetches the window of its whole tile once and every thread reads it from shared memory. And what each column of the
-// filter gives is added up by itself, unless the result has 16 bits: short sums lose less.
+// The sum, the layouts and the uses are those of direct_single.cu. Without a stride it also computes the gradient of a depthwise layer's input,
+// which is the same sum over dy with the filter's taps from the last to the first. What is new: neighbouring pixels read overlapping windows,
+// so a block fetches the window of its whole tile once, and its threads read that from shared memory. Each column of the filter has a sum of
+// its own, unless the result has 16 bits, because short sums lose less.
 //
-// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are
-//          unrolled. With LAYER, all numbers but the sizes of images and what follows from these are constants; AXES is their number then.
+// Sizes    They are arguments. R, S, STRIDE_H, STRIDE_W, DIL_H and DIL_W may be defined: then the filter's loops are unrolled. With LAYER, all
+//          numbers are constants, except the sizes of images and what follows from them; AXES is then the number of spatial axes.
 // Mapping  block -> TILE_P x TILE_Q pixels of one plane; GID_0 = (plane * tiles down + tile row) * tiles across + tile column.
 //          thread (ty, tx) -> ROWS pixels, one below the other, in column tx; with the loops unrolled, a value of the
 //          tile that several of these pixels need is loaded from shared memory once.

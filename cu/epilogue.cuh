@@ -1,9 +1,9 @@
 // epilogue.cuh: what becomes of a sum on its way to y, in the sum's own type: activation(sum * scale[k] + bias[k] + residual).
 //
-// Scale and bias belong to an output channel, the residual lies in memory as y does. It may be y itself: what stores an element of y
-// is what read that element of the residual, before. Which of them there are the launch's arguments, `arg`, say, or the layer's
-// constants. What there is not is never read: it counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds
-// the product and the first summand together; the first is the bias, or without one the residual.
+// Scale and bias belong to an output channel. The residual lies in memory as y does, and may be y itself: the thread that stores an element of y
+// has read that element of the residual before. The launch's arguments, `arg`, say which of the three there are; with LAYER they are constants.
+// One that there is not is never read. It counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds the product and
+// the first summand together; the first is the bias, or without one the residual.
 #pragma once
 
 #define EPILOGUE_FLAGS                                                                                            \

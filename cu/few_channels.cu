@@ -5,23 +5,23 @@
 //   y[n,k,p,q] = sum over s of u[p, column(q, s), (s,k)]                                added from shared memory
 //   gemm m: column of x | gemm n: (s,k), k fastest | gemm k: (r,c), in steps of 64 bytes of channels
 //
-// So the tensor core's columns are taps times channels, which few channels fill, and each number that it makes is added once. x is read
-// as it lies, from memory to registers, and each of its rows is multiplied for all rows of y that meet it.
+// The tensor core's columns are taps times channels, which few channels fill too, and each number that it makes is added up once. x is read as it
+// lies, from memory to registers. Each of its rows is multiplied at once for all rows of y that meet it.
 //
 // Rows     Forward, row p meets p * stride - pad + r * dilation; in the gradient row (p + pad - r * dilation) / stride where that is whole.
 //          Rows of y that are `row_phases` apart meet rows of x that are `row_step` apart, by the same taps: row j of a phase meets
 //          first + row_step * (rows_apart * j + t), t = 0 ... taps - 1. A block computes rows of one phase.
 // Columns  A block's columns of x are neighbours; a table says which of them, and which taps, a column of y adds.
-// Mapping  block -> a phase, `chunk` channels of y, one tile of an image after another: WARPS_H * ROWS rows of the phase, TILE_Q columns of y,
-//          WARPS_W * COLUMNS columns of x. warp -> ROWS x COLUMNS sums of all gemm n, in registers, of one of PARTS parts of the channels of x;
-//          WARPS_W * WARPS_H * PARTS is 4. adding: thread -> one element of y after another, neighbours in y.
-//          Of a step's channels a lane has 16 bytes of neighbours, for rows lane / 4 and 8 more of a matrix, which are columns of x. The tensor
-//          core wants other channels there, but any order will do that is the filter's too.
+// Mapping  block -> a phase, `chunk` channels of y, and one tile of an image after another. A tile has warps_h * ROWS rows of the phase, tile_q
+//          columns of y, and warps_w * COLUMNS columns of x. warp -> ROWS x COLUMNS sums of all gemm n, in registers, over one of `parts` parts of
+//          the channels of x; warps_w * warps_h * parts is 4. When the sums are added up: thread -> one element of y after another, neighbours in y.
+//          Of a step's channels a lane has 16 bytes of neighbours, in rows lane / 4 and lane / 4 + 8 of the matrix, which are columns of x. The
+//          tensor core wants other channels there, but any order will do if the filter has the same.
 // Memory   shared: the filter [t][step][8 of gemm n][lane][16 bytes of channels], as the tensor core takes it; u [gemm n][part][row][column],
 //          with 4 floats between its planes, so that a warp writes to and reads from all banks; the table of columns.
-// Sums     PRODUCTS = 3: x and w are split to two TF32 numbers each, of which three products are added, and after each step the sum is added to
-//          a float32 sum, because the tensor core's own is cut. What is not finite then is computed once more, in plain float32.
-//          The order of sums is the same for all tiles of so many PARTS.
+// Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After each step the sum is added to
+//          a float32 sum, because the tensor core truncates its own. What is not finite then is computed once more, in plain float32.
+//          The order of sums is the same for all tiles with the same number of parts.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_channels.cu
 #ifndef TYPE

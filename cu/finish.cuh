@@ -1,9 +1,9 @@
 // finish.cuh: epilogue.cuh for the kernels of the tensor cores.
 //
-// Which of scale, bias, residual and activation there are, the launch's arguments say, and one text serves all layers. With LAYER they are
-// constants of the text: far fewer instructions. What there is not is neutral: a scale of 1, a bias or a residual of -0, which no sum feels, not
-// even one of -0. The multiplications and additions are named one by one, because the compiler may join a product and a sum to one rounding
-// where it likes. So either text gives the same bits.
+// The launch's arguments say which of scale, bias, residual and activation there are, so one text serves all layers. With LAYER they are
+// constants of the text, which takes far fewer instructions. What there is not is neutral: a scale of 1, a bias or a residual of -0, which
+// changes no sum, not even one of -0. Left to itself, the compiler may join a product and a sum to one rounding where it likes. So those that
+// are joined are written as fmaf, and either text gives the same bits.
 #pragma once
 #include "packed.cuh"
 

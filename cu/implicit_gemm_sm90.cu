@@ -3,62 +3,61 @@
 //   y[n, k, pixel] = scale_n[n] * scale_k[k] * sum over taps and c of w[k, tap, c] * x[n, pixel + tap, c], and epilogue.cuh
 //   gemm m: output channel | gemm n: pixel (n,o,p,q) of the batch | gemm k: (tap, c), c fastest, in blocks of LOAD_CHANNELS channels
 //
-// Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi:
-// fp32 accuracy, because the tensor core's own sum, which truncates, is added into fp32 registers every 64 of k (promotion);
-// the two cross products are 2^-11 of the result and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or
-// arrays that have 16 bits to begin with. Method: Ootomo and Yokota, 2022 (doi 10.1177/10943420221090256).
+// Both operands were packed by pack.cu: channels last, 16 bits, in LIMBS. PRODUCTS = 3 multiplies hi.hi, hi.lo and lo.hi for fp32 accuracy. The
+// tensor core's own sum truncates, so it is added into fp32 registers every 64 of k (promotion); the two cross products are 2^-11 of the result
+// and stay in the tensor core. PRODUCTS = 1 takes the first limb alone, or arrays that have 16 bits to begin with. Method: Ootomo and Yokota,
+// 2022 (doi 10.1177/10943420221090256).
 //
 // Mapping  block: persistent, one a multiprocessor; takes tiles blockIdx.x, + gridDim.x, ... of BLOCK_M channels x BLOCK_N pixels.
-//          Tile order, fastest first: channels, split, pixels, group: blocks that share pixels run together.
+//          Tile order, fastest first: channels, split, pixels, group. So blocks that share pixels run together.
 //          warpgroup 0: one thread, the producer, asks for the tiles of x and w. Two consumer warpgroups multiply:
 //          64 channels x BLOCK_N each (BLOCK_M = 128), or 64 channels x BLOCK_N / 2 (BLOCK_M = 64).
-//          PINGPONG: they take tiles by turns, all of one, and one multiplies while the other stores (BLOCK_M = 128, one product).
-//          turn[consumer]: the other one has taken all stages of its tile. Before that, parities say nothing of the stages behind them.
-// Shared   a ring of STAGES stages; a stage holds 64 of k as sub-tiles of LOAD_CHANNELS channels whose rows of 2 * LOAD_CHANNELS bytes are swizzled, as
-//          wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][BLOCK_N]. full[stage]: the bytes have arrived;
-//          empty[stage]: the consumer warps have read them. Behind the ring the consumers' staging tiles, which turn sums into
-//          rows of y, and the scales of their pixels; INTERLEAVE_COLUMNS, their places in y too. A warp's is 16 channels x 32 pixels, pitch 40
-//          floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts); with TENSOR_STORE a consumer has two of 32 pixels x 64
-//          channels, swizzled.
-// y        NCHW, three products: written from registers of their own while the next tile's first stages are multiplied.
-//          The sums of these registers can't be promoted meanwhile, so only the first stage's hi.hi is multiplied then; the second one's follows.
-//          Channels last: whole rows of channels by TMA (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
-// Halo     PATCH_ROWS = rows of a consumer, for filters of several taps, without stride, on float32 NCHW results that such patches fill: a
-//          tile's pixels are patches of 8 columns x PATCH_ROWS rows of an image, and x is loaded once for all taps (each pixel once for each tap
-//          is what bounds filters of 64 channels otherwise), to a ring of its own: x_stages of what the patches' taps meet of 64
-//          channels, halo_w pixels wide, halo_h high. A tap's pixels begin at the tap's place in there; wgmma steps from row to row of a
-//          patch by halo_w pixels. Stages of the other ring hold w alone, gemm k runs through the taps first. Threads write two
-//          neighbours of y each, four of them a sector, straight from their sums; those of one product, too, have registers of their own
-//          and are written while the next tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
-// Raw      FUSED_SPLIT: such images of up to 64 channels as they lie, which are not packed (BLOCK_M = 64). What a tile's taps meet is read once and
-//          becomes limbs in the ring of x, with a scale of its own: that of a guess by what is met of it first, or, where the extremes of all
-//          say that it was wrong, another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup: each takes
-//          some rows of 8 channels at a time, by tensor loads into raw_stages places of its own, and a lane a pixel of these.
+//          PINGPONG: each consumer has whole tiles, by turns, and one multiplies while the other stores (BLOCK_M = 128, one product).
+//          turn[consumer] completes when the other consumer has taken all stages of its tile. Before that, parities say nothing of later stages.
+// Shared   a ring of STAGES stages (ring.cuh). A stage holds 64 of k as sub-tiles of LOAD_CHANNELS channels, whose rows of 2 * LOAD_CHANNELS bytes are
+//          swizzled as wgmma wants them: of w [64 rows each][sub][limb][64], of x [limb][sub][BLOCK_N]. Behind the ring lie the consumers' staging
+//          tiles, which turn sums into rows of y, and the scales of their pixels; with INTERLEAVE_COLUMNS the pixels' places in y too. A warp's
+//          staging tile is 16 channels x 32 pixels, pitch 40 floats, or [32 pixels][16 channels], pitch 20 (no bank conflicts). With TENSOR_STORE a
+//          consumer has two of 32 pixels x 64 channels, swizzled.
+// y        NCHW, three products: results have registers of their own, and are written while the next tile's first stages are multiplied. Nothing can
+//          be promoted into these registers meanwhile, so only the first stage's hi.hi is multiplied then; the second one's follows.
+//          Channels last: TMA writes whole rows of channels (TENSOR_STORE), where their pitch is a multiple of 16 bytes.
+// Halo     PATCH_ROWS > 0 is for filters of several taps, without stride, on float32 NCHW results that such patches fill. A consumer's pixels are
+//          a patch of 8 columns x PATCH_ROWS rows of an image, and x is loaded once for all taps. (Otherwise each pixel is loaded once for each tap,
+//          which bounds filters of 64 channels.) x has a ring of its own, of x_stages stages: what the patches' taps meet of 64 channels, halo_w
+//          pixels wide and halo_h high. A tap's pixels begin at the tap's place in there, and wgmma steps from row to row of a patch by halo_w
+//          pixels. Stages of the other ring hold w alone, and gemm k runs through the taps first. Each thread writes two neighbours of y straight
+//          from its sums; four threads write a sector. Results of one product, too, have registers of their own, and are written while the next
+//          tile is multiplied. Windows (pack.cu) have no stride left: a row of taps is one pixel's channels.
+// Raw      FUSED_SPLIT: images for such patches, of up to 64 channels, are read as they lie and not packed (BLOCK_M = 64). What a tile's taps meet is
+//          read once and becomes limbs in the ring of x, with a scale of its own. The scale is a guess from what is read first; if the extremes
+//          of all say that it was wrong, it is another one. CONVERTERS warps do that, the first warpgroup's idle ones and a fourth warpgroup. Each
+//          takes some rows of 8 channels at a time, by tensor loads into raw_stages places of its own; a lane converts one pixel of these.
 //          unit_scales and unit_flags (pack.cu) are a patch's.
-// w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile, limbs and all:
-//          tensor loads are limited by the rows they make, about one in three cycles, which x needs for itself.
-//          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies); no product was slower by them. That of the
-//          gradient of the input has its output channels last: W_MN_MAJOR, rows of 64 of them, which wgmma takes turned.
+// w        lies in memory as it will in shared memory, so that one plain bulk copy fetches 64 rows of a sub-tile with all limbs. Tensor loads would
+//          make about one row in three cycles, and x needs that rate for itself.
+//          A 16-bit filter with its channels last is read as it lies, by tensor loads (w_lies), which made no product slower. For the gradient of the
+//          input its output channels are last: W_MN_MAJOR, rows of 64 of them, which wgmma transposes.
 // x        TMA's im2col mode: one load fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
-// 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing: rows of a tile are 64 pixels of a channel, which
-//          wgmma takes turned. Tiles lie within an image.
-// Residual  read where the sums are in the order of y, as wide as they are written; by TENSOR_STORE where they still lie in registers, after it was
-//          asked for while another tile was multiplied.
-// Registers  those of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
-// Moments  for a batch norm behind it (batch_norm.cu): of each channel, over a consumer's pixels of a tile, the mean of y and the sum of
-//          squares of what y is off by: moments[slice][2][channel], slices along the pixels, an image's own where POINTWISE.
-// Mending  the consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way, and compute some of the
-//          block's results in plain fp32 when it is through, if any is set: mend.cuh. Not of split sums that others add, nor FUSED_SPLIT:
-//          direct_gemm.cu.
-// Split    splits > 1 cuts gemm k for problems of few tiles: each part goes to a workspace [splits][size of y] in fp32. A block that is through takes
-//          a ticket for each of its tiles, and the one that has a tile's last adds its parts, in their order, finishes and mends them: JOINS. Tickets
-//          count to splits and are zero again then; pack.cu has set them to zero first. Where parts are many, one block would read them for too
-//          long: joins is 0, and direct_reduce.cu adds them. It adds those of 16-bit results as well.
-// Phases   the gradient of the input is made of stride phases, each a stride-1 convolution with some of the taps (tap_base, tap_*)
-//          that writes every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. With a stride of 2
-//          along w a block takes the same tile of two phases, of even and odd columns, one after the other (INTERLEAVE_COLUMNS): a thread has the
-//          neighbours in y at the same place of its sums. Those of the first phase are kept in shared memory, those of both turned to rows of y.
+// 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing. Rows of a tile are 64 pixels of a channel, which wgmma
+//          transposes. Tiles lie within an image.
+// Residual  is read where the sums are in the order of y, as wide as they are written. With TENSOR_STORE it is added while they still lie in
+//          registers; it was asked for while another tile was multiplied.
+// Registers  of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
+// Moments  for a batch norm behind it (batch_norm.cu). A slice is a consumer's pixels of a tile; where POINTWISE, an image has slices of its own.
+//          moments[slice][2][channel] has the mean of y, and the sum of squared deviations from it.
+// Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they compute
+//          some of the block's results in plain fp32 after its last tile: mend.cuh. direct_gemm.cu does that for split sums that another launch
+//          adds, and for FUSED_SPLIT.
+// Split    splits > 1 cuts gemm k for problems of few tiles. Each part goes to a workspace [splits][size of y] in fp32. JOINS: after its last tile a
+//          block takes a ticket for each of its tiles, and the block that gets a tile's last ticket adds its parts, in their order, finishes and
+//          mends them. pack.cu sets tickets to zero first; they count to splits and are zero again then. Where parts are many, one block would
+//          read them for too long: there joins is 0, and direct_reduce.cu adds them, as it adds those of 16-bit results.
+// Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps (tap_base, tap_*), each of which writes
+//          every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. INTERLEAVE_COLUMNS, for a
+//          stride of 2 along w: a block takes the same tile of two phases, of even and odd columns, one after the other. So a thread has neighbours
+//          in y at the same place of its sums. Sums of the first phase are kept in shared memory, and those of both are turned into rows of y.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/implicit_gemm_sm90.cu
 #ifndef BLOCK_M

@@ -6,16 +6,16 @@
 // the way: reading them once more to find the best scale would cost half as much again. finalize_scales looks at the extremes
 // and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
-// Values 2^(28 + slack) below the largest, or more, lose too many bits even so: such an image or channel is flagged with 1, and
-// mend.cuh, or direct_gemm.cu, looks for the results that this can be seen in and computes them in plain fp32. That is also what becomes of an
-// image that was guessed within 5 bits of the best scale and has smaller values: as gradients behind a batch norm mostly do.
-// One that holds Inf or NaN or whose largest lies outside 2^-60 .. 2^60 is flagged with 2: all that depends on it is computed so.
-// Images of 16 bits are what they are; where they have flags (RANGE_CHECK: windows, below) these are 2 if there is Inf or NaN.
-// slack is half the bits of gemm k, what the rounding of a sum of that length may lose anyway; with one limb 2, since its products
-// may lose two bits of eleven.
+// Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
+// lose too many bits. mend.cuh or direct_gemm.cu looks for results that may show it, and computes these in plain fp32. An image has flag 1 too if
+// its guess was within 5 bits of the best scale and it has smaller values, as gradients behind a batch norm mostly do. Flag 2: it holds Inf or
+// NaN, or its largest lies outside 2^-60 .. 2^60; everything that depends on it is computed in plain fp32.
+// Images of 16 bits have no scale. If they have flags (RANGE_CHECK: windows, below), these are 2 if there is Inf or NaN.
+// slack is half the bits of gemm k, which the rounding of a sum of that length may lose anyway. With one limb slack is 2, since its products may
+// lose two bits of eleven.
 //
 // pack           filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
-//                shared memory, to [m / 64][tap][block of KC channels][limb][m % 64][KC], rows of KC = 64, 32 or 16 channels, swizzled as in shared
+//                shared memory, to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
 //                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
 //                one of zeros follows each 64 rows', to fill it up.
 //                The other blocks: some pixels x 8 * 2^chunk_bits channels of one image each, to [limb][image][pixel][channel];
@@ -27,15 +27,15 @@
 //                convolution with dy): one tile of a row each, to the filter's place.
 // finalize_scales  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
 // Clusters  images of up to CLUSTER tiles need no such launch. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
-//          tell one another their extremes, so each knows those of the image: the first writes scale and flag, and all pack anew if they must.
-// Sampled  gradients, whose magnitude nobody can guess (SAMPLE_SCALE): every block of an image takes the power of two that brings the largest of
-//          256 elements, spread evenly, to [2^11, 2^12). guesses[image] is its exponent.
+//          tell one another their extremes, so each knows those of the image. The first writes scale and flag, and all pack anew if they must.
+// Sampled  SAMPLE_SCALE is for gradients, whose magnitude nobody can guess. Each block of an image looks at the same 256 elements, spread evenly,
+//          and takes the power of two that brings the largest of them to [2^11, 2^12). guesses[image] is its exponent.
 //
-// Folding  where a tensor load can't make the taps of the innermost axes (stride over 8, three channels), or few of the pixels meet any
-//          (1x1 with a stride), packing does: packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation.
-//          `folds` taps, fold_r and fold_s of them along r and s; 1 where an axis is not folded.
-// Windows  few channels: packed channels are those of a pixel of fold_r rows; a tensor load takes the pixels that a row of taps meets,
-//          side by side as they lie, for one pixel with filter_s * window channels, and the next one's begins a stride further.
+// Folding  packs the taps of the innermost axes as channels, if a tensor load can't make them (stride over 8, three channels) or few of the pixels
+//          meet any (1x1 with a stride). Packed channel (tap, c) of pixel i is x[c] at i * stride - pad + tap * dilation. There are `folds` such
+//          taps, fold_r and fold_s along r and s; 1 where an axis is not folded.
+// Windows  are for few channels. A packed pixel has the channels of fold_r rows. The pixels that a row of taps meets lie side by side, and a tensor
+//          load takes them for one pixel of filter_s * window channels; the next such pixel begins a stride further.
 // Groups   every group starts at a multiple of group_chunks, zeros fill it up.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/pack.cu

@@ -1,4 +1,4 @@
-// packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, places in the result, the epilogue.
+// packed.cuh: what the kernels of the tensor cores share: element types, wide stores, moments, divisions, places in the result.
 #pragma once
 #include "division.cuh"
 #include "launch.cuh"

@@ -3,15 +3,14 @@
 //   y[image, m, pixel] = sum over c of w[m, c] * x[image, c, pixel], and finish.cuh
 //   gemm m: output channel | gemm n: pixel of an image | gemm k: input channel, in stages of 64
 //
-// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image, those of the same pixels side by side. A consumer warpgroup has 64 channels,
-//          of all pixels of the tile or, where BLOCK_M is 64 and there are several blocks of 64 pixels, of half of them. Behind the consumers a warp,
-//          one thread of which, the producer, asks for x and w. Persistent: loads go on while a tile is stored. Two blocks of
-//          the small tiles share a multiprocessor.
-// Shared   a ring of STAGES stages: BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. full[stage]: the
-//          bytes have arrived; empty[stage]: the consumer warps have read them. Behind the ring the consumers' results of two tiles, in blocks of
-//          64 channels x 64 pixels, which TMA stores: one is read from while the other is filled.
+// Mapping  block: tiles of BLOCK_M channels x BLOCK_N pixels of an image. Tiles of the same pixels run side by side. A consumer warpgroup has 64
+//          channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Behind the consumers is one more warp.
+//          One thread of that, the producer, asks for x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of the small
+//          tiles share a multiprocessor.
+// Shared   a ring of STAGES stages (ring.cuh): BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. Behind the
+//          ring lie the consumers' results of two tiles, in blocks of 64 channels x 64 pixels. TMA stores one tile while the other is filled.
 // x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels that an image does not have are not loaded.
-// w        K-major, 64 input channels of each output channel, as a forward filter lies; W_MN_MAJOR, the gradient's: 64 output channels of each
+// w        K-major: 64 input channels of each output channel, as a forward filter lies. W_MN_MAJOR, for the gradient: 64 output channels of each
 //          input channel.
 // Ends     what lies past the last pixel or channel arrives as zeros, and is not stored.
 //

@@ -1,9 +1,8 @@
-// ring.cuh: a ring of stages in shared memory, which producers fill and warpgroups multiply, on Hopper's tensor cores.
+// ring.cuh: a ring of stages in shared memory, which producers fill and consumer warpgroups multiply, on Hopper's tensor cores. Producers so run up to
+// a ring ahead of the products.
 //
-// A stage has two barriers. full: its bytes have arrived. empty: the consumers' warps have read it. Producers and consumers each keep a position
-// in the ring. A producer's first round waits for nothing: it names the parity of a round before the first.
-//
-// Set before this is included: what wgmma.cuh wants to know.
+// A stage has two barriers. full[stage] completes when the stage's bytes have arrived, empty[stage] when all consumer warps have read them.
+// Producers and consumers each keep a position in the ring. In its first round a producer waits for the parity before the first, which is past.
 #pragma once
 #include "wgmma.cuh"
 

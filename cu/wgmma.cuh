@@ -1,12 +1,12 @@
 // wgmma.cuh: the warpgroup's matrix product, D[64 x N] (+)= A[64 x 16] B[N x 16]^T, for every N that is a multiple of 8.
 //
-// A and B lie in shared memory, 16-bit and swizzled, and are named by descriptors; D, fp32, lies in the registers
-// of 128 threads: d[4 * i + 2 * h + e] is row 16 * warp + lane / 4 + 8 * h, column 8 * i + 2 * (lane % 4) + e.
+// A and B are 16-bit and lie swizzled in shared memory; descriptors name them. D is fp32 and lies in the registers of 128 threads:
+// d[4 * i + 2 * h + e] is row 16 * warp + lane / 4 + 8 * h, column 8 * i + 2 * (lane % 4) + e.
 // The instruction names its registers one by one, so the text for N is that for N - 8 with four more.
 //
-// With float32 operands, TF32: A [64 x 8] lies in registers, a[0..3] of a thread being rows lane / 4 and + 8 of column lane % 4, then
-// the same rows of column lane % 4 + 4; B [N x 8] lies along k. Of each number the product ignores the last 13 bits. With fp16 operands
-// A [64 x 16] may lie in registers too, two neighbouring columns in each: 2 * (lane % 4) and + 1, then those + 8.
+// TF32, float32 operands: A [64 x 8] lies in registers, B [N x 8] along k in shared memory. a[0] and a[1] of a thread are rows lane / 4 and
+// lane / 4 + 8 of column lane % 4; a[2] and a[3] are the same rows of column lane % 4 + 4. The product ignores the last 13 bits of each number.
+// fp16 operands: A [64 x 16] may lie in registers too, two neighbouring columns in each: 2 * (lane % 4) and the next, then 8 columns further.
 #pragma once
 #include "sm90.cuh"
 

@@ -3,26 +3,26 @@
 //   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
 //   gemm m: channel of dy | gemm n: (block of CHANNELS channels of x, tap), tap fastest, then the channel in it | gemm k: position (n,o,p,q) of dy
 //
-// Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes, which is what wgmma wants of 16-bit operands whose k is not the
-// fastest axis. It takes no TF32 operands so. There warps load fragments from the same rows for mma.sync; TMA rounds float32 on the way.
+// Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes. wgmma takes 16-bit operands so, with k not the fastest axis. It does
+// not take TF32 operands so: for these warps load fragments from the same rows for mma.sync, and TMA rounds float32 on the way.
 //
 // Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row of TMA is BLOCK_K pixels of a channel of an image, so
-//          wgmma's operands lie along k. A stage is of one image, and an image's last one is filled up with zeros.
+//          wgmma's operands lie along k. A stage belongs to one image; zeros fill up an image's last stage.
 //
 // Mapping  CLUSTER blocks -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions, each block over a part of the run.
-//          In a block DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them a warp one
-//          thread of which, the producer, asks for dy and x. If a consumer has twice 64 rows, it is a warpgroup, which hands most of its
-//          registers over.
-// Shared   a ring of STAGES stages of BLOCK_K positions: blocks of CHANNELS channels of dy, rows of 128 bytes, swizzled, then such blocks
-//          of x. full[stage]: the bytes have arrived; empty[stage]: the consumer warps have read them. When the
-//          ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there; they may be longer.
+//          A block has DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them one more warp. One thread
+//          of that, the producer, asks for dy and x. If a consumer has 2 x 64 rows, the producer's warp is a whole warpgroup, which hands most of
+//          its registers over.
+// Shared   a ring of STAGES stages (ring.cuh) of BLOCK_K positions: blocks of CHANNELS channels of dy, rows of 128 bytes, swizzled, then such blocks
+//          of x. When the ring has been read, the tile's sums take its place, pitch BLOCK_N + 8 floats, and are written from there. They may need
+//          more room than the ring.
 // dy       boxes of BLOCK_K positions. x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
-//          Padding arrives as zeros; behind the last position so do both operands.
-// Ends     blocks of channels that there are not are not loaded; what their place holds, and channels of the next group, reach sums
-//          that are not written.
+//          Padding, and what lies behind the last position of either, arrives as zeros.
+// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group, only reach sums that
+//          are not written.
 // TF32     a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
 //          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
-// Result   one run of positions: dw. More: parts[run][k][tap][c], fp32, which wgrad_nhwc_reduce.cu adds.
+// Result   With one run of positions it is dw. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu adds.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_sm90.cu
 #ifndef BLOCK_M
