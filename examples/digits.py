@@ -34,7 +34,7 @@ def network() -> nn.Module:
     )  # fmt: skip
 
 
-def train(model: nn.Module, device: str, epochs: int, size: int = 100) -> tuple[list[float], list[float]]:
+def train(model: nn.Module, device: str, epochs: int, size: int) -> tuple[list[float], list[float]]:
     """The loss of every step, and the test accuracy in percent after every epoch."""
     (x, labels), (test_x, test_labels) = data(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -79,11 +79,12 @@ def plot(losses: list[float], accuracies: list[float], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small network on scikit-learn's digits.")
     parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=100, help="images in a step")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--plot", type=Path, help="where to draw loss and accuracy")
     args = parser.parse_args()
     torch.manual_seed(0)
-    losses, accuracies = train(network().to(args.device), args.device, args.epochs)
+    losses, accuracies = train(network().to(args.device), args.device, args.epochs, args.batch)
     if args.plot:
         plot(losses, accuracies, args.plot)
         print(f"{args.plot} drawn")

@@ -3,11 +3,16 @@
 import ctypes
 import hashlib
 import itertools
+import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+
+from reference import kept_folder
 
 from pycuda_conv.runtime import cuda
 
@@ -15,13 +20,24 @@ SOURCE = Path(__file__).with_suffix(".c")
 CONTEXT = 0x1000
 
 
+@cache
+def _built() -> Path:
+    """The driver, which is built once."""
+    file = kept_folder() / f"fake_cuda_{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:32]}.so"
+    if not file.exists():
+        written = file.with_suffix(f".{os.getpid()}")
+        subprocess.run(["gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o", str(written)], check=True, timeout=900)
+        os.replace(written, file)
+    return file
+
+
 class FakeCuda:
-    """A driver, built in `folder`, which takes the true one's place while `monkeypatch` lasts."""
+    """A driver, a copy of its own in `folder`, which takes the true one's place while `monkeypatch` lasts."""
 
     def __init__(self, folder, monkeypatch):
         self._patch = monkeypatch
         file = folder / "fake_cuda.so"
-        subprocess.run(["gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o", str(file)], check=True, timeout=900)
+        shutil.copy(_built(), file)
         self.library = library = ctypes.CDLL(str(file))
         pointer = ctypes.c_void_p
         library.cuLaunchKernelEx.argtypes = [pointer] * 4

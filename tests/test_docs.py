@@ -87,12 +87,12 @@ def test_the_commands_of_a_page_are_understood(page, line):
         cli.parser().parse_args(arguments)  # which exits where it does not understand
 
 
-def test_the_first_picture_s_command_works(python_env, device, tmp_path):
+def test_the_first_picture_s_command_works(fast_env, device, tmp_path):
     pytest.importorskip("PIL", reason="pictures are read by Pillow")
     (line,) = [line for page, line in COMMANDS if page.name == "README.md" and " run " in line]
     arguments = shlex.split(line)[1:]
     command = [sys.executable, "-m", "pycuda_conv", *arguments[:-1], str(tmp_path / arguments[-1]), "--device", device]
-    done = subprocess.run(command, cwd=ROOT, env=python_env, check=False, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, cwd=ROOT, env=fast_env, check=False, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / arguments[-1]).stat().st_size > 1000
 
@@ -109,7 +109,7 @@ def test_pictures_are_small():
         assert picture.stat().st_size < 80_000, name(picture)
 
 
-def test_the_notebook_runs(python_env, device, tmp_path):
+def test_the_notebook_runs(fast_env, device, tmp_path):
     nbformat = pytest.importorskip("nbformat", reason="notebooks are read by nbformat")
     client = pytest.importorskip("nbclient", reason="notebooks are run by nbclient")
     pytest.importorskip("ipykernel", reason="notebooks are run in ipykernel")
@@ -117,7 +117,7 @@ def test_the_notebook_runs(python_env, device, tmp_path):
     notebook = nbformat.read(DOCS / "notebooks" / "first.ipynb", as_version=4)
     nbformat.validate(notebook)
     with pytest.MonkeyPatch.context() as patch:
-        for variable, value in (python_env | {"PYCUDA_CONV_BACKEND": device.partition(":")[0]}).items():
+        for variable, value in (fast_env | {"PYCUDA_CONV_BACKEND": device.partition(":")[0]}).items():
             patch.setenv(variable, value)
         client.NotebookClient(notebook, timeout=900, startup_timeout=300, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()))

@@ -80,7 +80,7 @@ def test_docstring_examples(device, monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["torch", "pycuda_conv"])
-def test_both_import_orders_with_torch(python_env, device, first):
+def test_both_import_orders_with_torch(fast_env, device, first):
     pytest.importorskip("torch")
     second = {"torch": "pycuda_conv", "pycuda_conv": "torch"}[first]
     code = f"""
@@ -94,12 +94,12 @@ y = pycuda_conv.conv2d(x, w, padding=1, device={device!r})
 assert torch.allclose(y, torch.nn.functional.conv2d(x, w, padding=1), atol=1e-5)
 print("right")
 """
-    assert python(code, python_env) == "right\n"
+    assert python(code, fast_env) == "right\n"
 
 
-def test_no_subscriber_hears_anything_by_default(python_env, device):
+def test_no_subscriber_hears_anything_by_default(fast_env, device):
     code = f"import numpy as np, pycuda_conv as pc; pc.conv1d(np.ones((1, 1, 3), 'f'), np.ones((1, 1, 2), 'f'), device={device!r})"
-    assert python(code, python_env) == ""
+    assert python(code, fast_env) == ""
 
 
 # ---- plans and threads
@@ -142,7 +142,7 @@ def test_many_threads_with_many_shapes(device):
         assert np.array_equal(got, reference(False, 2, x, w, **options))
 
 
-def test_first_calls_from_several_threads_make_one_device(python_env, device):
+def test_first_calls_from_several_threads_make_one_device(fast_env, device):
     code = f"""
 import threading, numpy as np
 from pycuda_conv.runtime import get_device
@@ -155,7 +155,7 @@ for t in threads: t.start()
 for t in threads: t.join()
 print(len(found), len(set(map(id, found + [get_device({device!r})]))))
 """
-    assert python(code, python_env) == "8 1\n"
+    assert python(code, fast_env) == "8 1\n"
 
 
 def test_a_thread_that_fails_leaves_the_others_alone(device):

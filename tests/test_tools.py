@@ -879,8 +879,8 @@ def process(arguments, tmp_path, env):
     (("-m", "pycuda_conv", "verify", "--list"), "notebook-single"), (("verify.py", "--cases", "notebook-single", "--device", "opencl"), "2 of 2 passed"),
     (("benchmark.py", "--list"), SMALLEST[0]), (("device_info.py", "--json"), '"gpu_count"'),
 ], ids=["-m pycuda_conv", "verify.py", "benchmark.py", "device_info.py"])
-def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, python_env, tmp_path):
-    env = dict(python_env)
+def test_it_starts_from_any_folder(start, expected, opencl, torch, rich, fast_env, tmp_path):
+    env = dict(fast_env)
     if start[0].endswith(".py"):
         if not (ROOT / "scripts").is_dir():
             pytest.skip("no scripts/ beside the package")
@@ -923,12 +923,12 @@ def without(names, arguments, tmp_path, env, gpu=False):
     return process(("-c", WITHOUT.format(names=names, arguments=list(arguments), gpu=gpu)), tmp_path, env)
 
 
-def test_verify_needs_no_torch(opencl, rich, python_env, tmp_path):
+def test_verify_needs_no_torch(opencl, rich, fast_env, tmp_path):
     arguments = ("verify", "--device", "opencl", "--cases", "notebook-single,bfloat16,gradient-by-input", "--seed", "3")
-    done = without(("torch", "ml_dtypes"), arguments, tmp_path, python_env)
+    done = without(("torch", "ml_dtypes"), arguments, tmp_path, fast_env)
     assert (done.returncode, done.stderr) == (OK, "") and "2 of 2 passed" in done.stdout and "torch" not in done.stdout
     assert "left out: bfloat16; numpy has no bfloat16 without the package ml_dtypes" in done.stdout
-    found = json.loads(without(("torch",), (*arguments, "--json"), tmp_path, python_env).stdout)
+    found = json.loads(without(("torch",), (*arguments, "--json"), tmp_path, fast_env).stdout)
     assert {r["torch_relative"] for r in found["results"]} == {None} and {r["array"] for r in found["results"]} == {"numpy"}
 
 

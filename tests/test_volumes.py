@@ -478,11 +478,12 @@ def test_a_full_disk_is_told_and_leaves_nothing(fast_env, tmp_path, monkeypatch)
         pytest.skip(why_no_opencl())
     monkeypatch.chdir(tmp_path)
     save_zarr("x.zarr", draw(2500, 2500), (2500, 2500), "yx")  # one chunk of 25 MB
+    np.save("w.npy", np.ones((1, 1), "f"))
     limit = (16 << 20, 16 << 20)  # what PoCL and LLVM write is smaller
-    done = start(fast_env, "--filter", "blur", "x.zarr", "y.zarr", "--device", "opencl", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
+    done = start(fast_env, "--filter", "w.npy", "x.zarr", "y.zarr", "--device", "opencl", seconds=0, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
     out, err = done.communicate(timeout=900)
     assert (done.returncode, out) == (UNUSABLE, ""), err
-    assert "y.zarr can't be written: File too large" in err and names() == ["x.zarr"]
+    assert "y.zarr can't be written: File too large" in err and names() == ["w.npy", "x.zarr"]
 
 
 # ---- clusters
