@@ -53,6 +53,8 @@ def why_no_opencl() -> str | None:
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU, PyCUDA and nvcc")
     config.addinivalue_line("markers", "gpu_alone: a GPU's test that takes or counts its whole memory: tests of other processes wait")
+    if HAS_PYCUDA:
+        config.pluginmanager.register(_OneGpu)
     import reference
 
     reference.all_texts = config.getoption("--all-texts")
@@ -82,11 +84,17 @@ def pytest_runtest_setup(item):
     minutes = item.config.getoption("--minutes")
     if minutes and time.time() > float(os.environ["PYCUDA_CONV_TESTS_BEGAN"]) + 60 * minutes:
         pytest.skip(f"not begun within {minutes} minutes")
-    if item.get_closest_marker("gpu"):
-        if "cuda" not in _reason:
-            _reason["cuda"] = why_no_cuda()
-        if _reason["cuda"]:
-            pytest.skip(_reason["cuda"])
+    if why := _why_no_gpu(item):
+        pytest.skip(why)
+
+
+def _why_no_gpu(item):
+    """Why a test that needs a GPU can't run here; None of another."""
+    if item.get_closest_marker("gpu") is None:
+        return None
+    if "cuda" not in _reason:
+        _reason["cuda"] = why_no_cuda()
+    return _reason["cuda"]
 
 
 @contextlib.contextmanager
@@ -102,13 +110,33 @@ def _gpu_locked(alone):
         yield
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_protocol(item):
-    if item.get_closest_marker("gpu") and HAS_PYCUDA:
-        with _gpu_locked(alone=item.get_closest_marker("gpu_alone") is not None):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Thousands of tests need a GPU. Without one each is reported as skipped, and nothing is set up or taken down for it.
+
+    The last of a module takes down what the module has set up: pytest sees to that.
+    """
+    if nextitem is None or nextitem.parent is not item.parent or not (why := _why_no_gpu(item)):
+        return None
+    now, at = time.time(), (__file__, _why_no_gpu.__code__.co_firstlineno, f"Skipped: {why}")
+    report = pytest.TestReport(item.nodeid, item.location, {"skip": 1}, "skipped", at, "setup", start=now, stop=now)
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+class _OneGpu:
+    """Tests of other processes, too, share the GPU."""
+
+    @staticmethod
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_protocol(item):
+        if item.get_closest_marker("gpu"):
+            with _gpu_locked(alone=item.get_closest_marker("gpu_alone") is not None):
+                yield
+        else:
             yield
-    else:
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -128,6 +128,12 @@ class MagnitudeRange:
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)
         return cls(int(bits.max(initial=0)), int(bits[bits > 0].min()) if bits.any() else 2**32, slack)
 
+    @classmethod
+    def of_rows(cls, values: np.ndarray, slack: int = 0) -> list[MagnitudeRange]:
+        bits = (np.ascontiguousarray(values, np.float32).view(np.uint32) & np.uint32(0x7FFFFFFF)).astype(np.int64)
+        smallest = np.where(bits > 0, bits, 2**32).min(1, initial=2**32)
+        return [cls(*both, slack) for both in zip(bits.max(1, initial=0).tolist(), smallest.tolist(), strict=True)]
+
     def usable(self) -> bool:
         return self.largest == 0 or (self.largest < 0x7F800000 and abs(self.exponent) <= 60)
 
@@ -149,7 +155,7 @@ class MagnitudeRange:
         return 2.0 ** (14 - self.exponent) if self.largest and self.usable() else 1.0
 
 
-def split(values: np.ndarray, scale: float, limbs: int, dtype: str) -> list[np.ndarray]:
+def split(values: np.ndarray, scale: float | np.ndarray, limbs: int, dtype: str) -> list[np.ndarray]:
     """The limbs of float32 (or 16-bit) values."""
     if dtype == "bfloat16" or values.dtype != np.float32:
         return [values.astype(dtype)]
@@ -193,30 +199,31 @@ def filter_rows(step, s, memory: Memory) -> None:
     kind, channels, kc, taps = ELEMENT[define["IN"]], s.channels, 8 << s.piece_bits, s.taps
     check_filter(step, s, kc)
     w, target = memory.view(source, kind), memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
-    places = [filter_places(step, s, part) for part in range(s.parts)]
     c, tap = np.divmod(np.arange(channels * s.all_taps), s.all_taps)
     whole = c * s.w_c + tap * s.w_tap
-    for number in range(s.filter_rows):
-        block, part = divmod(number, s.parts)
-        group, row = divmod(block, s.padded_group)
-        real, first = row < s.rows_group, group * s.w_group + row * s.w_m
-        scale = 1.0
-        if kind == "float32" and real:
-            found = MagnitudeRange.of(inside(w, first + whole), s.slack)
-            scale = found.scale()
-            store(memory.view(scales, "float32"), group * s.rows_group + row, 1 / scale)
-            store(memory.view(flags, "int32"), group * s.rows_group + row, found.flag())
-        elif define["RANGE_CHECK"] and real:
-            store(memory.view(scales, "float32"), group * s.rows_group + row, 1.0)
-            store(memory.view(flags, "int32"), group * s.rows_group + row, 0)
-        line, piece, ok, at = places[part]
-        values = np.where(ok, inside(w, np.where(ok, first + at, 0)), w.dtype.type(0)) if real else np.zeros(ok.shape, w.dtype)
-        to = line + (block // 64 * s.row_blocks * define["LIMBS"] * 64 + row % 64) * kc + (piece ^ swizzled(np.array(row % 64), kc // 8)) * 8
-        for i, limb in enumerate(split(values, scale, define["LIMBS"], target.dtype.name)):
-            store(target, to + i * 64 * kc, limb)
-            for zeros in range(taps * s.channel_blocks, s.row_blocks):
-                at = ((block // 64 * s.row_blocks + zeros) * define["LIMBS"] + i) * 64 + row % 64
-                store(target, at * kc + np.arange(kc), np.zeros(kc, target.dtype))
+    for part in range(s.parts):
+        line, piece, ok, at = filter_places(step, s, part)
+        each, count = max(1, 2**18 // max(line.size, 1)), ceil(s.filter_rows - part, s.parts)
+        for block in (np.arange(i, min(i + each, count)) for i in range(0, count, each)):
+            group, row = np.divmod(block, s.padded_group)
+            real, first, inner, scale = row < s.rows_group, (group * s.w_group + row * s.w_m)[:, None], row[:, None] % 64, np.ones(block.shape)
+            own = (group * s.rows_group + row)[real]
+            if kind == "float32":
+                found = MagnitudeRange.of_rows(inside(w, first[real] + whole), s.slack)
+                scale[real] = [one.scale() for one in found]
+                store(memory.view(scales, "float32"), own, 1 / scale[real])
+                store(memory.view(flags, "int32"), own, [one.flag() for one in found])
+            elif define["RANGE_CHECK"]:
+                store(memory.view(scales, "float32"), own, 1.0)
+                store(memory.view(flags, "int32"), own, 0)
+            there = ok & real[:, None]
+            values = np.where(there, inside(w, np.where(there, first + at, 0)), w.dtype.type(0))
+            unit = block[:, None] // 64 * s.row_blocks
+            to = line + (unit * define["LIMBS"] * 64 + inner) * kc + (piece ^ swizzled(inner, kc // 8)) * 8
+            for i, limb in enumerate(split(values, scale[:, None], define["LIMBS"], target.dtype.name)):
+                store(target, to + i * 64 * kc, limb)
+                for zeros in range(taps * s.channel_blocks, s.row_blocks):
+                    store(target, (((unit + zeros) * define["LIMBS"] + i) * 64 + inner) * kc + np.arange(kc), 0)
 
 
 def check_filter(step, s, kc: int) -> None:
@@ -417,30 +424,25 @@ def walked(described, start: tuple[int, ...]) -> np.ndarray:
     return np.array(pixels)
 
 
-def load_im2col(described, memory: Memory, channel: int, start: tuple[int, ...], offsets: tuple[int, ...]) -> np.ndarray:
-    """[pixel][channel] of what :func:`walked` finds from `start` on, shifted by a tap."""
-    most = {1: 2**16 - 1, 2: 255, 3: 31}[len(offsets)]
-    assert all(0 <= offset <= most for offset in offsets), f"offsets {offsets} are refused"
-    walk = memory.loaded.get((described, start))
-    if walk is None:
-        walk = memory.loaded[described, start] = walked(described, start)
-    pixels = memory.loaded.get((described, start, offsets))
-    if pixels is None:
-        at = walk + np.array([*offsets, 0])
-        ok = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(1)
-        place = (at * (np.array(described.strides) // type_of(described).itemsize)).sum(1)
-        pixels = memory.loaded[described, start, offsets] = np.where(ok, place, 0)[:, None], ok[:, None], bool(ok.all())
+def load_im2col(described, memory: Memory, starts: list, loads: list) -> np.ndarray:
+    """[pixel][channel] of what :func:`walked` finds from each of `starts` on; side by side from the first channel and at the tap's offsets of each of `loads`."""
+    key = (described, tuple(starts), tuple(loads))
 
     def load() -> np.ndarray:
-        (place, ok, whole), c = pixels, channel + np.arange(described.box.channels)
-        if channel < 0 or channel + len(c) > described.sizes[0]:
-            there = (c >= 0) & (c < described.sizes[0])
-            ok, c, whole = ok & there, np.where(there, c, 0), False
+        channels, offsets = np.array([first for first, _ in loads]), np.array([[*tap, 0] for _, tap in loads])
+        most = {1: 2**16 - 1, 2: 255, 3: 31}[offsets.shape[1] - 1]
+        assert offsets.min() >= 0 and offsets.max() <= most, f"offsets {offsets.tolist()} are refused"
+        at = np.concatenate([walked(described, start) for start in starts])[:, None] + offsets
+        c = channels[:, None] + np.arange(described.box.channels)
+        ok, there = ((at >= 0) & (at < np.array(described.sizes[1:]))).all(2), (c >= 0) & (c < described.sizes[0])
+        place = at @ (np.array(described.strides) // type_of(described).itemsize)
         elements = memory.view((described.buffer, described.offset), type_of(described))
-        values = inside(elements, place + c)
-        return arrived(described, values if whole else np.where(ok, values, elements.dtype.type(0)))
+        values = inside(elements, np.where(ok, place, 0)[..., None] + np.where(there, c, 0))
+        if not (ok.all() and there.all()):
+            values = np.where(ok[..., None] & there, values, elements.dtype.type(0))
+        return arrived(described, values.reshape(len(at), -1))
 
-    return memory.load((described, channel, start, offsets), load)
+    return memory.load(key, load)
 
 
 # ---- implicit_gemm_sm90.cu
@@ -528,6 +530,18 @@ def tiles_of(step, s):
         yield m * step.defines["BLOCK_M"], pixel, group, part
 
 
+def runs_of(step, s, of_tile: int):
+    """Tiles whose pixels are neighbours, together, each of which loads `of_tile` elements: their first row, the first of the pixels' tiles, how many, group and split."""
+    found: dict[tuple, list[int]] = {}
+    for m, pixel, group, part in tiles_of(step, s):
+        found.setdefault((m, group, part), []).append(pixel)
+    most = max(1, 2**20 // max(of_tile, 1))
+    for (m, group, part), tiles in found.items():
+        assert sorted(tiles) == list(range(s.tiles_pixels)), "a tile is lost or computed twice"
+        for first in range(0, s.tiles_pixels, most):
+            yield m, first, min(most, s.tiles_pixels - first), group, part
+
+
 def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
     """Add one product of limbs, or three."""
     with np.errstate(invalid="ignore", over="ignore"):
@@ -597,11 +611,12 @@ def multiplied(step, memory: Memory) -> None:
     stages = ceil(s.blocks, sub_tiles)
     each = s.split_stages
     assert each == ceil(stages, s.splits)
-    for m, pixel, group, part in tiles_of(step, s):
-        image, inner = divmod(pixel * pixels, s.load_plane)
-        start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
-        starts = [(*start[:rank], image + limb * s.limb_images) for limb in range(limbs_of(step))]
-        total = np.zeros((define["BLOCK_M"], pixels))
+    for m, first, count, group, part in runs_of(step, s, each * 64 * pixels):
+        starts, a, loads = [], [], []
+        for pixel in range(first * pixels, (first + count) * pixels, pixels):
+            image, inner = divmod(pixel, s.load_plane)
+            start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
+            starts.append((*start[:rank], image))
         for block in range(min(part * each, stages) * sub_tiles, min(part * each + each, stages) * sub_tiles):
             real = block < s.blocks  # the last stage is filled with zeros
             tap, c = divmod(block, s.channel_blocks)
@@ -612,15 +627,17 @@ def multiplied(step, memory: Memory) -> None:
             assert not real or 0 <= w_tap < s.row_blocks // s.channel_blocks, f"tap {w_tap} of {s.row_blocks} blocks"
             number = w_tap * s.channel_blocks + c if real else s.row_blocks - 1
             if define["W_MN_MAJOR"]:
-                a = [load_filter_box(step, memory, group * s.channels_group + c * kc, w_tap, m, turned=True)]
+                a.append(load_filter_box(step, memory, group * s.channels_group + c * kc, w_tap, m, turned=True)[None])
             elif s.w_lies:
-                a = [load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)]
+                a.append(load_filter_box(step, memory, c * kc if real else s.channels, w_tap, group * s.rows_group + m)[None])
             else:
-                a = load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number)
-            channel = group * s.channels_group + c * kc if real else s.channels
-            b = [load_im2col(x_map, memory, channel, start, offsets[:rank]) for start in starts]
-            multiply(total, a, b)
-        write_pixels(step, s, memory, total, m, pixel * pixels, s.pixels, group, part)
+                a.append(load_filter(step, s, memory, group * s.blocks_group + m // 64, (group + 1) * s.blocks_group - 1, number))
+            loads.append((group * s.channels_group + c * kc if real else s.channels, offsets[:rank]))
+        total = np.zeros((define["BLOCK_M"], count * pixels))
+        if loads:
+            of_limbs = ([(*at, image + limb * s.limb_images) for *at, image in starts] for limb in range(limbs_of(step)))
+            multiply(total, np.concatenate(a, axis=2), [load_im2col(x_map, memory, of_limb, loads) for of_limb in of_limbs])
+        write_pixels(step, s, memory, total, m, first * pixels, s.pixels, group, part)
 
 
 def pointwise(step, s, memory: Memory) -> None:
@@ -754,7 +771,7 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
-    pixel, plane, per = pixel0 + np.arange(step.defines["BLOCK_N"]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
+    pixel, plane, per = pixel0 + np.arange(total.shape[1]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
     image, first = divmod(pixel0, plane)
     assert not step.defines["MOMENTS"] or first % per == 0
     write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, image * ceil(plane, per) + first // per, pixel0)
@@ -839,7 +856,7 @@ def write_boxes(step, s, memory: Memory, v: np.ndarray, m0: int, pixel0: int, gr
     wide = 128 // np.dtype(described.dtype).itemsize
     assert described.box == (wide, 1, 32, 1)
     for m in range(0, step.defines["BLOCK_M"], wide):
-        for pixel in range(0, step.defines["BLOCK_N"], 32):
+        for pixel in range(0, v.shape[1], 32):
             values = v[m : m + wide, pixel : pixel + 32].T[None, :, None]
             store_box(described, place, memory, values, (m0 + m, group, pixel0 + pixel, part))
 
@@ -891,19 +908,20 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     start = (inner % s.load_q * s.stride_w + s.low_w, inner % s.load_pq // s.load_q * s.stride_h + s.low_h, inner // s.load_pq * s.stride_d + s.low_d)
     start = (*start[: s.rank], image)
     columns = min(columns, s.rows - channel0 if define["W_MN_MAJOR"] else s.rows)  # what nobody loads has no sums
-    total = np.zeros((rows, columns))
+    total, b, loads = np.zeros((rows, columns)), [], []
     for block in range(s.blocks):
         tap, c = divmod(block, s.channel_blocks)
         t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
         w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
         offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
         assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
-        a = load_im2col(x_map, memory, c * wide, start, offsets[: s.rank])
+        loads.append((c * wide, offsets[: s.rank]))
         if define["W_MN_MAJOR"]:
-            b = np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, 64)])[:columns]
+            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, 64)])[:columns])
         else:
-            b = boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0]
-        multiply(total, [a], [b])
+            b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
+    if loads:
+        multiply(total, [load_im2col(x_map, memory, [start], loads)], [np.concatenate(b, axis=1)])
     pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
     number, inner = np.divmod(pixel, s.plane)
     place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
@@ -984,13 +1002,14 @@ def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: i
     for i in range(0, len(total), wide):
         if row + i < s.rows:
             a[:, i : i + wide] = boxed(dy_map, memory, (group * s.rows + row + i, wide * stage, 0))[0]
-    for i in range(0, total.shape[1], wide):
-        number = block + i // wide
-        if number < s.column_blocks:
-            tap = number % s.taps
-            offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
-            assert not any(offsets[s.rank :]), "a tap is lost"
-            b[:, i : i + wide] = load_im2col(x_map, memory, group * s.columns + number // s.taps * wide, start, offsets[: s.rank])
+    loads = []
+    for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
+        tap = number % s.taps
+        offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
+        assert not any(offsets[s.rank :]), "a tap is lost"
+        loads.append((group * s.columns + number // s.taps * wide, offsets[: s.rank]))
+    if loads:
+        b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
     with np.errstate(invalid="ignore", over="ignore"):
         total += a.T @ b
 

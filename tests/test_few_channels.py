@@ -58,7 +58,7 @@ def tiles(case: Case, mode: str) -> list[FewChannels]:
 
 
 #: Each case in each mode, with a tile of its own.
-RUNS = [(case, mode, tiles(case, mode)[(5 * i + j) % len(tiles(case, mode))]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
+RUNS = [(case, mode, (found := tiles(case, mode))[(5 * i + j) % len(found)]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
 SOME = RUNS[::3]  # which is prime to the number of modes
 
 

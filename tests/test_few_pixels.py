@@ -62,7 +62,7 @@ def tiles(case: Case, mode: str) -> list[FewPixels]:
 
 
 #: Each case in each mode, with a tile of its own.
-RUNS = [(case, mode, tiles(case, mode)[(7 * i + 5 * j) % len(tiles(case, mode))]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
+RUNS = [(case, mode, (found := tiles(case, mode))[(7 * i + 5 * j) % len(found)]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
 
 
 def text_of(case: Case, mode: str, config) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ if "bfloat16" not in DTYPES:
     MODES = {name: mode for name, mode in MODES.items() if mode[0] != "bfloat16"}
 
 
+@cache
 def asked(case: Case, mode: str) -> ConvProblem:
     dtype, precision, layout = MODES[mode]
     return replace(case.problem(dtype), precision=precision, layout=layout)
