@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import emulator
 import numpy as np
 import simt
 from reference import ACTIVATIONS, EPS, Case, activated, assert_close, assert_exact
@@ -23,6 +24,26 @@ def first_runs(runs: Iterable[tuple], text_of: Callable[..., tuple]) -> list:
         new = {text_of(*run), str(run[0])} - met
         met |= new
         found += [run] if new else []
+    return found
+
+
+def sharing(options: Iterable[Sequence[tuple]], problem_of: Callable[..., ConvProblem] = asked) -> list[tuple]:
+    """Of each case one of its runs (case, mode, configuration): that with the most modes, configurations and values of defines that are new, else one whose texts others have, too."""
+    met, compiled, found = set(), set(), []
+    for runs in options:
+        best = None
+        for run in runs:
+            launches = [launch for step in emulator.program_of(problem_of(*run[:2]), run[2], 3).whole for launch in step]
+            texts = {(launch.kernel, *launch.defines.items()) for launch in launches}
+            values = {run[1], str(run[2]), *((launch.kernel, *define) for launch in launches for define in launch.defines.items())}
+            better = len(values - met), -len(texts - compiled)
+            if best is None or better > best[0]:
+                best = better, run, values, texts
+        if best is not None:
+            _, run, values, texts = best
+            found.append(run)
+            met |= values
+            compiled |= texts
     return found
 
 

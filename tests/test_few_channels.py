@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import simt
 import truncation
-from alike import check_epilogue, check_numbers_on_gpu, random_problems
+from alike import check_epilogue, check_numbers_on_gpu, random_problems, sharing
 from reference import Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -59,7 +59,7 @@ def tiles(case: Case, mode: str) -> list[FewChannels]:
 
 #: Each case in each mode, with a tile of its own.
 RUNS = [(case, mode, (found := tiles(case, mode))[(5 * i + j) % len(found)]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
-SOME = RUNS[::3]  # which is prime to the number of modes
+SOME = sharing([[run for run in RUNS if run[0] is case] for case in CASES])  # each case once
 
 
 def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:

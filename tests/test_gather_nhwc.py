@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import simt
-from alike import check_numbers_on_gpu
+from alike import check_numbers_on_gpu, sharing
 from reference import DTYPES, Case, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import (
     H200,
@@ -52,8 +52,8 @@ def tiles(case: Case, mode: str) -> list[GatherNhwc]:
 
 
 PLANNED = [(case, mode) for case in CASES for mode in MODES if gn.why_not(asked(case, mode)) is None]
-#: Each with a tile, taking turns.
-SOME = [(case, mode, tiles(case, mode)[i % len(tiles(case, mode))]) for i, (case, mode) in enumerate(PLANNED)]
+#: Each with a tile: all tiles, in few texts.
+SOME = sharing([[(case, mode, config) for config in tiles(case, mode)] for case, mode in PLANNED])
 
 
 def copies_of(runs) -> set:

@@ -64,8 +64,8 @@ BACKWARD = [
 #: Tiles of one row group and of several, of one unit and of more than there may be, of several images, narrower and wider than a product.
 TILES = (GroupedNhwc(2, 1, 8, 11), GroupedNhwc(1, 1, 4, 5), GroupedNhwc(4, 2, 4, 7), GroupedNhwc(2, 3, 12, 3), GroupedNhwc(1, 1, 8, 32))
 PLANNED = [(case, mode) for case in (*FORWARD, *BACKWARD) for mode in MODES if gn.why_not(asked(case, mode)) is None]
-#: Each case in every second mode.
-SOME = [(case, mode) for case, mode in PLANNED if ([*FORWARD, *BACKWARD].index(case) + [*MODES].index(mode)) % 2 == 0]
+#: Each case in a mode, by turns.
+SOME = [run for i, case in enumerate((*FORWARD, *BACKWARD)) if (runs := [run for run in PLANNED if run[0] is case]) for run in [runs[i % len(runs)]]]
 
 
 def tiles(case: Case, mode: str) -> list[GroupedNhwc]:

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from emulator import Memory, gpu, launch
+import simt
+from emulator import RESULT, Memory, gpu, launch
 from reference import activated, dgrad, fprop
 from test_implicit_gemm import WHOLE, asked, raw
 
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
-from pycuda_conv.runtime.base import KERNEL_DIR
 
-HERE = os.path.dirname(__file__)
-pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="g++ is not installed")
-
-MAIN = r"""
-int main(int, char** files) {
-  FILE* file = fopen(files[1], "rb");
-  std::vector<std::vector<char>> buffers(11);
-  long long size, blocks;
-  GemmArguments arguments;
-  for (auto& buffer : buffers) {
-    if (fread(&size, 8, 1, file) != 1) return 1;
-    buffer.resize(size + 16);
-    if (fread(buffer.data(), 1, size, file) != (size_t)size) return 1;
-  }
-  if (fread(&arguments, sizeof arguments, 1, file) != 1 || fread(&blocks, 8, 1, file) != 1) return 1;
-  fclose(file);
-  auto floats = [&](int i) { return (float*)buffers[i].data(); };
-  auto flags = [&](int i) { return (int*)buffers[i].data(); };
-  launch(blocks, THREADS, [&] {
-    direct_gemm(floats(0), floats(1), floats(2), floats(3), floats(4), floats(5), flags(6), flags(7), floats(8), floats(9), flags(10), arguments);
-  });
-  file = fopen(files[2], "wb");
-  fwrite(buffers[5].data(), 1, buffers[5].size() - 16, file);
-  return fclose(file);
-}
-"""
+pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
 KINDS = {
     "ordinary": lambda x, w, rng: None,
@@ -59,14 +31,11 @@ RUNS = [  # case, configuration, activation
 
 
 @pytest.mark.parametrize(("case", "config", "activation"), RUNS, ids=[f"{'raw' if g.splits_images else 'packed'}-{c}-{a}" for c, g, a in RUNS])
-def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, monkeypatch, case, config, activation):
+def test_what_is_flagged_is_computed_and_nothing_else(monkeypatch, case, config, activation):
     monkeypatch.setattr(ig, "JOINED_BYTES", 0)  # else blocks of the product mend what they have joined
     problem = replace(asked(case, "fp32"), activation=activation)
     program = ig.schedule(problem, config, gpu(3))
     *before, (step,) = program.whole
-    (tmp_path / "run.cpp").write_text(f'#include "on_cpu.h"\n{step.source()}\n{MAIN}')
-    command = ["g++", "-std=c++20", "-O1", "-w", "-pthread", "-I", HERE, "-I", str(KERNEL_DIR), "-o", "run", "run.cpp"]
-    subprocess.run(command, cwd=tmp_path, check=True, timeout=900)
     for seed, (kind, change) in enumerate(KINDS.items()):
         x, w, b = case.normals("float32", seed)
         change(x, w, np.random.default_rng(seed))
@@ -74,11 +43,9 @@ def test_what_is_flagged_is_computed_and_nothing_else(tmp_path, monkeypatch, cas
         with np.errstate(all="ignore"):
             launch(before, memory, False)
             want, size = activated(case.reference(x, w, b), activation), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
-        given = [memory.view(place, "uint8").tobytes() for place in step.buffers]
-        numbers = np.array((*step.numbers, step.grid), np.int64).tobytes()
-        (tmp_path / "in").write_bytes(b"".join(np.int64(len(a)).tobytes() + a for a in given) + numbers)
-        subprocess.run(["./run", "in", "out"], cwd=tmp_path, check=True, timeout=900)
-        old, y = (np.frombuffer(a, np.float32).reshape(want.shape) for a in (given[5], (tmp_path / "out").read_bytes()))
+        old = memory.view(RESULT, "float32").reshape(want.shape).copy()
+        simt.run([[step]], memory, seed)
+        y = memory.view(RESULT, "float32").reshape(want.shape)
         with np.errstate(all="ignore"):
             wrong = ~((np.abs(y - want) <= 3e-6 * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
         assert not wrong.any(), f"{kind}: {np.argwhere(wrong)[:5]}"

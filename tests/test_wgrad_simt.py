@@ -6,6 +6,7 @@ import random
 
 import pytest
 import simt
+from alike import sharing
 from reference import assert_close, assert_exact
 from test_implicit_gemm import H200
 from test_wgrad_nhwc import (
@@ -27,8 +28,7 @@ from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 
 pytestmark = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
-RUNS = [(case, dtype, configs_of(dtype)[(i + more) % len(configs_of(dtype))]) for i, (case, dtype) in enumerate(PLANNED) for more in (0, 5)]
-RUNS = [(case, dtype, case.legal(config, dtype)) for case, dtype, config in RUNS]
+RUNS = sharing([[(case, dtype, case.legal(config, dtype)) for config in configs_of(dtype)] for case, dtype in PLANNED], lambda case, dtype: case.problem(dtype))
 HALVES = [dtype for dtype in TYPES if dtype != "float32"]
 RUNS += [(DEEP, HALVES[i % len(HALVES)], config) for i, config in enumerate((*CONFIGS, WgradNhwc(128, 192, 5), WgradNhwc(64, 64, 6, 1, 5)))]
 RUNS += [(case, HALVES[i % len(HALVES)], CONFIGS_PLANES[(i + more) % len(CONFIGS_PLANES)]) for i, case in enumerate(PLANES) for more in (0, 2)]

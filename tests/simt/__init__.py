@@ -29,9 +29,9 @@ from simt.ptx import translated
 HERE = Path(__file__).resolve().parent
 CXX = shutil.which("g++")
 WHY_NOT = "there is no g++" if CXX is None else None if sys.platform == "linux" else "the machine that runs kernels on the CPU is for Linux"
-FLAGS = ("-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
-#: g++ calls a function of the machine's before each load and store.
-TOLD = ("-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
+FLAGS = ("-std=c++17", "-w", "-Wno-psabi", "-fPIC", "-fno-exceptions", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off", "-U_FORTIFY_SOURCE")
+#: g++ calls a function of the machine's before each load and store. What is gained in the kernels by -O1 is less than what it costs g++.
+TOLD = ("-Og", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 
 
 class Wrong(AssertionError):
@@ -79,33 +79,36 @@ def machine() -> ctypes.CDLL:
 
 
 ENTRY = """
-static const simt::Kernel simt_described = {{[](const char* parameters) {{ simt::call({kernel}, parameters); }}, simt::bytes_of({kernel}), {cluster}, {align},
-                                             __start_simt_shared, __stop_simt_shared}};
-extern "C" __attribute__((visibility("default"))) const simt::Kernel* simt_kernel() {{ return &simt_described; }}
+static const simt::Kernel described_{kernel} = {{[](const char* parameters) {{ simt::call({kernel}, parameters); }}, simt::bytes_of({kernel}), {cluster}, {align},
+                                              __start_simt_shared, __stop_simt_shared}};
+extern "C" __attribute__((visibility("default"))) const simt::Kernel* simt_{kernel}() {{ return &described_{kernel}; }}
 """
 DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\((\d+)\)\s*|alignas\((\d+)\)\s*)?([\w:]+)\s+(\w+)\[\];")
 
 
-def text_of(kernel: str, source: str) -> str:
-    """A kernel's text in C++, in a namespace without a name: what is in no other text needs no section of its own, where shared variables must not be."""
+def text_of(kernels: Sequence[str], source: str) -> str:
+    """A text with some of its kernels in C++, in a namespace without a name: what is in no other text needs no section of its own, where shared variables must not be."""
     command = [str(CXX), "-std=c++17", "-E", "-x", "c++", "-w", "-D__CUDA_ARCH__=900", "-I", str(KERNEL_DIR), "-"]
     done = subprocess.run(command, input=source, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, f"{kernel} is not preprocessed:\n{done.stderr[:4000]}"
+    assert done.returncode == 0, f"{kernels} are not preprocessed:\n{done.stderr[:4000]}"
     align = max((int(found[1] or found[2] or 16) for found in DYNAMIC.finditer(done.stdout)), default=16)
     text = DYNAMIC.sub(r"static \3* const& \4 = (\3* const&)simt::dynamic;", done.stdout)
     text = re.sub(r"__shared__\s+(alignas\(\w+\))", r"\1 __shared__", text)
     cluster = re.search(r"__cluster_dims__\(([^,]*),", text)
     text = re.sub(r"__cluster_dims__\([^)]*\)", "", text)
-    entry = ENTRY.format(kernel=kernel, cluster=cluster[1] if cluster else 1, align=align)
-    return f'#include "device.h"\nnamespace {{\n{translated(text)}\n}}\n{entry}'
+    entries = "".join(ENTRY.format(kernel=kernel, cluster=cluster[1] if cluster else 1, align=align) for kernel in kernels)
+    return f'#include "device.h"\nnamespace {{\n{translated(text)}\n}}\n{entries}'
 
 
 @cache
-def compiled(kernel: str, source: str):
+def compiled(kernels: tuple[str, ...], source: str) -> dict[str, int]:
+    """The addresses of what describes the kernels."""
     machine()
-    library = ctypes.CDLL(str(built(kernel, text_of(kernel, source), *TOLD)))
-    library.simt_kernel.restype = ctypes.c_void_p
-    return library, library.simt_kernel()
+    library = ctypes.CDLL(str(built(kernels[0], text_of(kernels, source), *TOLD)))
+    found = {kernel: library[f"simt_{kernel}"] for kernel in kernels}
+    for entry in found.values():
+        entry.restype = ctypes.c_void_p
+    return {kernel: entry() for kernel, entry in found.items()}
 
 
 # ---- launched
@@ -151,10 +154,9 @@ def text_with(step: KernelLaunch, part: str) -> str:
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.M)
 
 
-def launch(step: KernelLaunch, memory: Any, addresses: Sequence[int], seed: int, broken: tuple[str, str] | None) -> None:
+def launch(step: KernelLaunch, kernel: int, memory: Any, addresses: Sequence[int], seed: int) -> None:
     for described in step.maps:
         emulator.check_map(described, memory)
-    _, kernel = compiled(step.kernel, text_with(step, broken[0]).replace(*broken) if broken else step.source())
     maps = [map_of(one, addresses[one.buffer]) for one in step.maps]
     opaque = [np.array([ctypes.addressof(one), MAGIC, *[0] * 14], np.uint64) for one in maps]
     places = [place if isinstance(place, tuple) else (place, 0) for place in step.buffers]
@@ -186,14 +188,18 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
         A kernel did what it must not, or hangs.
     """
     steps = [step for stage in stages for step in stage]
+    sources = [text_with(step, broken[0]).replace(*broken) if broken else step.source() for step in steps]
+    kernels: dict[str, dict[str, None]] = {}  # of each text, which are compiled together
+    for step, source in zip(steps, sources, strict=True):
+        kernels.setdefault(source, {})[step.kernel] = None
     assert broken is None or any(broken[0] in text_with(step, broken[0]) for step in steps), f"no kernel's text has {broken[0]!r}"
     addresses = [0 if array is None else machine().simt_allocate(array.nbytes) for array in memory.buffers]
     given = [(i, array, at) for i, (array, at) in enumerate(zip(memory.buffers, addresses, strict=True)) if array is not None]
     try:
         for _, array, at in given:
             ctypes.memmove(at, array.tobytes(), array.nbytes)
-        for step in steps:
-            launch(step, memory, addresses, seed, broken)
+        for step, source in zip(steps, sources, strict=True):
+            launch(step, compiled(tuple(sorted(kernels[source])), source)[step.kernel], memory, addresses, seed)
         for i, array, at in given:
             memory.buffers[i] = np.frombuffer(ctypes.string_at(at, array.nbytes), np.uint8)
     finally:
