@@ -414,6 +414,20 @@ def test_an_interrupted_run_leaves_nothing(command, monkeypatch, how, status, ou
     assert names() == ["x.zarr"] and (status == INTERRUPTED or f"{output} can't be written: No space left on device" in err)
 
 
+def test_what_is_still_being_written_is_removed_too(monkeypatch, tmp_path):
+    place, waited = tmp_path / "y.part", []
+
+    def sleep(seconds):
+        if len(waited) < 2:
+            place.mkdir()
+            (place / "0").write_bytes(b"late")
+        waited.append(seconds)
+
+    monkeypatch.setattr(volumes.time, "sleep", sleep)
+    volumes._remove_unfinished(str(place))
+    assert not place.exists() and len(waited) == 3
+
+
 SLOW = """
 import sys, time
 from pycuda_conv import cli

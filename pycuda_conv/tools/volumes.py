@@ -269,6 +269,17 @@ def _remove(place: str) -> None:
         files.rm(path, recursive=True)
 
 
+def _remove_unfinished(place: str) -> None:
+    """Remove what a failed run wrote. zarr writes the chunks of a block side by side, and some may still be under way."""
+    with suppress(ToolError):  # of a store that is gone
+        for seconds in (0.05, 0.1, 0.2, 0.4, 0.8):
+            with suppress(OSError):
+                _remove(place)
+            time.sleep(seconds)
+            if not file_exists(place):
+                return
+
+
 def _check_output(settings: Settings, sources: Sequence[Any]) -> str:
     """Where to write, behind any links; refused where that would lose something."""
     output = str(settings.output)
@@ -366,8 +377,7 @@ def _writing(settings: Settings, target: Target, work: dict[str, Any]) -> Iterat
     finally:
         _opened.cache_clear()
         if not whole and not resumed:
-            with suppress(OSError):
-                _remove(place)
+            _remove_unfinished(place)
 
 
 def _done(settings: Settings, place: str, records: str | None, work: dict[str, Any]) -> set[str] | None:
