@@ -346,8 +346,9 @@ def test_too_little_memory_is_told_in_one_line(command, opencl, monkeypatch):
     assert names() == ["w.npy", "x.npy"]
 
 
-@pytest.mark.parametrize("start", [("-m", "pycuda_conv"), ("pycuda-conv",)], ids=" ".join)
-@pytest.mark.parametrize("seconds", [0, 0.05, 0.2, 0.5, 1])
+@pytest.mark.parametrize("start, seconds", [
+    (("-m", "pycuda_conv"), 0), (("pycuda-conv",), 0), (("pycuda-conv",), 0.05), (("-m", "pycuda_conv"), 0.2), (("pycuda-conv",), 0.5), (("-m", "pycuda_conv"), 1),
+], ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux's /proc tells when numpy is being imported")
 def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_env, tmp_path, monkeypatch, start, seconds):
     """While numpy and the rest are imported, while files are read, while kernels run."""

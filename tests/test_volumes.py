@@ -528,21 +528,22 @@ class Cluster:
         self.workers = [int(pid) for pid in self.process.stdout.readline().split()]
 
     def kill(self):
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.communicate()
 
 
-def test_a_cluster_loses_a_worker_and_then_its_scheduler(on_opencl, fast_env, tmp_path):
-    """A run whose worker is killed is complete; one whose scheduler is killed goes on with the next."""
+def test_a_cluster_loses_a_worker_and_then_its_scheduler(on_opencl, cluster, fast_env, tmp_path):
+    """A run whose worker is killed is complete; one whose scheduler is killed goes on with another cluster."""
     x = draw(3200, 64)
     save_zarr("x.zarr", x, (32, 64), "yx")
     np.save("w.npy", np.ones((1, 1, 31, 31), "f"))
     expected = filtered(x, np.ones((31, 31)))
-    cluster = Cluster(fast_env, tmp_path)
+    lost = Cluster(fast_env, tmp_path)
     arguments = ["--filter", "w.npy", "--padding", "15", "--scheduler"]
 
     def run_until(number, act, *flags):
-        command_line = [sys.executable, "-c", SLOW.format(seconds=0), *arguments, cluster.address, "x.zarr", "y.zarr", *flags]
+        command_line = [sys.executable, "-c", SLOW.format(seconds=0), *arguments, lost.address, "x.zarr", "y.zarr", *flags]
         with subprocess.Popen(command_line, env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             until(lambda: process.poll() is not None or sum(len(chunks_in(part)) for part in Path().glob(".*.part")) > number)
             assert process.poll() is None, process.communicate()
@@ -550,21 +551,20 @@ def test_a_cluster_loses_a_worker_and_then_its_scheduler(on_opencl, fast_env, tm
             return process.wait(900), *process.communicate()
 
     try:
-        status, out, err = run_until(5, lambda: os.kill(cluster.workers[0], signal.SIGKILL))
+        status, out, err = run_until(5, lambda: os.kill(lost.workers[0], signal.SIGKILL))
         assert (status, err) == (OK, ""), err
         y = zarr.open_array("y.zarr", mode="r")[...]
         padded = np.pad(x.astype("f8"), 15)
         assert np.allclose(y[15:-15, 15:-15], expected[15:-15, 15:-15], atol=1e-2) and np.isclose(y[0, 0], padded[:31, :31].sum(), atol=1e-2)
         shutil.rmtree("y.zarr")
-        status, out, err = run_until(5, cluster.kill, "--resume")
+        status, out, err = run_until(5, lost.kill, "--resume")
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and "the scheduler at tcp" in err, err
         complete = len(chunks_in(".y.zarr.done"))
         assert complete >= 1
-        cluster = Cluster(fast_env, tmp_path)
         assert on_opencl(*arguments, cluster.address, "x.zarr", "y.zarr", "--resume")[::2] == (OK, "")
         assert np.array_equal(zarr.open_array("y.zarr", mode="r")[...], y) and not list(Path().glob(".y.zarr*"))
     finally:
-        cluster.kill()
+        lost.kill()
 
 
 @pytest.fixture(scope="module")
