@@ -162,6 +162,7 @@ void resume(Fiber* f) {
     if (static_bytes) memcpy(kernel->shared_begin, live->kept.data(), static_bytes);
   }
   current = f;
+  waited = f->block->waited;
   threadIdx = {(unsigned)f->thread, 0, 0};
   blockIdx = {(unsigned)f->block->number, 0, 0};
   simt::dynamic = f->block->dynamic;
@@ -319,17 +320,13 @@ void run_cluster(int first, int threads) {
 
 // ---- ordinary loads and stores: g++ calls these before each one, as it would ThreadSanitizer's
 
-static void touched(const void* p, size_t bytes, bool writes) {
-  if (!current) return;
-  Block* block = current->block;
+static inline void touched(const void* p, size_t bytes, bool writes) {
   const char* at = (const char*)p;
-  if ((size_t)(at - block->dynamic) < dynamic_bytes) {
-    if (writes) written(block, dynamic_begin + (u32)(at - block->dynamic), bytes);
-  } else if ((size_t)(at - kernel->shared_begin) < static_bytes) {
-    if (writes) written(block, RESERVED + (u32)(at - kernel->shared_begin), bytes);
-  } else if (!block->waited && (size_t)(at - arena) < ARENA) {
-    simt::fail("%s global memory before the launch waits for the one before it", writes ? "writes to" : "reads of");
+  if (writes) {
+    if ((size_t)(at - simt::dynamic) < dynamic_bytes) written(current->block, dynamic_begin + (u32)(at - simt::dynamic), bytes);
+    else if ((size_t)(at - kernel->shared_begin) < static_bytes) written(current->block, RESERVED + (u32)(at - kernel->shared_begin), bytes);
   }
+  if (!waited && (size_t)(at - arena) < ARENA) simt::fail("%s global memory before the launch waits for the one before it", writes ? "writes to" : "reads of");
 }
 #define TOUCHED(bytes)                                                                        \
   extern "C" void __tsan_read##bytes(void* at) { touched(at, bytes, false); }                 \

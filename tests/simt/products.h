@@ -221,27 +221,31 @@ struct Fragments {
   const void *a, *b;
 };
 template <class T> static const T* registers_of(int lane, const void* Fragments::*which) { return (const T*)(((const Fragments*)simt::gathered(lane))->*which); }
-struct HalfFragments {  // as numbers
-  double a[8], b[4];
+struct Registers {
+  float* const* d;
+  const u32 *a, *b;
 };
+// The last lane multiplies for all of them.
 template <int EACH> static void mma_of(float* const* d, const u32* a, const u32* b, Operand type) {  // EACH: numbers of a register
-  HalfFragments own;
-  for (int i = 0; i < 4 * EACH; ++i) own.a[i] = number_of((const char*)a + 4 / EACH * i, type);
-  for (int i = 0; i < 2 * EACH; ++i) own.b[i] = number_of((const char*)b + 4 / EACH * i, type);
-  const int lane = current->lane;
-  simt::exchange(~0u, (unsigned long long)&own, lane, "mma");
-  const HalfFragments *rows[4], *columns[2][4];
-  for (int from = 0; from < 4; ++from) {
-    rows[from] = (const HalfFragments*)simt::gathered(lane / 4 * 4 + from);
-    for (int i = 0; i < 2; ++i) columns[i][from] = (const HalfFragments*)simt::gathered((lane % 4 * 2 + i) * 4 + from);
-  }
-  double sum[4] = {*d[0], *d[1], *d[2], *d[3]};
-  for (int half = 0; half < 2; ++half)
-    for (int from = 0; from < 4; ++from)
-      for (int e = 0; e < EACH; ++e)
-        for (int i = 0; i < 4; ++i) sum[i] += rows[from]->a[(half * 2 + i / 2) * EACH + e] * columns[i % 2][from]->b[half * EACH + e];
-  simt::meet(~0u, "mma's end");
-  for (int i = 0; i < 4; ++i) *d[i] = (float)sum[i];
+  const Registers own{d, a, b};
+  simt::meet(~0u, "mma", (unsigned long long)&own, [&] {
+    double rows[16][8 * EACH], columns[8 * EACH][8], sums[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const Registers& of = *(const Registers*)simt::gathered(lane);
+      for (int half = 0; half < 2; ++half)
+        for (int e = 0; e < EACH; ++e) {
+          const int k = (half * 4 + lane % 4) * EACH + e;
+          for (int lower = 0; lower < 2; ++lower) rows[lane / 4 + 8 * lower][k] = number_of((const char*)&of.a[half * 2 + lower] + 4 / EACH * e, type);
+          columns[k][lane / 4] = number_of((const char*)&of.b[half] + 4 / EACH * e, type);
+        }
+      for (int i = 0; i < 4; ++i) sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2] = *of.d[i];
+    }
+    for (int row = 0; row < 16; ++row)
+      for (int k = 0; k < 8 * EACH; ++k)
+        for (int column = 0; column < 8; ++column) sums[row][column] += rows[row][k] * columns[k][column];
+    for (int lane = 0; lane < 32; ++lane)
+      for (int i = 0; i < 4; ++i) *((const Registers*)simt::gathered(lane))->d[i] = (float)sums[lane / 4 + i / 2 * 8][lane % 4 * 2 + i % 2];
+  });
 }
 void mma(float* const* d, const u32* a, const u32* b, Operand type) {  // m16n8k16, of TF32 m16n8k8: 32 bytes of k
   if (type == TF32) mma_of<1>(d, a, b, type);

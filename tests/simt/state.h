@@ -176,6 +176,7 @@ size_t static_bytes, dynamic_bytes;
 u32 dynamic_begin;  // its address
 Block* live;        // whose static shared memory lies where the kernel's text has it
 Fiber* current;
+bool waited;  // whether its block has waited for the launch before
 jmp_buf scheduler;
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<std::unique_ptr<Block>> blocks;  // of a cluster
@@ -327,8 +328,10 @@ template <class F> void meet(unsigned mask, const char* what, unsigned long long
   if (!(mask >> current->lane & 1)) fail("%s with a mask, %#x, that this lane is not in", what, mask);
   std::shared_ptr<Meeting> meeting;
   size_t which = 0;
-  for (; which < warp->meetings.size(); ++which)
-    if (warp->meetings[which]->mask == mask && !strcmp(warp->meetings[which]->what, what) && !(warp->meetings[which]->there >> current->lane & 1)) break;
+  for (; which < warp->meetings.size(); ++which) {
+    const Meeting& one = *warp->meetings[which];
+    if (one.mask == mask && !(one.there >> current->lane & 1) && (one.what == what || !strcmp(one.what, what))) break;
+  }
   if (which == warp->meetings.size()) {
     warp->meetings.push_back(std::make_shared<Meeting>());
     warp->meetings.back()->mask = mask;

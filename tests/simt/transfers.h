@@ -235,6 +235,6 @@ void copy_wait(int groups) {
   perhaps_yield();
 }
 void check_map(u64 map) { map_of(map); }
-void dependency_wait() { current->block->waited = true; }
+void dependency_wait() { waited = current->block->waited = true; }
 
 }  // namespace ptx
