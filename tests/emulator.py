@@ -1213,33 +1213,34 @@ def lines_product(step, memory: Memory) -> None:
     row, column = np.divmod(np.arange(4 * fours), d.WARP_TILE_W)
 
     def load_w(first: int, half: int) -> list[np.ndarray]:
-        """[tap][row][line] of each stage."""
+        """[eight, tap and line][row] of each step."""
         w, many = memory.view(before[0 if half == d.FP16_OPERANDS else 1], "float16" if half else "float32"), 16 if half else 8
         count = min(d.BLOCK_N, s.padded - first)
         swap = np.arange(many) ^ (np.arange(count)[:, None] & 4) * (many // 8)
         tap = np.arange(d.CHUNKS * taps)[:, None, None]
-        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * (1 + (d.FP16_OPERANDS and not half))))
-        return [np.take_along_axis(inside(w, (at * s.padded + first + np.arange(count)[:, None]) * many + np.arange(many)), swap[None], 2).astype(float) for at in stages]
+        parts = 1 + (d.FP16_OPERANDS and not half)
+        stages = (i * d.CHUNKS * taps + tap for i in range(s.steps * parts))
+        found = [np.take_along_axis(inside(w, (at * s.padded + first + np.arange(count)[:, None]) * many + np.arange(many)), swap[None], 2).astype(float) for at in stages]
+        return [np.concatenate(found[i : i + parts]).transpose(0, 2, 1).reshape(-1, count) for i in range(0, len(found), parts)]
 
     def multiplied(number: int, filters: list[np.ndarray], half: int) -> tuple[np.ndarray, int]:
         """The sums of a unit, and how many numbers of x have lost bits."""
         image, rest = divmod(number, s.unit_rows * s.unit_columns)
         p0, q0 = rest // s.unit_columns * d.WARP_TILE_H, rest % s.unit_columns * d.WARP_TILE_W
         many, total, lost = 16 if half else 8, np.zeros((4 * fours, filters[0].shape[1])), 0
-        parts = len(filters) // s.steps
+        pixel_row, pixel_column = (tap[..., None] + at for tap, at in zip(np.ogrid[: d.R * d.DILATION_H : d.DILATION_H, : d.S * d.DILATION_W : d.DILATION_W], (row * d.STRIDE_H, d.SHIFT + column * d.STRIDE_W), strict=True))
         for i in range(s.steps):
             box = boxed(described, memory, (q0 * d.STRIDE_W + s.low_w, i * d.CHANNELS, p0 * d.STRIDE_H + s.low_h, image))[0].transpose(1, 0, 2)
-            met = np.stack([np.stack([box[:, row * d.STRIDE_H + r * d.DILATION_H, d.SHIFT + column * d.STRIDE_W + t * d.DILATION_W] for t in range(d.S)]) for r in range(d.R)])
+            met = box[:, pixel_row, pixel_column].transpose(1, 2, 0, 3)
             if d.FLAT:  # [s][line][pixel]
                 lines = met.transpose(1, 2, 0, 3).reshape(d.S, d.CHANNELS * d.R, -1)
                 lines = np.pad(lines, ((0, 0), (0, 8 * d.CHUNKS - lines.shape[1]), (0, 0))).reshape(d.S, d.CHUNKS, 8, -1).transpose(1, 0, 2, 3)
             else:
-                lines = met.reshape(taps, parts * d.CHUNKS, many, -1).transpose(1, 0, 2, 3)
+                lines = met.reshape(taps, -1, many, met.shape[-1]).transpose(1, 0, 2, 3)
             with np.errstate(invalid="ignore", over="ignore"):
                 a = (lines * X_SCALE).astype(np.float16) if half else tf32(lines)
                 lost += int(((lines != 0) & (np.abs(lines) < LEAST_HALF / X_SCALE)).sum())
-                of_step = np.concatenate(filters[i * parts : (i + 1) * parts]).reshape(-1, taps, total.shape[1], many)
-                total += np.einsum("etlp,etkl->pk", a[:, :, line_of(d, half)].astype(float), of_step)
+                total += a[:, :, line_of(d, half)].astype(float).reshape(-1, len(total)).T @ filters[i]
         return total, lost
 
     def write(number: int, total: np.ndarray, k: np.ndarray, there: np.ndarray) -> None:

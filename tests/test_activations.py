@@ -209,7 +209,7 @@ def by_torch(activation):
 def test_gradients(device, activation):
     torch.manual_seed(0)
     where = "cpu" if device == "opencl" else "cuda"
-    shapes = (1, 2, 2, 3), (2, 2, 1, 2), (2,), (2,), (1, 2, 2, 2)  # few, as each number's derivative is found by itself
+    shapes = (1, 2, 2, 3), (2, 2, 1, 2), (2,), (2,), (1, 2, 2, 2)  # few, as each number's derivative may be found by itself
     given = [torch.randn(s, dtype=torch.float64).to(where).requires_grad_() for s in shapes]
 
     def ours(x, w, b, scale, residual):
@@ -230,7 +230,8 @@ def test_gradients(device, activation):
     compiled = [torch.compile(ours, backend="aot_eager", fullgraph=True)] if activation in ("silu", ("leaky_relu", 0.2)) else []
     for function in (ours, *compiled):
         torch.testing.assert_close(function(*close), theirs(*close), rtol=1e-10, atol=1e-10)  # in one step, where it is not compiled
-    assert torch.autograd.gradcheck(ours, given) and torch.autograd.gradgradcheck(ours, given)
+    fast = activation != "silu"  # a random direction of all numbers instead of each number by itself
+    assert torch.autograd.gradcheck(ours, given, fast_mode=fast) and torch.autograd.gradgradcheck(ours, given, fast_mode=fast)
 
 
 @pytest.mark.skipif(torch is None, reason="torch is not installed")

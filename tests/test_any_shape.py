@@ -228,9 +228,9 @@ def test_the_constants_of_a_layer_change_no_bit(device, case, config, request, m
 
 #: Of each engine on a Hopper GPU; on OpenCL, of the direct kernels and those of depthwise layers. Precisions as they are asked for.
 FINISHED = [
-    (fprop((3, 64, 20, 21), (64, 64, 3, 3), padding=1), "float32", "NCHW", "fp32"), (fprop((2, 128, 16, 16), (64, 128, 1, 1)), "float32", "NCHW", "fp32"),
-    (fprop((3, 64, 20, 24), (96, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"), (fprop((3, 64, 20, 24), (96, 64, 3, 3), stride=2), "float32", "NHWC", "tf32"),
-    (fprop((2, 3, 64, 64), (32, 3, 7, 7), stride=2, padding=3), "float32", "NCHW", "tf32"), (fprop((2, 64, 30, 30), (3, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"),
+    (fprop((1, 64, 10, 11), (64, 64, 3, 3), padding=1), "float32", "NCHW", "fp32"), (fprop((2, 128, 16, 16), (64, 128, 1, 1)), "float32", "NCHW", "fp32"),
+    (fprop((3, 64, 20, 24), (96, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"), (fprop((1, 64, 20, 24), (96, 64, 3, 3), stride=2), "float32", "NHWC", "tf32"),
+    (fprop((1, 3, 64, 64), (32, 3, 7, 7), stride=2, padding=3), "float32", "NCHW", "tf32"), (fprop((2, 64, 30, 30), (3, 64, 3, 3), padding=1), "float16", "NHWC", "fp32"),
     (fprop((2, 64, 20, 24), (64, 8, 3, 3), padding=1, groups=8), "float16", "NHWC", "fp32"), (fprop((2, 32, 20, 24), (32, 1, 3, 3), padding=1, groups=32), "float32", "NHWC", "fp32"),
     (fprop((2, 32, 20, 24), (32, 1, 5, 7), padding=2, groups=32), "float32", "NHWC", "fp32"), (dgrad((2, 64, 10, 12), (64, 64, 3, 3), stride=2), "float32", "NCHW", "fp32"),
 ]  # fmt: skip
