@@ -6,12 +6,12 @@
 //
 // Mapping  block -> lanes_c threads along channels, a part of a warp, and lanes_u along units: TILE_Q columns of y in `rows` of its rows, in the
 //          order image, strip of rows, columns; one of `parts` of the units, `rounds` for each thread, one after another.
-//          GID_0 = part * blocks of channels + channels.
+//          blockIdx.x = part * blocks of channels + channels.
 //          thread -> V channels, 4 bytes; it walks down each of its units, a row of x a step, which meets up to TAPS rows of y.
 // Memory   registers: TAPS * TAPS * V sums, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a ring of rows of x and y,
 //          which arrive some steps before they are needed, with zeros for what lies outside; in the end sums of AT_ONCE taps of all threads.
-// Edges    Rows of y above and below a strip, and columns behind the last, are zeros that are multiplied as all others. What is not finite in the end is
-//          added up once more, without them: an Inf of x may have met one.
+// Edges    Rows of y above and below a strip, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
+//          zero. So a sum that is not finite in the end is added up once more, without them.
 // Limits   square filters, no dilation, a filter for each channel of x, pixels of a multiple of 16 bytes.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/depthwise_nhwc_wgrad_ring.cu
@@ -20,7 +20,7 @@
 #define TAPS 7
 #define STRIDE 1
 #endif
-#include "mma_sync.cuh"
+#include "async_copy.cuh"
 
 typedef element<TYPE> data_t;
 
@@ -95,10 +95,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
       for (int j = 0; j < COPIES; ++j)
         if (j * 4 + 3 < COLUMNS || j * 4 + pixel < COLUMNS)
-          copy_or_zero(to + j * 4 * PIXEL, (const uint4*)(from_x + j * 4 * k), row_of_x && (unsigned)(w0 + pixel + j * 4) < (unsigned)w_end);
+          copy_or_zero_by_lines(to + j * 4 * PIXEL, from_x + j * 4 * k, row_of_x && (unsigned)(w0 + pixel + j * 4) < (unsigned)w_end);
       from_x += x_row;
       if (of_y) {
-        copy_or_zero(to + COLUMNS * PIXEL, (const uint4*)from_y, real && i < unit.rows * STRIDE && pixel < unit.columns);
+        copy_or_zero_by_lines(to + COLUMNS * PIXEL, from_y, real && i < unit.rows * STRIDE && pixel < unit.columns);
         from_y += y_row;
       }
       copies_commit();

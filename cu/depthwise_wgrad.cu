@@ -4,13 +4,13 @@
 //
 // y is the gradient of the convolution's result. The sum over its pixels is cut into parts; direct_reduce.cu adds them in order.
 //
-// Mapping  block -> a channel k and one of `parts` of its units. GID_0 = part * channels + k.
+// Mapping  block -> a channel k and one of `parts` of its units. blockIdx.x = part * channels + k.
 //          warp -> one unit after another, `rounds` in all: `rows` rows of y of lanes_q groups of 4 columns, in `planes` images.
 //          thread -> 4 columns of an image. It walks down the unit, a row of x a step, which meets up to TAPS kept rows of y.
 // Memory   registers: TAPS * TAPS sums, and the rows of y that the next rows of x meet. Shared: of every warp a ring of rows of x and y, which
 //          arrive some steps before they are needed, with zeros for what lies outside; in the end the sums of all threads.
-// Edges    Rows of y above and below a unit, and columns behind the last, are zeros that are multiplied as all others. What is not finite in the end is
-//          added up once more, without them: an Inf of x may have met one.
+// Edges    Rows of y above and below a unit, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
+//          zero. So a sum that is not finite in the end is added up once more, without them.
 // Limits   square filters, no dilation.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/depthwise_wgrad.cu
@@ -18,7 +18,7 @@
 #define TAPS 7
 #define STRIDE 1
 #endif
-#include "mma_sync.cuh"
+#include "async_copy.cuh"
 
 constexpr int THREADS = 128, WARPS = THREADS / 32, TILE_Q = 4;
 constexpr int COLUMNS = (TILE_Q - 1) * STRIDE + TAPS, VECTORS = (COLUMNS + 3) / 4;  // of x, that a row of a thread's pixels of y meets
@@ -40,10 +40,6 @@ struct DepthwiseWgradPlanesArguments {
   long long units, tiles_q, by_tiles_q, strips, by_strips, rows;
   long long n, h, w, p, q, pad_h, pad_w;
 };
-
-DEVICE void copy_float(uint32_t to, const float* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
 
 // A unit of a warp, as one of its threads sees it.
 struct Unit {
@@ -91,12 +87,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int j = 0; j < MOST_COPIES; ++j)
           if (j < (int)arg.copies && lane + j * lanes < (int)arg.pitch)
-            copy_float(to_x + j * lanes * 4, from_x + j * lanes, row_of_x && (unsigned)(w0 + j * lanes) < (unsigned)w_end);
+            copy_or_zero<4>(to_x + j * lanes * 4, from_x + j * lanes, row_of_x && (unsigned)(w0 + j * lanes) < (unsigned)w_end);
       from_x += w_end;
       if (with_y) {
         if (works)
 #pragma unroll
-          for (int j = 0; j < TILE_Q; ++j) copy_float(to_y + j * lanes * 4, from_y + j * lanes, row_of_y && q0 + j * lanes < q_end);
+          for (int j = 0; j < TILE_Q; ++j) copy_or_zero<4>(to_y + j * lanes * 4, from_y + j * lanes, row_of_y && q0 + j * lanes < q_end);
         from_y += q_end;
       }
       copies_commit();

@@ -1,19 +1,19 @@
 // direct_quads.cu: convolutions of few channels, float32, on plain cores: a thread keeps quads, which are four neighbouring pixels of a row, of eight channels.
 //
-//   y[n,k,o,p,q] = sum over c,t,r,s of x[n, g*cg + c, o*stride_d + low_d + t*dil_d, p*stride_h + low_h + r*dil_h, q*STRIDE + low_w + s] * w[k,c,t,r,s],
-//                  g = k / kg
+//   y[n,k,o,p,q] = sum over c,t,r,s of x[n, g*cg + c, o*stride_d + low_d + t*dilation_d, p*stride_h + low_h + r*dilation_h, q*STRIDE + low_w + s]
+//                                      * w[k,c,t,r,s],   g = k / kg
 //
-// direct_batched.cu loads a number of x for eight multiplications. Here the pixels of a quad share what they meet: of a row of taps a thread
-// loads a run of neighbours once, by vectors, and keeps it in registers while the taps pass. Two quads share the filter's numbers too. Nothing
-// is packed and nothing is split, so a launch is all there is.
+// direct_batched.cu loads a number of x for eight multiplications. Here the pixels of a quad share what they meet. For a row of taps a thread loads
+// a run of neighbours once, by vectors, and keeps it in registers for all the taps. Two quads share the filter's numbers too. Nothing is packed and
+// nothing is split, so there is one launch.
 //
 // Sizes    They are arguments; S and STRIDE, along w, are defined. With LAYER, the layer's epilogue is constant.
 // Mapping  block -> a tile of y, `rows` x `quads` quads of a slice of an image, times 8 channels a channel warp, all of one group;
-//          GID_0 = (((image * o + slice) * tiles down + tile down) * tiles across + tile across) * k_tiles + k tile.
+//          blockIdx.x = (((image * o + slice) * tiles down + tile down) * tiles across + tile across) * k_tiles + k tile.
 //          warp -> 8 channels, and 32 * QUADS quads; the lanes are neighbouring quads.
-// Memory   shared, by turns two buffers of some planes (a channel's slices of x that the tile meets): the filter's numbers,
-//          [plane][r][s][channel]; the patch of x, [plane][row][phase][quad][4], where columns that are STRIDE apart are neighbours: so a
-//          quad's vectors are too. While one buffer is multiplied the copies into the other one are on their way.
+// Memory   shared: two buffers, which are filled and multiplied by turns. A buffer has some planes (the slices of x that the tile meets, of some
+//          channels): the filter's numbers, [plane][r][s][channel], and the patch of x, [plane][row][phase][quad][4]. In a patch columns that are
+//          STRIDE apart are neighbours, so that a quad reads vectors. Copies into one buffer are on their way while the other is multiplied.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/direct_quads.cu
 #ifndef S
@@ -22,6 +22,7 @@
 #define QUADS 2  // of a thread
 #endif
 #define MOMENTS 0
+#include "async_copy.cuh"
 #include "finish.cuh"
 
 constexpr int THREADS = 128, CHANNELS = 8;     // channels: of a thread
@@ -46,12 +47,6 @@ struct DirectQuadsArguments {
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
-DEVICE void copy(uint32_t to, const float* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-
 // Where a block's tile is.
 struct Place {
   int image, slice, p, q, group, k;  // k: of the group, the block's first channel
@@ -74,7 +69,7 @@ DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const floa
     const float* const of_tap = w + tile.group * (int)arg.w_group + tile.k * (int)arg.w_k + of_channel.quotient * (int)arg.w_c + number;
     for (int channel = lane / 8; channel < channels; channel += 4) {
       const bool there = tile.k + channel < (int)arg.kg;
-      copy(buffer + 4 * (tap * (channels + PAD) + channel), there ? of_tap + channel * (int)arg.w_k : w, there);
+      copy_or_zero<4>(buffer + 4 * (tap * (channels + PAD) + channel), there ? of_tap + channel * (int)arg.w_k : w, there);
     }
   }
   // the patch: every thread's places are the same in each plane
@@ -92,11 +87,11 @@ DEVICE void start(const DirectQuadsArguments& arg, const Place& tile, const floa
       const int d = d0 + of_channel.rest * (int)arg.dilation_d;
       const bool there = inside && (unsigned)d < (unsigned)arg.depth;
       const int c = (tile.image * (int)arg.groups + tile.group) * (int)arg.cg + of_channel.quotient;
-      copy(to, there ? x + (c * (int)arg.depth + d) * plane + from : x, there);
+      copy_or_zero<4>(to, there ? x + (c * (int)arg.depth + d) * plane + from : x, there);
       to += 4 * (int)arg.room;
     }
   }
-  commit_copies();
+  copies_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
@@ -124,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, QUADS == 1 ? 5 : 4)
   const int planes = (int)arg.planes, at_once = (int)arg.at_once;
   start(arg, tile, x, w, shared_address(dynamic), 0, min(at_once, planes));
   for (int first = 0, parity = 0; first < planes; first += at_once, parity ^= 1) {
-    wait_for_copies();
+    copies_wait<0>();
     __syncthreads();  // everybody's copies have arrived, and everybody has read the other buffer
     const int next = first + at_once;
     if (next < planes) start(arg, tile, x, w, shared_address(dynamic + (parity ^ 1) * (int)arg.buffer), next, min(at_once, planes - next));

@@ -1,7 +1,7 @@
 // dmma.cu: float64 convolutions on the tensor cores (DMMA) of Ampere and Hopper, from arrays as they lie.
 //
 //   y[m, pixel] = activation(scale[m] * sum over k of A[m, k] * B[k, pixel] + bias[m] + residual[m, pixel])
-//   gemm m: output channel of the group | gemm n: pixel (n,o,p,q) of the batch | gemm k: (c,t,r,s), or (t,r,s,c) for CHANNELS_INSIDE
+//   gemm m: output channel of the group | gemm n: pixel (n,o,p,q) of the batch | gemm k: (c,t,r,s), or (t,r,s,c) with channels_inside
 //   A[m, (c,t,r,s)]     = w[w_base + g*w_group + m*w_row + c*w_channel + t*w_t + r*w_r + s*w_s]
 //   B[(c,t,r,s), pixel] = x[n, g, c, o*stride_d - pad_d + t*dilation_d, p*stride_h - pad_h + r*dilation_h, q*stride_w - pad_w + s*dilation_w]
 //
@@ -27,9 +27,7 @@
 // Split    splits > 1 cuts the sum over k: every part goes to a workspace [splits][size of y], and direct_reduce.cu adds them in order.
 //
 // By hand: nvcc -cubin -arch=sm_90 cu/dmma.cu
-#include "division.cuh"
-#include "launch.cuh"
-#include "numbers.cuh"
+#include "async_copy.cuh"
 
 typedef double acc_t;
 #include "activation.cuh"
@@ -48,7 +46,6 @@ typedef double acc_t;
 #define B_VEC 1         // elements of B that a copy takes
 #endif
 
-#define DEVICE __device__ __forceinline__
 typedef long long long_t;
 
 struct DmmaArguments {
@@ -97,18 +94,10 @@ struct Tables {
   int y[BLOCK_N];       // of a pixel in y, or -1
 };
 
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
-
-// Copies so many bytes, or zeros: then nothing is read, wherever `from` points; but 16 bytes need an address that is a multiple of 16 even so.
-template <int bytes>
-DEVICE void copy(uint32_t to, const double* from, bool some) {
-  const int size = some ? bytes : 0;
-  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"((unsigned long long)from & ~15ull), "r"(size));
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size));
+// Copies so many bytes, or zeros. An address of 16 bytes must be a multiple of 16, even where nothing is read.
+template <int bytes> DEVICE void copy(uint32_t to, const double* from, bool there) {
+  copy_or_zero<bytes>(to, bytes == 16 ? (const void*)((unsigned long long)from & ~15ull) : from, there);
 }
-DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int n>
-DEVICE void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory"); }
 
 DEVICE int4 load4(uint32_t at) {
   int4 v;
@@ -254,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       look_up(step, part);
       fetch(step * STAGE_BYTES, part);
     }
-    commit();
+    copies_commit();
   }
 
   double sum[FRAGMENTS_M][FRAGMENTS_N][4];
@@ -302,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int k = 0; k < QUADS; ++k)
       load(b[place % (AHEAD + 1)][k], of_b[place / FRAGMENTS_N * QUADS + k] + slot + place % FRAGMENTS_N * 8 * (B_IN_ROWS_OF_K ? ROW : 8));
   };
-  wait<STAGES - 2>();
+  copies_wait<STAGES - 2>();
   __syncthreads();
   read_a(0, 0);
 #pragma unroll
@@ -315,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int slice = place / FRAGMENTS_N, j = place % FRAGMENTS_N;
       if (place == PLACES - AHEAD) {
         if (thread < BLOCK_K) write_table(step + STAGES, thread);
-        wait<STAGES - 3>();
+        copies_wait<STAGES - 3>();
         __syncthreads();
       }
       if (j == FRAGMENTS_N - AHEAD) read_a((slice + 1) % SLICES, slice == SLICES - 1 ? next : slot);
@@ -326,7 +315,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < FRAGMENTS_M; ++i) multiply(sum[i][j], a[slice % 2][i], b[place % (AHEAD + 1)]);
       fetch(free, place);
     }
-    commit();
+    copies_commit();
     free = slot;
     slot = next;
     next = slot == (STAGES - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
@@ -337,7 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   // Whether this warp finishes a column of fragments. Warps that have each a part of k share the columns, and add up all warps' sums there.
   auto is_mine = [&](int j) { return WARPS_K == 1 || j % WARPS_K == warp_k; };
 #if WARPS_K > 1
-  wait<0>();
+  copies_wait<0>();
   __syncthreads();
   double* const all_sums = (double*)ring_memory;
   auto of_warp = [&](int k, int i, int j, int e) -> double& { return all_sums[(((k * FRAGMENTS_M + i) * FRAGMENTS_N + j) * 4 + e) * 32 + lane]; };

@@ -26,6 +26,7 @@
 #define BLOCK_N 64   // channels of y of a block: 16, 32, 48 or 64
 #endif
 #define MOMENTS 0
+#include "async_copy.cuh"
 #include "finish.cuh"
 #include "fragments.cuh"
 
@@ -81,13 +82,6 @@ DEVICE uint2 load_words(uint32_t from) {
   return v;
 }
 
-// A copy of elements to shared memory, or zeros, that does not wait.
-template <int bytes> DEVICE void copy_behind(uint32_t to, const void* from, bool there) {
-  if (bytes == 16) asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-  else if (bytes == 8) asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(there ? 8 : 0) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-
 // An element as the tensor core takes it.
 DEVICE data_t factor(data_t v) {
 #if TYPE == 32
@@ -135,7 +129,7 @@ struct Unit {
 template <int bytes> DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Corner& corner, uint32_t to, int row_elements) {
   for (int i = threadIdx.x; i < (int)(arg.patch * arg.units); i += THREADS) {
     const Unit unit(arg, corner, i, row_elements);
-    copy_behind<bytes>(to + i * bytes, unit.there ? x + unit.from : x, unit.there);
+    copy_or_zero<bytes>(to + i * bytes, unit.there ? x + unit.from : x, unit.there);
   }
 }
 
@@ -196,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int i = 0; i < AT_ONCE; ++i)
           if (mine[i]) patch[first + i * THREADS] = v[i];
       }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
   };
 
   // the filter
@@ -245,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();  // the patch before has been read
     if (stages == 1) load(tile, patches);
     else if (tile + workers < tiles) load(tile + workers, patches + (uint32_t)arg.stage_bytes - now);
-    if (stages > 1 && tile + workers < tiles) asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else asm volatile("cp.async.wait_group 0;" ::: "memory");
+    if (stages > 1 && tile + workers < tiles) copies_wait<1>();
+    else copies_wait<0>();
     __syncthreads();
 #if TYPE == 32
     for (int i = threadIdx.x; i * 4 < (int)(arg.patch * arg.pitch); i += THREADS) {

@@ -29,9 +29,10 @@
 #define PHASES 1       // of the launch: 1, or up to 4
 #endif
 #define MOMENTS 0
+#include "async_copy.cuh"
 #include "cluster.cuh"
 #include "finish.cuh"
-#include "mma_sync.cuh"
+#include "fragments.cuh"
 #include "truncation.cuh"
 
 typedef element<TYPE> data_t;
@@ -161,7 +162,7 @@ DEVICE void fetch_w(const FewPixelsPhase& shape, const Tile& of, const data_t* w
     uint32_t to = slot + line * line_bytes + own.rest * 16;
 #pragma unroll 4
     for (int piece = own.rest; piece < pieces; piece += each) {
-      load_16_bytes(to, from, real && piece < there);
+      copy_or_zero<16>(to, from, real && piece < there);
       from += each * VECTOR;
       to += each * 16;
     }
@@ -187,7 +188,7 @@ DEVICE void fetch_x(const FewPixelsPhase& shape, const data_t* x, uint32_t slot,
     if (place == NOWHERE) continue;
 #pragma unroll 4
     for (int unit = 0; unit < units; ++unit) {
-      load_4_bytes(to, source, unit < there);
+      copy_or_zero<4>(to, source, unit < there);
       source += UNIT * channel;
       to += next_unit;
     }
@@ -394,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int stage = 0; stage < STAGES - 1; ++stage) {
     if (stage > 0) fetch_stage_w(stage);
     if (TYPE == 32) fetch_stage_x(stage);
-    commit_loads();
+    copies_commit();
   }
   for (int stage = 0; TYPE != 32 && stage < STAGES - 1; ++stage) fetch_stage_x(stage);
 
@@ -411,11 +412,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
   Totals totals;
   for (int stage = 0; stage < stages; ++stage) {
-    wait_for_loads<STAGES - 2>();
+    copies_wait<STAGES - 2>();
     __syncthreads();
     fetch_stage_w(stage + STAGES - 1);
     fetch_stage_x(stage + STAGES - 1);
-    commit_loads();
+    copies_commit();
     const int count = min((int)shape.stage_units, units - stage * (int)shape.stage_units) * (int)shape.taps;
     const uint32_t slot = shared_address(slot_of(stage)), w_slot = slot + w_lane, x_slot = slot + x_lane;
     // loads are a step ahead of the products, and the table is one more

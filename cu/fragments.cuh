@@ -8,6 +8,12 @@ DEVICE uint4 load_vector(uint32_t from) {
   return v;
 }
 
+// Four matrices of 8 rows x 16 bytes; lane l names row l % 8 of matrix l / 8 and gets 4 bytes, number l % 4, of row l / 4 of each
+DEVICE void load_matrices(uint32_t (&v)[4], uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
+}
+
 // floats to TF32, rounded to the nearest
 DEVICE uint32_t to_tf32(float v) {
   uint32_t bits;

@@ -1,20 +1,19 @@
-// gather_nhwc_sm90.cu: as dense_nhwc_sm90.cu, for pixels whose channels are no multiple of 128 bytes: gemm k has no gaps between the taps.
+// gather_nhwc_sm90.cu: the convolutions of dense_nhwc_sm90.cu, for pixels whose channels are no multiple of 128 bytes: gemm k has no gaps between taps.
 //
 //   y[pixel, k] = sum over taps and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
 //   gemm m: pixel (n,o,p,q) of the batch | gemm n: output channel | gemm k: (tap, c), c fastest, in stages of 128 bytes
 //
-// A tensor load brings a row of one tap's channels and fills what a row of 128 bytes has more. Here threads copy: a stage's row is 128 bytes of
-// (tap, c) that follow one another, whatever the taps they belong to. 24 channels of 3x3 taps in 16 bits are 4 stages instead of 9.
+// A tensor load brings one tap's channels and fills the rest of a row of 128 bytes with zeros. Here threads copy instead: a stage's row is 128
+// bytes of (tap, c) that follow one another, whichever taps they belong to. So 24 channels of 3x3 taps in 16 bits are 4 stages instead of 9.
 //
-// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. A consumer warpgroup for each 64 pixels, and behind them a warp for each 16 of them
-//          that copies x.
-//          The first of these threads asks for w. Persistent, unless a cluster shares a tile.
-// Shared   as in dense_nhwc_sm90.cu. full[stage]: the copying warps' parts have arrived, and w.
-// x        copies of COPY bytes, which belong to one tap: 16, or 4 where a tap's bytes are no multiple of 16. Neighbouring lanes copy neighbours of
-//          a row. Where a tap meets no pixel, zeros. A warp has 16 rows of a stage, and some stages under way. It says what has arrived.
-//          Consumers fence it for wgmma. TF32: first they round it in its place, since wgmma cuts off.
+// Mapping  block: tiles of BLOCK_M pixels x BLOCK_N channels. A block has a consumer warpgroup for each 64 pixels, and behind them a warp for each
+//          16 pixels, which copies x. The first thread of these asks for w too. Blocks are persistent, unless a cluster shares a tile.
+// Shared   as in dense_nhwc_sm90.cu. A stage is full when w and the parts of all copying warps have arrived.
+// x        Threads copy COPY bytes at once, which belong to one tap: 16, or 4 where a tap's bytes are no multiple of 16. Neighbouring lanes copy
+//          neighbours of a row. They write zeros where a tap meets no pixel. A copying warp has 16 rows of each stage, and some stages under way;
+//          it tells the consumers what has arrived. They fence it for wgmma. For TF32 they first round it in its place, since wgmma cuts off.
 // w        rows of gemm k by TMA, as it lies or as transpose_filter.cu made it.
-// Rows     where no tap lies outside of a row of x, and taps follow one another, a row of the filter is one tap of all their channels.
+// Rows     If no tap lies outside of a row of x, and taps are neighbours, a row of the filter counts as one tap with the channels of all its taps.
 // Cluster  as in dense_nhwc_sm90.cu.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/gather_nhwc_sm90.cu
@@ -46,6 +45,7 @@ struct GatherPhase {
   long long has_bias, has_scale, has_residual, activation, slope;         // what finishes a sum; slope: a float's bits
 };
 typedef GatherPhase Phase;
+#include "async_copy.cuh"
 #include "pixel_tiles.cuh"
 
 constexpr int COPYING = 2 * BLOCK_M, THREADS = CONSUMER_THREADS + COPYING;
@@ -138,16 +138,16 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
         constexpr int pass = decltype(number_of_pass)::value, row = pass * AT_ONCE;
         copy<row / 8 * 8 * 128>(a + lane.place(row % 8), x + (rows.element[pass] + further), (rows.inside[pass] & tap) == tap);
       });
-      commit_loads();
+      copies_commit();
       at.next();
       if (++under_way > UNDER_WAY) {
-        wait_for_loads<UNDER_WAY>();
+        copies_wait<UNDER_WAY>();
         hand_over(ring, arriving);
         --under_way;
       }
     }
   }
-  wait_for_loads<0>();
+  copies_wait<0>();
   while (under_way-- > 0) hand_over(ring, arriving);
 }
 

@@ -1,6 +1,7 @@
 // grouped.cuh: what the kernels of grouped convolutions with channels last share: units of channels, windows of images.
 #pragma once
-#include "mma_sync.cuh"
+#include "async_copy.cuh"
+#include "fragments.cuh"
 
 // Up to 16 neighbouring channels of y, from `first` to `end`, of whole groups or of a part of one, and the first channel of x that these groups
 // read, at a multiple of `aligned`. `shape` has the members unit_groups, units_group, groups, read and written.
@@ -36,7 +37,7 @@ struct Window {
       for (int column = of.quotient; column < width; column += together, at += together * pitch) {
         if (of.quotient == together) break;  // lanes that are left
         const bool inside = there && (unsigned)(w0 + column) < (unsigned)w;
-        copy_or_zero(at, inside ? from + (long long)(w0 + column) * pixel : x, inside);
+        copy_or_zero_by_lines(at, inside ? from + (long long)(w0 + column) * pixel : x, inside);
       }
     }
   }

@@ -35,8 +35,9 @@
 #define VEC 1        // elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #endif
+#include "async_copy.cuh"
 #include "finish.cuh"
-#include "mma_sync.cuh"
+#include "fragments.cuh"
 #include "truncation.cuh"
 
 constexpr bool SCALED = OUT == 32 && !BF16;  // there may be scales: of limbs, but not of parts of 16-bit sums
@@ -141,7 +142,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
   for (int i = 0; i < BLOCK_M / 64; ++i) {
     const unsigned from = real ? w_chunk + i * w_next : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + i * 64 * 64, w + from + (limb * 64 << shift), real);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero_by_lines(to + limb * LIMB_BYTES + i * 64 * 64, w + from + (limb * 64 << shift), real);
   }
   const unsigned d = k.t * (unsigned)shape.dilation_d, h = k.r * (unsigned)shape.dilation_h, v = k.s * (unsigned)shape.dilation_w;
   const unsigned step = (d * (unsigned)shape.size_h + h) * (unsigned)shape.size_w + v;
@@ -151,7 +152,7 @@ DEVICE void load(uint32_t stage, const Cursor& k, int end, const uint4* w, unsig
     const bool ok = real && at.d + d < (unsigned)shape.size_d && at.h + h < (unsigned)shape.size_h && at.w + v < (unsigned)shape.size_w;
     const unsigned from = ok ? (at.pixel + step) * (unsigned)shape.chunks_pixel + x0 + k.c : 0;
 #pragma unroll
-    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, x + limb * shape.x_limb + from, ok);
+    for (int limb = 0; limb < LIMBS; ++limb) copy_or_zero_by_lines(to + limb * LIMB_BYTES + A_BYTES + i * 64 * 64, x + limb * shape.x_limb + from, ok);
   }
 }
 

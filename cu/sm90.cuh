@@ -33,18 +33,6 @@ DEVICE void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t b
                ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// ---- loads of 16 or 4 bytes by a thread, in groups; zeros instead of what is not there, wherever that would be
-
-DEVICE void load_16_bytes(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
-}
-DEVICE void load_4_bytes(uint32_t to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
-}
-DEVICE void commit_loads() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// all but the last `groups` groups of this thread have arrived
-template <int groups> DEVICE void wait_for_loads() { asm volatile("cp.async.wait_group %0;" ::"n"(groups) : "memory"); }
-
 // ---- tensor loads: a box of a tensor map to shared memory; what lies outside the tensor arrives as zeros
 
 DEVICE void prefetch_map(const CUtensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }

@@ -103,7 +103,7 @@ def test_the_epilogue(mode, channels):
 @on_cpu
 @pytest.mark.parametrize(("old", "new"), [
     ("__syncthreads();  // the patch before has been read", ""), ("    __syncthreads();\n#if TYPE == 32", "#if TYPE == 32"), ("mask &= 0xffff0000;", ""), ("mask = 0xffff;", "mask = ~0u;"),
-    ("odd ? (uint32_t)arg.copy_at : now", "now"), ("cp.async.wait_group 1;", "cp.async.wait_group 2;"), ("(uint32_t)arg.stage_bytes - now);", "now);"),
+    ("odd ? (uint32_t)arg.copy_at : now", "now"), ("copies_wait<1>();", "copies_wait<2>();"), ("(uint32_t)arg.stage_bytes - now);", "now);"),
     ("if (i >= (int)arg.words) at = mask = 0;", "if (i >= (int)arg.words) at = 0;"), ("* 8 * TOGETHER + column / 2 * NEIGHBOURS", "* 8 * TOGETHER + column / 2 * 4"),
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):

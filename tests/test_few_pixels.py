@@ -130,7 +130,7 @@ def test_the_epilogue(case, mode, config):
 
 @on_cpu
 @pytest.mark.parametrize(("old", "new"), [
-    ("wait_for_loads<STAGES - 2>();\n", ""), ("stage % STAGES * (int)", "stage % 2 * (int)"), ("  cluster_barrier();\n\n  // some rows", "  // some rows"), ("  cluster_barrier_relaxed();", ""),
+    ("copies_wait<STAGES - 2>();\n", ""), ("stage % STAGES * (int)", "stage % 2 * (int)"), ("  cluster_barrier();\n\n  // some rows", "  // some rows"), ("  cluster_barrier_relaxed();", ""),
     ("__syncthreads();\n  constexpr int FOURS", "constexpr int FOURS"), ("write_tables(shape, of, tables, from);\n  __syncthreads();", "write_tables(shape, of, tables, from);"), ("at += groups * 8;", "at += groups * 16;"),
 ])  # fmt: skip
 def test_a_broken_kernel_is_noticed(old, new):

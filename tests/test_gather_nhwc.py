@@ -79,7 +79,7 @@ def test_the_text_computes_the_convolution(case, mode, config):
 @pytest.mark.parametrize(
     ("text", "instead"),
     [
-        ("  fence_for_bulk();\n", "  ;\n"), ("wait_for_loads<UNDER_WAY>();", ""), ("row % 8 * 16", "row % 4 * 16"), ("named_barrier(2 + threadIdx.x / 128, 128);", ""), ("ring.wait_empty(at);", ""),
+        ("  fence_for_bulk();\n", "  ;\n"), ("copies_wait<UNDER_WAY>();", ""), ("row % 8 * 16", "row % 4 * 16"), ("named_barrier(2 + threadIdx.x / 128, 128);", ""), ("ring.wait_empty(at);", ""),
         ("of_tap.rest * EACH", "of_tap.rest"), ("UNDER_WAY = STAGES < 4 ? STAGES - 2 : STAGES / 2", "UNDER_WAY = STAGES"),
     ],
 )  # fmt: skip
