@@ -26,7 +26,7 @@ from reference import (
 from test_arguments import refuses  # noqa: F401  (a fixture)
 from test_implicit_gemm import BASE, H200, POINT, WHOLE, asked, dtype_of, emulated, ids_of, lying, patches, raw
 from test_implicit_gemm import torch as hopper  # noqa: F401  (a fixture)
-from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, MIXED, POINTWISE, TRANSPOSED
+from test_kernels import AWKWARD, DEPTHWISE, GEMM, GENERAL, POINTWISE, TRANSPOSED, TYPED
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, engines, tune
@@ -107,7 +107,7 @@ def check(plan: Plan, case: Case, parts: str, launch) -> None:
 # ---- the direct engine's kernels
 
 RUNS = [
-    *((case, config, dtype, "all") for i, (case, config) in enumerate(MIXED) for dtype in dict.fromkeys(("float32", DTYPES[i % len(DTYPES)]))),
+    *((*one, "all") for one in TYPED),  # whose texts test_kernels.py has, too
     *((case, config, "float32", parts) for i, parts in enumerate(PARTS) if parts != "all" for j, (case, config) in enumerate((
         (DEPTHWISE, Single()), (DEPTHWISE, Tile(8, 32, 8)), (GENERAL, Batched()), (TRANSPOSED, Dgrad()), (POINTWISE, GEMM), (TRANSPOSED, GEMM),
         (GENERAL, Batched(64, 4, 4, SPLIT=2)), (TRANSPOSED, Dgrad(64, 3, 2, SPLIT=2)),
