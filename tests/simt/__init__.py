@@ -53,15 +53,15 @@ def headers() -> str:
     return "\0".join(path.read_text() for path in sorted(HERE.glob("*.h")))
 
 
-def built(name: str, text: str, *flags: str) -> Path:
+def built(name: str, text: str, flags: Sequence[str], libraries: Sequence[str]) -> Path:
     """A shared library of `text`, compiled before or now."""
-    key = hashlib.sha256("\0".join((text, *FLAGS, *flags, headers())).encode()).hexdigest()[:32]
+    key = hashlib.sha256("\0".join((text, *FLAGS, *flags, *libraries, headers())).encode()).hexdigest()[:32]
     to = folder() / f"{name}_{key}.so"
     if not to.exists():
         with tempfile.TemporaryDirectory(dir=folder()) as where:
             source = Path(where) / f"{name}.cpp"
             source.write_text(text)
-            for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", f"{where}/one.o"), ("-shared", f"{where}/one.o", "-o", f"{where}/out.so", "-lm")):
+            for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", f"{where}/one.o"), ("-shared", f"{where}/one.o", "-o", f"{where}/out.so", *libraries)):
                 done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=900, check=False)
                 assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
             os.replace(f"{where}/out.so", to)
@@ -70,7 +70,7 @@ def built(name: str, text: str, *flags: str) -> Path:
 
 @cache
 def machine() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(built("machine", (HERE / "machine.cpp").read_text(), "-O2")), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(built("machine", (HERE / "machine.cpp").read_text(), ["-O2"], ["-lm"])), ctypes.RTLD_GLOBAL)
     library.simt_allocate.restype = ctypes.c_void_p
     library.simt_allocate.argtypes = [ctypes.c_size_t]
     library.simt_launch.restype = ctypes.c_char_p
@@ -104,7 +104,7 @@ def text_of(kernels: Sequence[str], source: str) -> str:
 def compiled(kernels: tuple[str, ...], source: str) -> dict[str, int]:
     """The addresses of what describes the kernels."""
     machine()
-    library = ctypes.CDLL(str(built(kernels[0], text_of(kernels, source), *TOLD)))
+    library = ctypes.CDLL(str(built(kernels[0], text_of(kernels, source), TOLD, ["-nostdlib", "-lgcc"])))  # the machine's libraries are there already
     found = {kernel: library[f"simt_{kernel}"] for kernel in kernels}
     for entry in found.values():
         entry.restype = ctypes.c_void_p
