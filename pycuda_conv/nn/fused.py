@@ -46,6 +46,7 @@ from pycuda_conv.nn.autograd import (
     _cast,
     _differentiated,
     _empty_like,
+    _is_batched,
     _layout,
     _traced,
     activated,
@@ -558,7 +559,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     (spec, bias_dtype), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
     made = None if twice else _backward_again(*given, spec, added)
-    if made is None and (twice or _traced(x, weight, gamma, beta, dout)):
+    if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
             dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
