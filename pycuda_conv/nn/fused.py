@@ -446,14 +446,19 @@ def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors
         if not counts and batches is not None:
             batches.sub_(1)
         return None
-    _were_written(running_mean, running_var, batches if counts else None)
+    _were_written((running_mean, running_var), batches, counts)
     (_, spec), *results = made
     return _apply(input, weight, bias, gamma, beta, residual, spec, results, passes_on)
 
 
-def _were_written(*buffers: Tensor | None) -> None:
-    """Tell torch of what kernels wrote to."""
-    _increment_version([one for one in buffers if one is not None])
+def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, counted: bool) -> None:
+    """Tell torch of what kernels wrote to: running statistics, and the number of batches if they `counted`.
+
+    Where batches are counted, that tells of the statistics too, as with torch's own batch normalisation. That one keeps them for its
+    gradient, and a module may be called twice.
+    """
+    written = running if batches is None else (batches,) * counted
+    _increment_version([one for one in written if one is not None])
 
 
 #: torch's ``increment_version`` of several tensors.
@@ -894,7 +899,7 @@ def _conv_bn_act(
             y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
             out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
         if of_batch:
-            _were_written(*running, counted)
+            _were_written(running, batches, counted is not None)
         passes_on = passes_on and x is input
         made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
         if asked is not None and (tracked if counted is None else counted) is batches:
