@@ -316,7 +316,8 @@ class BoundPlan:
     def __init__(self, plan: Plan, weight: Any, bias: Any = None, scale: Any = None) -> None:
         self.plan = plan
         given = Operands(weight, weight, bias, scale)
-        self._kind = kind = same_kind(given)
+        self._kind = kind = same_kind(given, names=("weight", "weight"))
+        kind.check_dense(weight, bias, scale)
         kind.check_not_recorded(given)
         _, of_weight, *_ = signatures = kind.signatures(given)
         assert of_weight is not None

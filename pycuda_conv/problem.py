@@ -70,12 +70,16 @@ def checked_activation(value: Any) -> str | tuple[str, float] | None:
     """The `activation` argument in one form: a word, ``("leaky_relu", slope)`` for another slope than 0.01, or None."""
     if value is None or (isinstance(value, str) and value in ACTIVATIONS):
         return value
-    if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "leaky_relu":
+    if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], str) and value[0] == "leaky_relu":
         slope = value[1]
         if isinstance(slope, bool) or not isinstance(slope, Real):
             raise TypeError(f"the slope in activation=('leaky_relu', slope) must be a number, got {brief(slope)}")
-        if not math.isfinite(slope):
-            raise ConvArgumentError(f"the slope in activation=('leaky_relu', slope) must be finite, but got {slope}")
+        try:
+            finite = math.isfinite(slope)
+        except OverflowError:  # an integer beyond all floats
+            finite = False
+        if not finite:
+            raise ConvArgumentError(f"the slope in activation=('leaky_relu', slope) must be finite, but got {brief(slope)}")
         return "leaky_relu" if float(slope) == SLOPE else ("leaky_relu", float(slope))
     expected = f"activation must be one of {ACTIVATIONS} or ('leaky_relu', slope)"
     if isinstance(value, (str, tuple, list)):

@@ -616,7 +616,7 @@ SUMS = {
     "another activation": (lambda y, x: F.silu(y + x), False), "scaled": (lambda y, x: F.relu(torch.add(y, x, alpha=2)), None),
     "over the residual": (lambda y, x: F.relu((x + 0).add_(y)), None), "used twice": (lambda y, x: F.relu(y + x) * y, None),
     "with itself": (lambda y, x: F.relu(y + y), None), "a number": (lambda y, x: F.relu(y + 1), None), "a channel's": (lambda y, x: F.relu(y + x[:, :1]), None),
-    "what reads the input between": (lambda y, x: F.relu(y + x.mul(2)), None),
+    "what reads the input between": (lambda y, x: F.relu(y + x.mul(2)), True),
 }  # fmt: skip
 
 
@@ -631,6 +631,86 @@ def test_ways_to_write_a_sum(where, summed, name):
     ours.load_state_dict(theirs.state_dict())
     ours.zero_grad()
     same(ours, theirs, x)
+
+
+class Written(nn.Module):
+    """A block that writes over arrays while it goes."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.conv, self.bn, self.relu, self.way = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), way
+
+    def forward(self, x):
+        return self.way(self, x * 1)
+
+
+def residual_behind_the_sum(block, x):
+    r = x * 2
+    y = block.bn(block.conv(x)) + r
+    r.add_(1)
+    return F.relu(y) + r
+
+
+def view_of_the_input(block, x):
+    part = x.view(x.shape)[:, :2]
+    y = block.conv(x)
+    part.mul_(2)
+    return F.relu(block.bn(y) + x)
+
+
+def input_by_a_module(block, x):
+    y = block.conv(x)
+    block.relu(x)
+    return F.relu(block.bn(y) + x)
+
+
+def sum_by_another_name(block, x):
+    before = x
+    x += 1
+    y = F.relu(block.bn(block.conv(x)) + before)
+    also = y
+    y *= 2
+    return also
+
+
+def number_by_another_name(block, x):
+    first = after = x.shape[2]
+    after -= 2
+    return F.relu(block.bn(block.conv(x))[:, :, : first - after])
+
+
+#: Ways to write over something, and whether torch trains such a block.
+WRITTEN = {
+    residual_behind_the_sum: True, view_of_the_input: False, input_by_a_module: False, sum_by_another_name: False, number_by_another_name: True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WRITTEN)
+def test_what_is_written_between_is_noticed(where, way, calls):
+    """And its convolution is still fused with what comes before that."""
+    theirs = ready(Written(way), where)
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    x = numbers(2, 4, 5, 6, where=where)
+    with torch.no_grad():
+        close(ours(x), theirs(x))
+    assert calls == ["epilogue"]
+    if WRITTEN[way]:
+        same(ours.train(), theirs.train(), x)
+
+
+def test_a_batch_normalisation_that_is_called_twice(where):
+    """Its statistics change in the author's order, and torch has kept them for its own gradient."""
+
+    def forward(block, x):
+        y = block.conv(block.bn(x))
+        z = F.relu(block.bn(block.conv(x)))
+        return F.relu(block.bn(y) + z)
+
+    theirs = ready(Written(forward), where).train()
+    ours = pn.convert(copy.deepcopy(theirs), fuse_training=True)
+    same(ours, theirs, numbers(2, 4, 5, 6, where=where))
+    for got, ref in zip(ours.buffers(), theirs.buffers(), strict=True):
+        close(got, ref)
 
 
 #: How many convolutions there are, how many of them are fused in evaluation and in training, how many keep their own forward; input.

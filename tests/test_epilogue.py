@@ -307,6 +307,8 @@ WRONG = [
     (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got '0.1'", {"activation": ("leaky_relu", "0.1")}),
     (TypeError, r"the slope in activation=\('leaky_relu', slope\) must be a number, got True", {"activation": ("leaky_relu", True)}),
     (ConvArgumentError, r"the slope in activation=\('leaky_relu', slope\) must be finite, but got nan", {"activation": ("leaky_relu", np.nan)}),
+    (ConvArgumentError, r"the slope in activation=\('leaky_relu', slope\) must be finite, but got 1000", {"activation": ("leaky_relu", 10**400)}),
+    (ConvArgumentError, r"activation must be one of .* but got activation=\(an array", {"activation": (np.zeros(2), 1)}),
     (TypeError, "scale must be a numpy.ndarray, .*but got builtins.float", {"scale": 2.0}),
     (TypeError, "residual must be a numpy.ndarray, .*but got builtins.list", {"residual": [1]}),
 ]
@@ -343,6 +345,11 @@ def test_plans_refuse_what_they_are_not_for(device):
         Plan(ConvProblem.forward(2, X.shape, W.shape), device)(X, W, residual=R)
     with pytest.raises(TypeError, match="residual is for one call"):
         pc.conv2d_many([X], W, residual=R)
+    with pytest.raises(TypeError, match=r"weight must be a numpy.ndarray, .*but got builtins.NoneType"):
+        plan.bind(None, scale=S)
+    if torch is not None:
+        with pytest.raises(TypeError, match=r"a tensor of shape \[6, 4, 3, 3\] lies on the device 'meta', so it has no values"):
+            plan.bind(torch.zeros(W.shape, device="meta"), scale=torch.zeros(S.shape))
 
 
 @needs_torch

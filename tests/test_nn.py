@@ -393,7 +393,9 @@ def test_wrong_arguments_are_refused_as_torch_refuses_them(arguments, options, s
     assert re.split(r"[,.:(\[]", words)[0] in str(ours)
 
 
-def test_wrong_precision_and_dtypes():
+def test_wrong_words_and_dtypes():
+    with pytest.raises(pc.ConvArgumentError, match="padding must be integers for a transposed convolution"):
+        pn.ConvTranspose2d(2, 3, 3, padding="same")
     with pytest.raises(pc.ConvArgumentError, match="precision must be one of"):
         pn.convert(torch.nn.Conv2d(1, 1, 1), precision="fp8")
     with pytest.raises(TypeError, match=r"float16, bfloat16, float32 or float64"):

@@ -165,6 +165,23 @@ def test_second_derivatives_by_every_order_of_transforms(where):
     close(*(t.vmap(lambda dx, f=f: t.jvp(lambda x: f(x, w), (x,), (dx,))[1])(torch.stack([x, -x])) for f in (pc.conv2d, F.conv2d)))
 
 
+@pytest.mark.parametrize("strategy", ["reverse-mode", "forward-mode"])
+def test_several_gradients_are_asked_for_at_once(where, strategy):
+    """Batches of gradients, which are no transform of torch.func's."""
+    x, w = (randn(*shape, where=where, grad=False) for shape in ((1, 2, 3, 3), (2, 2, 2, 2)))
+    jacobian = torch.autograd.functional.jacobian
+    found = [jacobian(lambda x, w, f=f: f(x, w), (x, w), vectorize=True, strategy=strategy) for f in (pc.conv2d, F.conv2d)]
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)
+
+
+def test_functions_are_functionalized(where):
+    x, w = (randn(*shape, where=where, grad=False) for shape in ((1, 2, 4, 4), (2, 2, 3, 3)))
+    functional = torch.func.functionalize(lambda x: torch.vmap(lambda one: pc.conv2d(one, w).relu_())(x))
+    close(functional(x), F.conv2d(x, w).relu())
+    assert torch.ops.pycuda_conv.conv.default in {node.target for node in make_fx(functional)(x).graph.nodes}
+
+
 def test_forward_derivatives_convolve_no_zeros(where, monkeypatch):
     """The direction of one operand takes one convolution more, and what is kept is let go."""
     x, w = randn(1, 2, 4, 4, where=where), randn(2, 2, 3, 3, where=where, grad=False)

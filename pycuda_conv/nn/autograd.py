@@ -37,6 +37,8 @@ from pycuda_conv.memo import launches_are_in
 from pycuda_conv.problem import SLOPE, ConvProblem, channels_last, integers, padding_in_numbers, padding_pairs
 
 _differentiated, _traced, _layout = TORCH.differentiated, TORCH.traced, TORCH.layout
+#: Whether a gradient stands for several, as in ``torch.autograd.grad(is_grads_batched=True)``.
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class Settings(NamedTuple):
@@ -312,14 +314,22 @@ def _summed(ndim: int, grad_output: Any) -> Any:
 
 def call_operator(operator: Operator, settings: Settings, first: Any, second: Any, bias: Any, size: Any) -> Any:
     """The operator's result, known to torch."""
-    if not _traced(first, second, bias):
+    if not _traced(first, second, bias) and not (_is_batched(first) or _is_batched(second)):
         return _Function.apply(first, second, bias, operator, settings, size)
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if _is_transformed():
         return _Transformed.apply(first, second, bias, operator, settings, size)
     filter_shape = size if operator is CONV_WEIGHT else second.shape
     settings = _in_numbers(settings, filter_shape[2:])
     size = integers("output_padding", size, settings.ndim) if operator is CONV_TRANSPOSE else size
     return getattr(torch.ops.pycuda_conv, operator.name).default(first, second, bias, size, *_flat(settings))
+
+
+def _is_transformed() -> bool:
+    """Whether the call is in a transform of torch.func that takes a ``torch.autograd.Function``."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    inner = torch._C._functorch.peek_interpreter_stack()
+    return inner is not None and inner.key() != torch._C._functorch.TransformType.Functionalize
 
 
 class _Function(torch.autograd.Function):

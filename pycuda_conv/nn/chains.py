@@ -18,7 +18,6 @@ import inspect
 import operator
 import random
 from collections.abc import Callable, Collection, Iterator
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,68 +28,69 @@ from torch.fx import _symbolic_trace
 
 from pycuda_conv import quick
 from pycuda_conv.errors import ConvArgumentError
-from pycuda_conv.nn import modules
+from pycuda_conv.nn import modules, overwriting
 from pycuda_conv.nn.autograd import activated
+from pycuda_conv.nn.classes import (
+    ALL_CONVOLUTIONS,
+    NORMS,
+    hooked,
+    is_container,
+    is_convolution,
+    is_plain_norm,
+    is_sequence,
+    norm_base,
+    origin,
+)
 from pycuda_conv.nn.fused import conv_bn_act
 from pycuda_conv.nn.watch import HOOKS, Conditions, Watch, holds
 from pycuda_conv.problem import SLOPE, checked_activation
 
-_NORMS: dict[type, int] = {nn.BatchNorm1d: 1, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
-_CONVOLUTIONS = (
-    modules.Conv1d, modules.Conv2d, modules.Conv3d, modules.ConvTranspose1d, modules.ConvTranspose2d, modules.ConvTranspose3d,
-)
-_ALL_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _F = nn.functional
 _ACTIVATIONS: dict[Any, str] = {
     **dict.fromkeys((_F.relu, _F.relu_, torch.relu, torch.relu_, "relu", "relu_"), "relu"), _F.relu6: "relu6", _F.silu: "silu",
     _F.hardswish: "hardswish", _F.gelu: "gelu", _F.leaky_relu: "leaky_relu", _F.leaky_relu_: "leaky_relu",
 }  # fmt: skip
-_SUMS = {operator.add, operator.iadd, torch.add, "add", "add_"}
-_IN_PLACE = {operator.iadd, "add_"}
+
+
+def _in_place(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """An operator such as ``+=`` as a call that is not written as such: that would change what else has the name of a number."""
+
+    def call(value: Any, other: Any) -> Any:
+        return function(value, other)
+
+    call.__name__ = f"{function.__name__}_"
+    return call
+
+
+_OPERATORS_IN_PLACE = {f"__{name}__": _in_place(getattr(operator, name)) for name in overwriting.OPERATORS_IN_PLACE}
+_SUMS = {operator.add, _OPERATORS_IN_PLACE["__iadd__"], torch.add, "add", "add_"}
+_IN_PLACE = {_OPERATORS_IN_PLACE["__iadd__"], "add_"}
 _FORWARD_HOOKS = "_forward_hooks", "_forward_pre_hooks"
 _OTHERWISE = (*_FORWARD_HOOKS, "forward")  # attributes that let a module compute something else
 _DROPOUTS = {_F.dropout, _F.dropout1d, _F.dropout2d, _F.dropout3d, _F.alpha_dropout, _F.feature_alpha_dropout}
 
 
-# ---- classes of modules
-
-_remembered: Any = lru_cache(maxsize=1024)
-
-
-def origin(cls: type) -> Any:
-    """The class that a module had before it was converted."""
-    return cls.__dict__.get("_origin", cls)
-
-
-@_remembered
-def overrides(cls: type, base: type, names: tuple[str, ...] = ("forward", "__call__", "_conv_forward", "_output_padding")) -> bool:
-    """True if `cls` computes something else than its base class `base`, as far as the methods of these names tell."""
-    return any(getattr(cls, name, None) is not getattr(base, name, None) for name in names)
-
-
-@_remembered
-def is_convolution(cls: type) -> bool:
-    """True if modules of this class are convolutions computed by this package."""
-    return any(issubclass(cls, base) and not overrides(cls, base) for base in _CONVOLUTIONS)
-
-
-@_remembered
-def _norm_base(cls: type) -> Any:
-    """torch's batch normalisation that this class is, or is a subclass of; None if there is no such."""
-    return next((base for base in _NORMS if issubclass(cls, base)), None)
-
-
-@_remembered
-def _is_plain_norm(cls: type) -> bool:
-    """True if modules of this class compute what torch's batch normalisation computes."""
-    base = _norm_base(cls)
-    return base is not None and not overrides(cls, base)
-
-
 # ---- tracing
 
 
-class _Ranked(torch.fx.Proxy):
+class _Value(torch.fx.Proxy):
+    """A stand-in for a value. What is written in place is so in the graph: to torch's own ``x += y`` is another array."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("tracer", "node"):
+            raise TypeError("its forward sets attributes of an array")
+        super().__setattr__(name, value)
+
+
+for _name, _function in _OPERATORS_IN_PLACE.items():
+
+    def _call(self: Any, other: Any, function: Any = _function) -> Any:
+        return self.tracer.create_proxy("call_function", function, (self, other), {})
+
+    setattr(_Value, _name, _call)
+
+
+class _Ranked(_Value):
     """The input of a batch normalisation, whose number of axes is known."""
 
     def dim(self) -> int:
@@ -121,7 +121,7 @@ class _Tracer(torch.fx.Tracer):
         return False
 
     def proxy(self, node: torch.fx.Node) -> torch.fx.Proxy:
-        return _Ranked(node, self) if self.ndim is not None and node.op == "placeholder" else super().proxy(node)
+        return (_Ranked if self.ndim is not None and node.op == "placeholder" else _Value)(node, self)
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
         if _modes() != self.modes:
@@ -278,11 +278,11 @@ def _norm_and_rest(norm: nn.Module, training: bool) -> torch.fx.Graph | None:
 
     In the graph the batch normalisation is the placeholder's value, so what follows it is all there is.
     """
-    base = _norm_base(type(norm))
+    base = norm_base(type(norm))
     if base is None or "forward" in norm.__dict__:
         return None
     try:
-        graph = _traced(norm, training, _only_argument(norm), _NORMS[base] + 2)
+        graph = _traced(norm, training, _only_argument(norm), NORMS[base] + 2)
         return graph if _begins_with_norm(norm, graph, training) else None
     except Exception:  # as above
         return None
@@ -521,28 +521,17 @@ class Fusion:
         return None if variant is None or children is None else (variant.function, (children, *args))
 
 
-def _is_container(module: nn.Module) -> bool:
-    """True for a ModuleList and the like, which have no forward."""
-    return origin(type(module)).forward is nn.Module.forward
-
-
-def is_sequence(module: nn.Module) -> bool:
-    """True for an nn.Sequential and the like, which call their modules one after the other."""
-    cls = origin(type(module))
-    return issubclass(cls, nn.Sequential) and not overrides(cls, nn.Sequential) and "forward" not in module.__dict__
-
-
 def parts(module: nn.Module, in_sequences: bool = False) -> Iterator[nn.Module]:
     """The children that a module's forward calls: those in a ModuleList and the like are called one by one."""
     for child in module.children():
         yield child
-        if _is_container(child) or (in_sequences and is_sequence(child)):
+        if is_container(child) or (in_sequences and is_sequence(child)):
             yield from parts(child, in_sequences)
 
 
 def is_worth_tracing(module: nn.Module, in_sequences: bool = True) -> bool:
     """True if the module may have chains: it has a convolution of ours, or one in a sequence of its own, and computes something."""
-    if _is_container(module) or isinstance(module, _ALL_CONVOLUTIONS):
+    if is_container(module) or isinstance(module, ALL_CONVOLUTIONS):
         return False
     return any(is_convolution(type(part)) for part in parts(module, in_sequences))
 
@@ -597,7 +586,7 @@ class _Finder:
 
     @staticmethod
     def is_norm(module: nn.Module) -> bool:
-        return _is_plain_norm(type(module)) and "forward" not in module.__dict__ and {"weight", "bias"} <= set(module._parameters)
+        return is_plain_norm(type(module)) and "forward" not in module.__dict__ and {"weight", "bias"} <= set(module._parameters)
 
     def acts_as(self, module: nn.Module) -> Any:
         return self.traces.of(acts_as, module, self.training)
@@ -618,15 +607,16 @@ class _Finder:
             passed.append(node)
         return None
 
-    def may_wait(self, convolution: torch.fx.Node, until: torch.fx.Node) -> bool:
-        """True if nothing between the two nodes may write over the convolution's input."""
+    def between(self, first: torch.fx.Node, last: torch.fx.Node, chain: Collection[torch.fx.Node]) -> list[torch.fx.Node]:
+        """The nodes between two of a chain that are not in it."""
         nodes = list(self.graph.nodes)
-        between = nodes[nodes.index(convolution) + 1 : nodes.index(until)]
+        return [node for node in nodes[nodes.index(first) + 1 : nodes.index(last)] if node not in chain]
 
-        def reads_only(module: nn.Module) -> bool:
-            return self.is_convolution(module) or self.is_norm(module)
-
-        return all(convolution.args[0] not in node.all_input_nodes or self.calls(node, reads_only) for node in between)
+    def calls_norm(self, node: torch.fx.Node, norm: nn.Module) -> bool:
+        """True if the node calls that batch normalisation, alone or in another module."""
+        if node.target is trained:
+            return self.module.get_submodule(str(node.args[1].target)) is norm
+        return node.op == "call_module" and any(one is norm for one in self.child(node).modules())
 
     def fuse(self, convolution: torch.fx.Node) -> tuple[str, ...]:
         """Fuse the chain that begins with this node, if there is one. The names of its links."""
@@ -648,18 +638,27 @@ class _Finder:
             before = passed[-1] if passed else last
             other = second if first is before else first
             kept = first is before or following.target not in _IN_PLACE  # the sum is not written over the other operand
-            if isinstance(other, torch.fx.Node) and other is not before and kept and self.may_wait(convolution, following):
+            waits = self.between(convolution, following, {*chain, *passed})
+            kept = kept and not overwriting.may_be_overwritten([convolution.args[0]], waits, self.child)
+            if isinstance(other, torch.fx.Node) and other is not before and kept:
                 last, residual = following, other
                 names.append("sum")
                 chain += [*passed, last]
                 passed = []
                 following = self.follower(last, passed)
+        if following is not None and residual is not None:  # else what is computed early depends on nothing else
+            waits = self.between(last, following, passed)
+            following = None if overwriting.may_be_overwritten([convolution.args[0], residual], waits, self.child) else following
         if following is not None and (activation := self.activation(following)) is not None:
             last = following
             names.append(str(last.target) if last.op == "call_module" else _ACTIVATIONS[last.target])
             chain += [*passed, last]
         if norm is None and activation is None:  # alone, it is still called without its module
             last, names, residual, chain = convolution, names[:1], None, []
+        if self.training and norm is not None:  # whose statistics are to change in the author's order
+            of_norm = self.child(norm)
+            if any(self.calls_norm(node, of_norm) for node in self.between(convolution, last, chain)):
+                return ()
         for node in chain:
             if node is not norm and node.op == "call_module":
                 child = self.child(node)
@@ -774,7 +773,7 @@ def fused(convolution: Any, norm: Any, input: Any, residual: Any, activation: An
 
 def trained(convolution: Any, norm: Any, input: Any, residual: Any, activation: Any, passes_on: bool = False) -> Any:
     """As :func:`fused`, in training. With `passes_on`, a second result is the input for what else reads it: see :func:`conv_bn_act`."""
-    known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and _norm_base(type(norm)) is not None
+    known = isinstance(convolution, modules._Conv) and is_convolution(type(convolution)) and norm_base(type(norm)) is not None
     if not known or hooked(convolution) or hooked(norm):
         made = _finished(_normalised(norm, convolution(input)), residual, activation)
         return (made, input) if passes_on else made
@@ -785,7 +784,7 @@ def _normalised(norm: Any, y: Any) -> Any:
     """The batch normalisation alone, without what a subclass does after it; `y` where there is none."""
     if norm is None:
         return y
-    base = None if _is_plain_norm(type(norm)) else _norm_base(type(norm))
+    base = None if is_plain_norm(type(norm)) else norm_base(type(norm))
     return norm(y) if base is None else base.forward(norm, y)
 
 
@@ -796,14 +795,6 @@ def _finished(result: Any, residual: Any, activation: Any) -> Any:
         if activation == "relu":
             return torch.relu_(result)  # the sum is nobody else's
     return activated(result, activation)
-
-
-def hooked(module: Any) -> bool:
-    """True if something else than the module's forward runs when it is called, or when gradients go through it."""
-    own = module.__dict__  # a module's attributes are slow
-    return bool(
-        own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
-    ) or nn.modules.module._has_any_global_hook()
 
 
 class _Folded(NamedTuple):
@@ -869,7 +860,7 @@ def _fold(convolution: Any, norm: Any) -> tuple[_Folded, Conditions | None] | No
     if norm is None:
         return _Folded(weight, None, bias, asked), watch.conditions() if lasting else None
     own = norm.__dict__
-    if _norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
+    if norm_base(type(norm)) is None or own["training"] or any(map(own.get, _OTHERWISE)):
         return None
     parameters, buffers = own["_parameters"], own["_buffers"]
     gamma, beta, mean, variance = parameters["weight"], parameters["bias"], buffers["running_mean"], buffers["running_var"]

@@ -24,7 +24,8 @@ from torch.nn.utils import parametrize
 
 from pycuda_conv.errors import brief
 from pycuda_conv.nn import modules
-from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_convolution, is_worth_tracing, origin
+from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_worth_tracing
+from pycuda_conv.nn.classes import is_convolution, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
 from pycuda_conv.nn.modules import checked_precision
 from pycuda_conv.nn.pooling import pooled

@@ -46,6 +46,7 @@ from pycuda_conv.nn.autograd import (
     _cast,
     _differentiated,
     _empty_like,
+    _is_batched,
     _layout,
     _traced,
     activated,
@@ -445,14 +446,19 @@ def _forward_again(asked: tuple[Any, ...], input: Tensor, residual: Any, tensors
         if not counts and batches is not None:
             batches.sub_(1)
         return None
-    _were_written(running_mean, running_var, batches if counts else None)
+    _were_written((running_mean, running_var), batches, counts)
     (_, spec), *results = made
     return _apply(input, weight, bias, gamma, beta, residual, spec, results, passes_on)
 
 
-def _were_written(*buffers: Tensor | None) -> None:
-    """Tell torch of what kernels wrote to."""
-    _increment_version([one for one in buffers if one is not None])
+def _were_written(running: Sequence[Tensor | None], batches: Tensor | None, counted: bool) -> None:
+    """Tell torch of what kernels wrote to: running statistics, and the number of batches if they `counted`.
+
+    Where batches are counted, that tells of the statistics too, as with torch's own batch normalisation. That one keeps them for its
+    gradient, and a module may be called twice.
+    """
+    written = running if batches is None else (batches,) * counted
+    _increment_version([one for one in written if one is not None])
 
 
 #: torch's ``increment_version`` of several tensors.
@@ -558,7 +564,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     (spec, bias_dtype), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
     made = None if twice else _backward_again(*given, spec, added)
-    if made is None and (twice or _traced(x, weight, gamma, beta, dout)):
+    if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
             dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
         dx, dweight, sums = torch.ops.pycuda_conv.fused_conv_bn_relu_backward(
@@ -893,7 +899,7 @@ def _conv_bn_act(
             y, statistics = _statistics(x, weight, bias, *running, tracked, momentum, eps, spec, counted)
             out = _normalised(y, statistics, gamma, beta, residual, spec.activation)
         if of_batch:
-            _were_written(*running, counted)
+            _were_written(running, batches, counted is not None)
         passes_on = passes_on and x is input
         made = _Function.apply(*named, residual, spec, (y, statistics, out), passes_on)
         if asked is not None and (tracked if counted is None else counted) is batches:

@@ -82,6 +82,8 @@ class _ConvTranspose(_Precise):
         groups: int = 1, bias: bool = True, dilation: Any = 1, padding_mode: str = "zeros", device: Any = None, dtype: Any = None, *,
         precision: Precision = "fp32",
     ) -> None:
+        if isinstance(padding, str):  # of whose letters torch makes a tuple
+            raise ConvArgumentError(f"padding must be integers for a transposed convolution, but got padding={brief(padding)}")
         super().__init__(  # type: ignore[call-arg]
             in_channels, out_channels, kernel_size, stride, padding, output_padding, groups, bias, dilation, padding_mode, device, dtype
         )

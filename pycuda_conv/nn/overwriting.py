@@ -1,0 +1,124 @@
+"""What the calls in a traced forward may write over.
+
+A convolution that is fused with a sum is computed where its chain ends, later than its author wrote it, and so is the sum. What they read
+must be the same there. A call of which nothing is known counts as writing over all that it is given and as returning a part of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from pycuda_conv.nn.classes import hooked, is_convolution, is_plain_norm, is_sequence, origin
+
+#: The functions of :mod:`operator` that write to their first argument.
+OPERATORS_IN_PLACE = (
+    "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift", "irshift",
+)  # fmt: skip
+_WRITING = {operator.setitem, *(getattr(operator, name) for name in OPERATORS_IN_PLACE)}
+#: Functions and methods whose results are memory of their own.
+_ANEW = {
+    *(getattr(operator, name) for name in ("add", "sub", "mul", "truediv", "pow", "matmul", "neg")),
+    *(getattr(torch, name) for name in ("add", "sub", "mul", "div", "cat", "stack", "sigmoid", "tanh", "clone", "relu", "mean", "sum")),
+    *(getattr(nn.functional, name) for name in ("relu", "relu6", "leaky_relu", "hardswish", "hardsigmoid", "silu", "gelu", "linear")),
+    "add", "sub", "mul", "div", "clone", "sigmoid", "relu", "mean", "sum",
+}  # fmt: skip
+#: Modules of torch's whose classes are defined here read their arguments alone, unless they are `inplace`, and make their results anew.
+_LAYERS = {f"torch.nn.modules.{name}" for name in ("activation", "batchnorm", "conv", "instancenorm", "linear", "normalization", "pooling")}
+
+
+def may_be_overwritten(arrays: Iterable[Any], between: Iterable[Node], child: Callable[[Node], nn.Module]) -> bool:
+    """Whether some of the calls `between` may write to what one of these values holds; `child` gives the module that a node calls."""
+    written = [one for node in between for one in _written(node, child)]
+    if not written:
+        return False
+    memory = _memory([a for a in arrays if isinstance(a, Node)], child)
+    return not memory.isdisjoint(_memory(written, child))
+
+
+def _written(node: Node, child: Callable[[Node], nn.Module]) -> list[Node]:
+    """The values that a call may write over."""
+    if node.op == "call_module":
+        return [] if _only_reads(child(node)) else node.all_input_nodes
+    if node.op == "call_method":
+        name = str(node.target)
+        return _first(node) if name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__")) else []
+    if node.op != "call_function":
+        return []
+    if node.target in _WRITING or node.target.__name__.endswith("_") or _is_in_place(node):
+        return _first(node)
+    if isinstance(out := node.kwargs.get("out"), Node):
+        return [out]
+    return [] if _library(node) in ("torch", "_operator", "builtins", "math", "pycuda_conv") else node.all_input_nodes
+
+
+def _library(node: Node) -> str:
+    """The package that a function is from."""
+    module = getattr(node.target, "__module__", None) or "torch"  # of torch's functions in C there is none
+    return str(module).partition(".")[0]
+
+
+def _first(node: Node) -> list[Node]:
+    """The value that a call in place writes to: its first argument."""
+    return [a for a in node.args[:1] if isinstance(a, Node)] or node.all_input_nodes
+
+
+def _is_in_place(node: Node) -> bool:
+    """Whether a function is called with ``inplace=True``."""
+    target: Any = node.target
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    try:
+        return bool(inspect.signature(target).bind_partial(*node.args).arguments.get("inplace"))
+    except (TypeError, ValueError):  # a function in C, which has no such argument
+        return False
+
+
+def _only_reads(module: nn.Module) -> bool:
+    """True if a module's call is known to write to none of its arguments."""
+    if hooked(module):
+        return False
+    if is_sequence(module):
+        for one in module.children():
+            if not _only_reads(one):
+                return False
+            if _makes_anew(one):
+                break  # what comes after it writes to nothing else
+        return True
+    return _makes_anew(module)
+
+
+def _makes_anew(module: nn.Module) -> bool:
+    """True if a module's result is known to share no memory with its arguments."""
+    if is_sequence(module):
+        return any(map(_makes_anew, module.children()))
+    if "forward" in module.__dict__ or hooked(module):
+        return False
+    if is_convolution(type(module)) or is_plain_norm(type(module)):
+        return True
+    cls = origin(type(module))
+    return cls.__module__ in _LAYERS and cls is not nn.Identity and not module._modules and not getattr(module, "inplace", False)
+
+
+def _memory(values: Iterable[Node], child: Callable[[Node], nn.Module]) -> set[Any]:
+    """What these values are made of without a copy: two that have nothing of it in common share no memory."""
+    found: set[Any] = set()
+    left = list(values)
+    while left:
+        node = left.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if node.op == "placeholder":
+            found.add("arguments")  # two of which may be the same
+        elif node.op == "call_module":
+            left += [] if _makes_anew(child(node)) else node.all_input_nodes
+        elif not (node.target in _ANEW or _library(node) == "pycuda_conv") or _written(node, child):
+            left += node.all_input_nodes
+    return found
