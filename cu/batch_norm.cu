@@ -33,20 +33,28 @@
 #define NHWC 0
 #define VEC 4
 #endif
-#ifndef HAS_RESIDUAL  // a sum with a residual follows: batch_norm_forward and gradient_sums
+// Whether a sum with a residual follows, in batch_norm_forward and gradient_sums; and whether the activation is none and no ReLU. On CUDA
+// both are defines. On OpenCL one text asks the arguments.
+#ifdef __OPENCL_VERSION__
+#define GIVEN(array) ((array) != 0)
+#define BEYOND_RELU (activation > RELU)
+#define FORWARD_UNROLL UNROLL_TWO
+#else
+#ifndef HAS_RESIDUAL
 #define HAS_RESIDUAL 0
 #endif
-#ifndef BEYOND_RELU  // the activation is none and no ReLU: batch_norm_forward, gradient_sums and batch_norm_backward
+#ifndef BEYOND_RELU
 #define BEYOND_RELU 0
 #endif
-#ifndef ROUNDED
-#define ROUNDED 0
+#define GIVEN(array) HAS_RESIDUAL
+#define FORWARD_UNROLL (HAS_RESIDUAL ? UNROLL_TWO : UNROLL)
+#endif
+#ifndef NOTED
 #define NOTED 0
 #endif
 
 #define UNROLL (VEC == 1 ? 8 : 4)
 #define UNROLL_TWO (UNROLL / 2)  // where two arrays are read
-#define FORWARD_UNROLL (HAS_RESIDUAL ? UNROLL_TWO : UNROLL)
 
 // How a launch walks an array.
 typedef struct Walk {
@@ -295,17 +303,17 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
     for (int u = 0; u < FORWARD_UNROLL; ++u)
       if (i + u * down < end) {
         FETCH(ys[u], y, ITEM(i + u * down));
-        if (HAS_RESIDUAL) FETCH(residuals[u], residual, ITEM(i + u * down));
+        if (GIVEN(residual)) FETCH(residuals[u], residual, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < FORWARD_UNROLL; ++u)
       if (i + u * down < end) {
         acc_t v[VEC], r[VEC];
         VALUES_OF(v, ys[u]);
-        if (HAS_RESIDUAL) VALUES_OF(r, residuals[u]);
+        if (GIVEN(residual)) VALUES_OF(r, residuals[u]);
         for (int e = 0; e < VEC; ++e) {
           v[e] = (v[e] - centre[OF(e)]) * a[OF(e)] + b[OF(e)];
-          if (HAS_RESIDUAL) v[e] += r[e];
+          if (GIVEN(residual)) v[e] += r[e];
           if (!BEYOND_RELU && activation && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
         if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
@@ -366,7 +374,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
       if (i + u * down < end) {
         FETCH(ys[u], y, ITEM(i + u * down));
         FETCH(gs[u], dout, ITEM(i + u * down));
-        if (HAS_RESIDUAL) FETCH(outs[u], out, ITEM(i + u * down));
+        if (GIVEN(out)) FETCH(outs[u], out, ITEM(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
@@ -374,15 +382,15 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
         acc_t v[VEC], g[VEC], o[VEC];
         VALUES_OF(v, ys[u]);
         VALUES_OF(g, gs[u]);
-        if (HAS_RESIDUAL) VALUES_OF(o, outs[u]);
+        if (GIVEN(out)) VALUES_OF(o, outs[u]);
         for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
-        if (!HAS_RESIDUAL) THROUGH_ACTIVATION(g, v)
+        if (!GIVEN(out)) THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) {
-          if (HAS_RESIDUAL && o[e] <= 0) g[e] = 0;
+          if (GIVEN(out) && o[e] <= 0) g[e] = 0;
           sum[OF(e)] += g[e];
           sum[OWN + OF(e)] += g[e] * v[e];
         }
-        if (HAS_RESIDUAL) STORE_ITEM(masked, ITEM(i + u * down), g);
+        if (GIVEN(out)) STORE_ITEM(masked, ITEM(i + u * down), g);
       }
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
@@ -455,17 +463,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void channel_sums(const GLOBAL_MEM data_t* REST
     for (int j = 0; j < OWN; ++j) part[slice * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
 }
 
-#if ROUNDED
-#define SUM_T data_t
-#define STORE_SUM STORE
-#else
-#define SUM_T acc_t
-#define STORE_SUM(p, i, v) ((p)[i] = (v))
-#endif
-
-// The slices together: the columns of part[slices][columns]; ROUNDED to the type of the arrays, or as they are.
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM SUM_T* RESTRICT sums,
-                                                 const long_t columns, const long_t slices, const long_t beside) {
+// The slices together: the columns of part[slices][columns]; `rounded` to the type of the arrays, or as they are.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRICT part, GLOBAL_MEM void* RESTRICT sums,
+                                                 const long_t columns, const long_t slices, const long_t rounded, const long_t beside) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t folded[THREADS];
   const int lane = LID_0 / (int)beside;
@@ -476,5 +476,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRIC
     for (index_t slice = lane; slice < slices; slice += LANES) sum += part[slice * (index_t)columns + column];
   folded[LID_0] = sum;
   FOLD(LANES, (int)beside, { folded[to] += folded[from]; })
-  if (column < columns && lane == 0) STORE_SUM(sums, column, folded[LID_0]);
+  if (column < columns && lane == 0) {
+    if (rounded) {
+      STORE((GLOBAL_MEM data_t*)sums, column, folded[LID_0]);
+    } else {
+      ((GLOBAL_MEM acc_t*)sums)[column] = folded[LID_0];
+    }
+  }
 }

@@ -65,7 +65,7 @@ def test_measured_choices_never_leave_the_list(monkeypatch):
     assert check_listed((in_mode(problem, mode) for mode in MODES for problem in suite()), "sm_90a", measured) > 150
 
 
-@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 1713), ("sm_80", 944), ("opencl", 288)])
+@pytest.mark.parametrize(("architecture", "most"), [("sm_90a", 1711), ("sm_80", 942), ("opencl", 240)])
 def test_the_list_is_short(architecture, most):
     """But for kernels of arrays of 2^31 elements."""
     assert sum(not defines.get("INDEX_64") for family in families(architecture) for defines in family) <= most
@@ -149,6 +149,15 @@ def test_what_follows_a_convolution_is_listed(dtype, channels):
         made += batch_norm.forward(pixels, 132, "relu", residual), batch_norm.backward(pixels, 132, "relu", True, residual)
     for launches, _ in made:
         assert all(any(launch in family for family in of_bn) for launch in launches)
+
+
+@pytest.mark.parametrize(("residual", "activation"), [(False, None), (True, "relu"), (False, "silu")])
+def test_opencl_has_one_text_for_all_that_follows_a_batch_norm(residual, activation):
+    opencl, pixels = device_of("opencl"), batch_norm.Pixels("float32", "NHWC", 2, 64, 49)
+    (launch,), _ = batch_norm.forward(pixels, 2, activation, residual)
+    plain, _ = batch_norm.channel_sums(pixels, 2)
+    assert [one.source() for one in batch_norm.for_device([launch], opencl)] == [one.source() for one in batch_norm.for_device(plain[:1], opencl)]
+    assert any(one in family for family in families("opencl") for one in batch_norm.for_device([launch], opencl))
 
 
 def test_casts_are_listed():

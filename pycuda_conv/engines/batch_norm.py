@@ -7,7 +7,7 @@ that it names; :func:`compiled` keeps them compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -136,19 +136,18 @@ class _Cut:
         return self.step(kernel, buffers, *told, *scalars, residual=residual, beyond_relu=beyond_relu)
 
     def adding_step(
-        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
+        self, kernel: str, columns: int, slices: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
     ) -> KernelLaunch:
         """A launch that adds the slices of each column."""
         wanted = 1 << (ceil(slices, ADDED) - 1).bit_length()
         beside = ADDING_THREADS // min(max(wanted, LANES[0]), LANES[1])
-        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, rounded=rounded, noted=noted)
+        return self.step_of_channels(kernel, ceil(columns, beside), buffers, *scalars, beside, noted=noted)
 
     def step_of_channels(
-        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, rounded: bool = False, noted: bool = False
+        self, kernel: str, blocks: int, buffers: tuple[Place, ...], *scalars: int, noted: bool = False
     ) -> KernelLaunch:
         """A launch that reads what there is one of a channel, or of a channel and a slice."""
-        narrows = rounded and self.pixels.dtype in HALVES  # other arrays are of the sums' type
-        defines = self._defines(ADDING_THREADS) | {"ROUNDED": int(narrows), "NOTED": int(noted)}
+        defines = self._defines(ADDING_THREADS) | {"NOTED": int(noted)}
         return KernelLaunch(kernel, defines, blocks, ADDING_THREADS, buffers, scalars, "batch_norm")
 
 
@@ -161,16 +160,30 @@ def texts(device: Device) -> Iterator[TextFamily]:
     """A text of batch_norm.cu for a type and how arrays can be read, and some for what there is one of a channel."""
     common = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
     of_halves = {"DTYPE": tuple(DTYPE_CODES[dtype] for dtype in HALVES)}
-    for flags in ({"HAS_RESIDUAL": FLAG, "BEYOND_RELU": (0,)}, {"HAS_RESIDUAL": (0,), "BEYOND_RELU": (1,)}):
+    for flags in _finishes(device):
         arrays = {"THREADS": (THREADS,), "NHWC": FLAG, **flags}
         yield TextFamily("batch_norm", common | arrays | {"VEC": (1, 4)})
         yield TextFamily("batch_norm", common | arrays | of_halves | {"VEC": (8,)})
     adding = common | {"THREADS": (ADDING_THREADS,)}
-    yield TextFamily("batch_norm", adding | {"ROUNDED": (0,), "NOTED": (0,)})
-    yield TextFamily("batch_norm", adding | of_halves | {"ROUNDED": (1,), "NOTED": (0,)})
+    yield TextFamily("batch_norm", adding | {"NOTED": (0,)})
     if device.backend == "cuda" and device.capability >= (9, 0):  # whose tensor-core kernels note moments
         of_tensor_cores = {"DTYPE": (*of_halves["DTYPE"], DTYPE_CODES["float32"])}
-        yield TextFamily("batch_norm", adding | of_tensor_cores | {"ROUNDED": (0,), "NOTED": (1,)})
+        yield TextFamily("batch_norm", adding | of_tensor_cores | {"NOTED": (1,)})
+
+
+def _finishes(device: Device) -> tuple[dict[str, tuple[int, ...]], ...]:
+    """What the defines may be that say whether there is a residual, and what activation."""
+    if device.backend != "cuda":
+        return ({},)
+    return {"HAS_RESIDUAL": FLAG, "BEYOND_RELU": (0,)}, {"HAS_RESIDUAL": (0,), "BEYOND_RELU": (1,)}
+
+
+def for_device(steps: Sequence[KernelLaunch], device: Device) -> list[KernelLaunch]:
+    """The launches as `device` compiles them: OpenCL's texts ask arguments whether there is a residual, and what activation."""
+    if device.backend == "cuda":
+        return list(steps)
+    asked = "HAS_RESIDUAL", "BEYOND_RELU"
+    return [replace(step, defines={name: value for name, value in step.defines.items() if name not in asked}) for step in steps]
 
 
 #: Of an array, for a device of so many multiprocessors: launches, which follow one another, and the bytes of workspace they need.
@@ -240,7 +253,7 @@ def backward(
     given, plain = (9, None) if summed else (1, activation)  # what the second reads instead of dout has the mask already
     steps = (
         cut.activating_step("gradient_sums", (0, 1, 2, 3, 4, 5, 6, 9, 10), activation, residual=summed),
-        cut.adding_step("add_slices", 2 * pixels.K, cut.slices, (10, 8), 2 * pixels.K, cut.slices),
+        cut.adding_step("add_slices", 2 * pixels.K, cut.slices, (10, 8), 2 * pixels.K, cut.slices, 0),
         cut.activating_step("batch_norm_backward", (0, given, 2, 3, 4, 5, 8, 7), plain, int(of_batch)),
     )
     return steps, 2 * cut.slices * pixels.K * pixels.sum_bytes
@@ -249,7 +262,7 @@ def backward(
 def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelLaunch], int]:
     """The sum of each channel, in the array's dtype. Buffers: the array | sums | workspace."""
     cut = _Cut.of(pixels, multiprocessors)
-    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, rounded=True)
+    add = cut.adding_step("add_slices", pixels.K, cut.slices, (2, 1), pixels.K, cut.slices, 1)
     return (cut.step("channel_sums", (0, 2)), add), cut.slices * pixels.K * pixels.sum_bytes
 
 
@@ -257,5 +270,5 @@ def channel_sums(pixels: Pixels, multiprocessors: int) -> tuple[Sequence[KernelL
 def compiled(maker: Maker, pixels: Pixels, device: Device, *options: Any) -> tuple[Launcher, int]:
     """The launches of `maker` as one, compiled for `device`, and the bytes of workspace they need."""
     steps, workspace = maker(pixels, device.multiprocessors, *options)
-    return device.schedule_launcher([[step] for step in steps]), workspace
+    return device.schedule_launcher([[step] for step in for_device(steps, device)]), workspace
 

@@ -33,10 +33,10 @@ def device_of(architecture: str) -> Any:
 def families(architecture: str) -> list[TextFamily]:
     """All texts of an architecture."""
     device = device_of(architecture)
-    copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-    planned = [*registry.texts(device), *batch_norm.texts(device), *casting.texts(), copy]
-    if device.backend == "cuda":
-        planned += max_pool.texts()
+    planned = [*registry.texts(device), *batch_norm.texts(device)]
+    if device.backend == "cuda":  # others' arrays lie in host memory
+        copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
+        planned += [*casting.texts(), copy, *max_pool.texts()]
     return planned + measured(device, planned)
 
 

@@ -84,7 +84,7 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
         batch_norm.statistics(*at, 1e-5, 0.1, schedule.moments), *(batch_norm.forward(*at, "relu", residual) for residual in (False, True)),
         *(batch_norm.backward(*at, "relu", True, residual) for residual in (False, True)),
     ):  # fmt: skip
-        yield from launches
+        yield from batch_norm.for_device(launches, target)
 
 
 #: A text, in few bytes: its file, its defines, and what it is compiled for.
