@@ -79,7 +79,7 @@ def accumulator_bytes(problem: ConvProblem) -> int:
 
 @lru_cache(maxsize=1024)  # the planner asks for it once a configuration
 def forward_of(problem: ConvProblem) -> ConvProblem:
-    """The convolution whose filter's gradient `problem` is, channels last: what :attr:`ConvProblem.launched` did is undone."""
+    """The channels-last convolution whose filter's gradient `problem` computes. It undoes what :attr:`ConvProblem.launched` did."""
     return replace(
         problem, layout="NHWC", N=problem.C // problem.groups, C=problem.N * problem.groups, filter_size=problem.output_size,
         output_size=problem.filter_size, stride=problem.dilation, dilation=problem.stride,
@@ -87,7 +87,7 @@ def forward_of(problem: ConvProblem) -> ConvProblem:
 
 
 def needs_64_bits(problem: ConvProblem, parts: int = 0) -> bool:
-    """Whether offsets into the arrays need 64 bits, or into `parts` elements of a workspace or pixels of slices."""
+    """Whether offsets need 64 bits: into the arrays, or into `parts` elements of a workspace or pixels of slices."""
     # offsets are formed a little past the end of an array (a tile's tail, a tap outside the image) before they are checked
     slack = math.prod(problem.input_size) + math.prod(problem.output_size) + 2**20
     return max(problem.largest_array, parts) + slack >= 2**31
@@ -128,7 +128,7 @@ def _strides(problem: ConvProblem, channels: int, plane: int, read: bool) -> Str
 
 
 def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
-    """Elements of the filter from one group, one channel of the result, and one of the input, to the next; taps are neighbours."""
+    """Strides of the filter, in elements: of a group, of a channel of the result, of a channel of the input. Taps are neighbours."""
     taps, groups = math.prod(problem.filter_size), problem.groups
     read, written = problem.operand_channels // groups, problem.result_channels // groups
     if problem.layout == "CNHW":
@@ -137,7 +137,7 @@ def filter_strides(problem: ConvProblem) -> tuple[int, int, int]:
 
 
 def filter_last_strides(problem: ConvProblem) -> tuple[int, int, int]:
-    """As :func:`filter_strides` of one group, and from one tap to the next, of a filter whose second axis is last in memory."""
+    """Strides of one group of a filter whose second axis is last in memory: of the channels, as in :func:`filter_strides`, and of a tap."""
     taps, width = math.prod(problem.filter_size), problem.weight_shape[1]
     return (taps * width, 1, width) if problem.direction == "fprop" else (1, taps * width, width)
 

@@ -36,7 +36,7 @@ def unsupported(device: Device) -> str | None:
 
 
 def at_once(device: Device, cluster: int) -> int:
-    """Multiprocessors that clusters of so many blocks fill: they need neighbours, which leaves a few without one."""
+    """How many multiprocessors clusters of `cluster` blocks fill. A cluster needs neighbouring ones, so large clusters leave a few idle."""
     return device.multiprocessors * 10 // 11 if cluster >= 4 else device.multiprocessors
 
 
@@ -44,7 +44,7 @@ def at_once(device: Device, cluster: int) -> int:
 
 
 def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: PhaseAddressing, pixels: int) -> TensorMap:
-    """The images that `problem` reads first, of which a load fetches so many neighbouring pixels of `walk`."""
+    """The tensor map of the images that `problem` reads first: a load fetches `pixels` neighbouring pixels of `walk`."""
     channels = problem.operand_channels
     pixel = problem.itemsize * channels  # bytes
     if walk.flat:
@@ -62,15 +62,15 @@ def image_map(problem: ConvProblem, buffer: int, lying: PackedLayout, walk: Phas
 
 
 def pixel_cycles(nbytes: int) -> float:
-    """Of a load of pixels of so many bytes, for each row of a stage: rows that it has to fill take longer, odd ones most."""
+    """Cycles that a load takes for each row of a stage, if a pixel has `nbytes`. Rows that TMA has to fill take longer, odd ones most."""
     whole, rest = divmod(nbytes, ROW)
     return (whole * ROW_CYCLES + (0 if rest == 0 else FILLED_CYCLES if rest % 32 == 0 else ODD_CYCLES)) / (whole + (rest > 0))
 
 
 def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = FINISHED) -> float:
-    """Microseconds that a tile of so many pixels and channels takes at its end: columns that are there are finished and stored.
+    """Microseconds that it takes to finish and store a tile of `rows` pixels and `columns` channels.
 
-    Where a pixel is no multiple of 16 bytes all columns go through shared memory.
+    Columns past the last channel take no time, unless a pixel is no multiple of 16 bytes: then all columns go through shared memory.
     """
     channels, sums = problem.result_channels, rows * columns
     if channels * problem.itemsize % 16:
@@ -82,7 +82,7 @@ def finished_time(problem: ConvProblem, rows: int, columns: int, rate: float = F
 
 
 def read_bytes(problem: ConvProblem) -> float:
-    """Bytes of the input that are read: those of rows, columns and slices that the taps step over are not."""
+    """Bytes of the input that are read. Rows, columns and slices that the taps step over are not."""
     part = 1.0
     if problem.direction == "fprop":
         for taps, stride in zip(problem.filter_size[:2], problem.stride[:2], strict=True):
@@ -94,7 +94,7 @@ def read_bytes(problem: ConvProblem) -> float:
 
 
 def wide_stores(problem: ConvProblem, columns: int, phase: Phase) -> int:
-    """How tiles of so many columns write pixels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
+    """How a tile of `columns` columns writes pixels: ``Wide`` in ``cu/pixel_tiles.cuh``."""
     channels = problem.result_channels
     if channels * problem.itemsize % 16 == 0:
         return 3
@@ -109,7 +109,7 @@ def map_type(problem: ConvProblem) -> str:
 
 
 def load_base(problem: ConvProblem, walk: PhaseAddressing) -> dict[str, int]:
-    """The arguments of ``LoadBase`` in ``cu/sm90.cuh``: all images are one row of pixels where no tap looks elsewhere."""
+    """The arguments of ``LoadBase`` in ``cu/sm90.cuh``. With `walk.flat` all images count as one row of pixels."""
     _, height, width = walk.phase.size
     plane = math.prod(walk.phase.size)
     stride, low = ((1, 1, 1), (0, 0, 0)) if walk.flat else (walk.stride, walk.low)

@@ -37,11 +37,12 @@ class Moments:
     Attributes
     ----------
     sets, span, per : int
-        `sets` times `span` pixels; slices of `per`, of which a set's last may be shorter.
+        There are `sets` sets of `span` pixels. A set is cut into slices of `per` pixels; its last slice may be shorter.
     channels : int
-    parts, redone : int
-        Where in the workspace they lie: [slice][mean, sum of squares of what pixels are off by][channel]; and of each of `blocks`
-        whether it computed some results once more, so that these are not what the parts are of.
+    parts : int
+        Where the moments lie in the workspace: [slice][mean, sum of squared deviations from it][channel].
+    redone : int
+        Where each block notes whether it computed some results once more: then the moments are not those of the final results.
     blocks : int
     """
 
@@ -63,12 +64,11 @@ class Moments:
 class Schedule:
     """The launches of a plan.
 
-    `prepare` packs the filter into a buffer of `filter_bytes`, and `steps` do the rest with `workspace_bytes` of scratch;
-    `whole` does both. `filter_last`, where there is one, does the same with a filter whose second axis is last in memory; it may
-    read that as it lies.
-    Steps follow one another; the launches of one step don't depend on each other. With `redoes`, later ones may write parts of
-    the result once more, so that a residual must not be the result's own memory. `moments`: what is noted of the result, if that
-    was asked for and the kernels can.
+    `prepare` packs the filter into a buffer of `filter_bytes`, and `steps` do the rest with `workspace_bytes` of scratch. `whole` does
+    both. `filter_last`, if there is one, does the same as `whole` for a filter whose second axis is last in memory.
+    Steps follow one another; the launches of one step don't depend on each other. With `redoes`, later launches may write parts of
+    the result once more, so a residual must not lie in the result's memory. `moments` says what is noted of the result, if that was
+    asked for and the kernels can.
     """
 
     prepare: list[list[KernelLaunch]]

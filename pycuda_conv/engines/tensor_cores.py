@@ -1,4 +1,4 @@
-"""What the engines on tensor cores share: the 16-bit numbers that stand for elements."""
+"""What the engines on tensor cores share: element types, limbs, the choice of the fastest, limits of a ring of stages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ C = TypeVar("C", bound=Config)
 
 
 def products(problem: ConvProblem) -> int:
-    """Products of 16-bit numbers for one of the problem's."""
+    """How many products of 16-bit or TF32 numbers make one of the problem's products."""
     return 3 if problem.dtype == "float32" and problem.precision == "fp32" else 1
 
 
 def limbs(problem: ConvProblem) -> int:
-    """16-bit numbers that stand for one element."""
+    """How many 16-bit or TF32 numbers stand for one element."""
     return 2 if products(problem) == 3 else 1
 
 
@@ -30,7 +30,7 @@ def fastest(timed: Iterable[tuple[float, C]]) -> tuple[float, C] | None:
 
 
 def why_not_so_many(stages: int, nbytes: int, most: int, split: int) -> str | None:
-    """Why no tile has so many stages, of `nbytes` of shared memory where a block has `most`, and splits; None if one has."""
+    """Why a tile can't have `stages` stages, which take `nbytes` of a block's `most` bytes, and `split` splits; None if it can."""
     if stages < 2 or nbytes > most:
         return f"its {stages} stages take {nbytes:,} bytes of shared memory; a block has {most:,}"
     return "it has at least one split" if split < 1 else None
