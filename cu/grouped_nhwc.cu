@@ -65,9 +65,6 @@ struct Phases {
 
 // ---- the filter
 
-DEVICE uint32_t word_of(__half low, __half high) { return low.bits | (uint32_t)high.bits << 16; }
-DEVICE uint32_t word_of(__nv_bfloat16 low, __nv_bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
-
 // The filter of the units from `unit0` on, to shared memory: a thread makes the same word of each tap's matrix.
 DEVICE void lay_filter(const GroupedPhase& shape, int unit0, const data_t* __restrict__ w, uint32_t* filter) {
   const int taps = (int)shape.taps, tap_s = (int)shape.tap_s, all = (int)(shape.units * shape.steps) * 128;
