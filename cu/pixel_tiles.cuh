@@ -1,8 +1,8 @@
-// pixel_tiles.cuh: what kernels share whose tiles are pixels x channels of channels-last arrays, on Hopper's tensor cores: dense_nhwc_sm90.cu
-// and gather_nhwc_sm90.cu, which differ in how x reaches shared memory.
+// pixel_tiles.cuh: consumers and stores of dense_nhwc_sm90.cu and gather_nhwc_sm90.cu, whose tiles are pixels x channels of channels-last arrays.
+// The two kernels differ in how x reaches shared memory.
 //
-// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE, CLUSTER, and W_MN_MAJOR, PHASES and MOMENTS where they are not as here; and Phase,
-// what the kernel is told of a phase, of which this wants tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
+// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and MOMENTS, unless they are as here; and Phase, the
+// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
