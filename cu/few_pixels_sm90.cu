@@ -15,8 +15,8 @@
 //          x: [unit][word % 4][position][word / 4], a word being one channel of 32 bits or two of 16. Positions are the rows and columns that the tile's taps
 //          meet of an image, with the zeros around it, image after image; where there is one tap, flat, they are the tile's pixels.
 //          When all is multiplied, the sums of all warps take its place, [warps with the same channels][channel][pixel].
-// Sums     PRODUCTS = 3: x and w are split to two TF32 numbers each, of which three products are added, and after two steps the main one is added to a
-//          float32 sum, because the tensor core's own is cut. What is not finite in the end is computed once more, in plain float32.
+// Sums     PRODUCTS = 3: x and w are split into two TF32 numbers each, and three of their products are added. After two steps the main one's sum is
+//          added to a float32 sum, because the tensor core truncates its own. What is not finite in the end is computed once more, in plain float32.
 //          The order: a warp's steps; the warps with the same channels; the blocks of the cluster.
 // Phases   the gradient with a stride is made of stride phases, each a stride-1 convolution with some of the taps. A launch takes up to four.
 //

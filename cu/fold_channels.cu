@@ -2,11 +2,11 @@
 //
 //   folded[n][p][q][tap * channels + c] = x[n][p * stride_h - pad_h + r * dilation_h][q * stride_w - pad_w + s * dilation_w][c]
 //
-// for the taps (r, s) of the innermost axes that are folded, and zeros behind them, to a multiple of 16 bytes. Without folds it is x itself with
-// zeros behind the channels of a pixel. An array with few channels is loaded a tap at a time, mostly nothing; this one a row of taps.
+// for the taps (r, s) of the innermost axes that are folded, with zeros behind them up to a multiple of 16 bytes. Without folds it is x itself, with
+// zeros behind the channels of a pixel. A tensor load of an array with few channels brings a tap, and is mostly filled up; here it brings a row of taps.
 //
 // Mapping  thread -> 16 bytes of channels of a pixel of `folded`; a block 256 of these, side by side.
-// Memory   a warp's loads are of an element each, all under way at once; they meet the same sectors one after the other, and each other's.
+// Memory   no shared memory. A thread loads element by element, all loads under way at once. A warp's loads meet the same sectors, in the L1 cache.
 //
 // By hand: nvcc -cubin cu/fold_channels.cu
 #include "packed.cuh"

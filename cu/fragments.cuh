@@ -14,13 +14,6 @@ DEVICE void load_matrices(uint32_t (&v)[4], uint32_t from) {
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(from) : "memory");
 }
 
-// floats to TF32, rounded to the nearest
-DEVICE uint32_t to_tf32(float v) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-  return bits;
-}
-
 // d += a * b, with 32 bytes of k: a has 16 rows, b 8 columns. d[0], d[1] are row lane / 4, columns 2 * (lane % 4) and the next; d[2], d[3] are 8 rows
 // below. a[0]: bytes 4 * (lane % 4) of row lane / 4; a[1]: 8 rows below; a[2], a[3]: 16 bytes further. b0, b1: the same of column lane / 4.
 #define MMA_SYNC(SHAPE_AND_TYPES)                                                                                        \

@@ -153,14 +153,6 @@ DEVICE void produce(const data_t* x, const CUtensorMap* map_w, const Shapes& sha
 
 // ---- what consumers do with what was copied, which no fence of the copying warps waited for: that would wait for all copies under way
 
-#if TYPE == 32
-DEVICE uint32_t rounded(float v) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-  return bits;
-}
-#endif
-
 // A consumer's rows of a stage become wgmma's.
 DEVICE void take_over(uint8_t* rows) {
 #if TYPE == 32
@@ -168,7 +160,7 @@ DEVICE void take_over(uint8_t* rows) {
   for (int i = 0; i < 64 * 128 / 16 / 128; ++i) {
     uint4* const at = (uint4*)rows + i * 128 + threadIdx.x % 128;
     const uint4 v = *at;
-    *at = make_uint4(rounded(__uint_as_float(v.x)), rounded(__uint_as_float(v.y)), rounded(__uint_as_float(v.z)), rounded(__uint_as_float(v.w)));
+    *at = make_uint4(to_tf32(__uint_as_float(v.x)), to_tf32(__uint_as_float(v.y)), to_tf32(__uint_as_float(v.z)), to_tf32(__uint_as_float(v.w)));
   }
 #else
   (void)rows;

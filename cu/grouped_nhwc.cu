@@ -14,8 +14,8 @@
 //          surrounds them, [image][row][column][channels], outside the image zeros. The next tile arrives while one is multiplied. 16 bytes
 //          between pixels keep ldmatrix free of bank conflicts where stride_w is odd.
 // Sums     float32, in registers: steps, then columns of the filter, then its rows; with TAPS_R = 1 its rows come first.
-// Zeros    An infinity or a NaN times a zero of the filter's would be a NaN in channels of other groups. Sums that are NaN are computed again, of
-//          their own group.
+// Zeros    Inf or NaN times one of the zeros that fill up the filter's matrices is a NaN, in channels of other groups. So a sum that is NaN is
+//          computed again, from the channels of its own group alone.
 // Limits   fewer than 2^31 pixels of x and of y.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/grouped_nhwc.cu
@@ -64,9 +64,6 @@ struct Phases {
 };
 
 // ---- the filter
-
-DEVICE uint32_t word_of(__half low, __half high) { return low.bits | (uint32_t)high.bits << 16; }
-DEVICE uint32_t word_of(__nv_bfloat16 low, __nv_bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
 
 // The filter of the units from `unit0` on, to shared memory: a thread makes the same word of each tap's matrix.
 DEVICE void lay_filter(const GroupedPhase& shape, int unit0, const data_t* __restrict__ w, uint32_t* filter) {

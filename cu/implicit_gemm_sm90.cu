@@ -841,7 +841,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
       }
 #else
     // 8 x 8 blocks of 16-bit numbers, turned, one row of 8 channels a lane
-    const uint32_t packed[2] = {pack2(from_float<out_t>(v[0]), from_float<out_t>(v[1])), pack2(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
+    const uint32_t packed[2] = {word_of(from_float<out_t>(v[0]), from_float<out_t>(v[1])), word_of(from_float<out_t>(v[2]), from_float<out_t>(v[3]))};
     store_turned(shared_address(tile) + swizzled(8 * i + lane % 8, 2 * warp + lane / 8 % 2), packed);
 #endif
   }

@@ -1,4 +1,4 @@
-// limbs.cuh: float32 as fp16 limbs, and the scales and flags that go with them: how pack.cu says. `slack`: pack.cu.
+// limbs.cuh: float32 as fp16 limbs, and the scales and flags that go with them. pack.cu explains all of that, `slack` too.
 #pragma once
 #include "packed.cuh"
 

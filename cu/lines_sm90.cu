@@ -2,26 +2,25 @@
 // but the filter.
 //
 //   D[pixel, k] = sum over lines and s of A[pixel, line, s] * B[k, line, s]
-//   A line is a row of a channel that a pixel's taps meet, (c, r); what the taps along it meet are its neighbours there, so that a thread
-//   that has a few of a line's numbers in registers has operand A of all taps s: another tap is another choice of registers.
+//   A line is a row of a channel that a pixel's taps meet, (c, r). The taps along it meet neighbours. So a thread that has a few of a line's numbers
+//   in registers has operand A of all taps s: another tap is another choice of registers.
 //
 // In TF32 nothing is scaled, and Inf, NaN and 1e-38 are numbers like others: it takes a float32 number's exponent and, rounded, 11 bits of it.
-// FP16_OPERANDS: fp16 numbers have as many bits, and half the products' time. x is scaled by X_SCALE, w by a factor of its channel, on the way into
-// fp16, and where a warp's sums are not what TF32 would make of them (see `store`) its block does them again, in TF32, when it is through
-// with its tiles.
+// FP16_OPERANDS: fp16 numbers have as many bits, and their products take half the time. On the way into fp16 x is scaled by X_SCALE, and w by a
+// factor of its channel. If a warp's sums are not what TF32 would make of them (see `store`), its block does them again in TF32 after its last tile.
 //
 // Mapping  block: persistent, one a multiprocessor; has BLOCK_N channels of y and takes tiles of 4 * CONSUMERS units of pixels, every
 //          gridDim.x / across-th one. A unit is a warp's: WARP_TILE_W x WARP_TILE_H pixels of an image, PIXEL_QUADS * 32 of them.
-//          warpgroup 0: a thread for w, one for each consumer's x. The consumer warpgroups have rings of x of their own, and drift apart:
-//          one stores while another multiplies.
-// A        goes through registers: nothing else turns an operand of 32 bits. A thread has four neighbouring pixels of a row, lane / 4 names
-//          which, and of PIXEL_QUADS = 2 the four below; rows of x that both meet are read once. lane % 4 names the lines, every fourth one.
-//          Which row of the product is which pixel is of no account: y is written 16 bytes at once.
-// Lines    are taken by eights, FP16_OPERANDS by sixteens: so many channels of a row; or, FLAT, for less than 8 channels, all (c, r), r fastest, the
-//          last ones being zeros.
-// Shared   w: W_STAGES stages of CHUNKS of these, [tap][BLOCK_N][lines], rows of 32 bytes, swizzled; with as many stages as there are, W_RESIDENT,
-//          each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]: what the taps of a unit meet,
-//          from a multiple of 16 bytes on, SHIFT columns before the first; swizzled where rows have SPAN bytes.
+//          warpgroup 0: one thread loads w, and one x for each consumer. Each consumer warpgroup has a ring of x of its own. So they drift apart,
+//          and one stores while another multiplies.
+// A        goes through registers: nothing else transposes an operand of 32 bits. A thread has four neighbouring pixels of a row, the quad lane / 4;
+//          with PIXEL_QUADS = 2 also the four below, and rows of x that both meet are read once. It has every fourth line, from lane % 4 on.
+//          It does not matter which row of the product is which pixel, so they are ordered so that y is written 16 bytes at once.
+// Lines    are taken by eights, with FP16_OPERANDS by sixteens: so many channels of a row. FLAT, for fewer than 8 channels: all (c, r), r fastest,
+//          and zeros behind the last.
+// Shared   w: W_STAGES stages of CHUNKS eights or sixteens of lines, [tap][BLOCK_N][lines], rows of 32 bytes, swizzled. W_RESIDENT: there are stages
+//          for all of w, and each is loaded once. x: a ring of STAGES stages for each consumer, [warp][BOX_H][CHANNELS][BOX_W]. A stage has what the
+//          taps of a unit meet, from a multiple of 16 bytes on, SHIFT columns before the first. It is swizzled where rows have SPAN bytes.
 //          full: the bytes have arrived; empty: the consumer's 4 warps, or for w all warps, have read them.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/lines_sm90.cu

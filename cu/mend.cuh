@@ -1,10 +1,10 @@
-// mend.cuh: results that fp16 limbs can't give, once more in plain fp32, by the block that has stored them.
+// mend.cuh: a block computes results that fp16 limbs can't give once more, in plain fp32, after it has stored them.
 //
-// pack.cu flags images and channels of the filter. What depends on one that holds Inf, NaN or what no scale fits (flag 2) is computed again.
-// Of what depends on one with too small numbers (flag 1) those results are that may show it: results that are small for their scales, and
-// whose summands are, too. Where more than the sum becomes of a result, that can't be seen, and all of them are.
+// pack.cu flags images and channels of the filter. Flag 2 says that one holds Inf, NaN or what no scale fits: every result that depends on it is
+// computed again. Flag 1 says that it has numbers that are too small: results are computed again if they may show it, which are small for their
+// scales and have small summands. If a result is more than the sum (by scale, residual, activation), that can't be seen, and all are computed again.
 //
-// Mapping  a warp takes MENDED channels x 32 pixels at a time: a lane a pixel. A suspect's summands are looked at by all lanes.
+// Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. All lanes together look at a suspect's summands.
 #pragma once
 #include "finish.cuh"
 

@@ -23,6 +23,24 @@ template <class T> DEVICE T from_float(float v);
 template <> DEVICE float from_float<float>(float v) { return v; }
 template <> DEVICE __half from_float<__half>(float v) { return __float2half_rn(v); }
 template <> DEVICE __nv_bfloat16 from_float<__nv_bfloat16>(float v) { return __float2bfloat16_rn(v); }
+// The nearest TF32 number. Products ignore the 13 bits behind it.
+DEVICE uint32_t to_tf32(float v) {
+  uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
+  return bits;
+}
+// Two neighbours of a 16-bit type as a word, and two floats rounded to such.
+DEVICE uint32_t word_of(__half low, __half high) { return low.bits | (uint32_t)high.bits << 16; }
+DEVICE uint32_t word_of(__nv_bfloat16 low, __nv_bfloat16 high) { return low.bits | (uint32_t)high.bits << 16; }
+template <class T> DEVICE uint32_t word_of(float low, float high);
+template <> DEVICE uint32_t word_of<__half>(float low, float high) {
+  const __half2 both = __floats2half2_rn(low, high);
+  return *(const uint32_t*)&both;
+}
+template <> DEVICE uint32_t word_of<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  return *(const uint32_t*)&both;
+}
 
 // ---- neighbours that are stored at once, as a word of their bytes. Left to itself nvcc takes some of such stores apart.
 

@@ -1,8 +1,8 @@
-// pixel_tiles.cuh: what kernels share whose tiles are pixels x channels of channels-last arrays, on Hopper's tensor cores: dense_nhwc_sm90.cu
-// and gather_nhwc_sm90.cu, which differ in how x reaches shared memory.
+// pixel_tiles.cuh: consumers and stores of dense_nhwc_sm90.cu and gather_nhwc_sm90.cu, whose tiles are pixels x channels of channels-last arrays.
+// The two kernels differ in how x reaches shared memory.
 //
-// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE, CLUSTER, and W_MN_MAJOR, PHASES and MOMENTS where they are not as here; and Phase,
-// what the kernel is told of a phase, of which this wants tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
+// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and MOMENTS, unless they are as here; and Phase, the
+// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
@@ -214,18 +214,6 @@ struct alignas(16) Run {
   static DEVICE int channel() { return threadIdx.x % 4 * 8 - (EIGHTS == 2 ? threadIdx.x % 4 / 2 * 12 : 0); }
 };
 
-#if TYPE == 16
-DEVICE uint32_t word_of(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *(const uint32_t*)&both;
-}
-#elif TYPE == 17
-DEVICE uint32_t word_of(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *(const uint32_t*)&both;
-}
-#endif
-
 // A consumer's sums of a tile from its registers, where 16 bytes of y belong to one pixel. `plain`: nothing finishes them.
 template <bool plain>
 DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, const data_t* scale, const data_t* bias,
@@ -283,7 +271,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         for (int i = 0; i < AT_ONCE; ++i) out[half].words[from + i] = __float_as_uint(v[i]);
 #else
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i += 2) out[half].words[(from + i) / 2] = word_of(v[i], v[i + 1]);
+        for (int i = 0; i < AT_ONCE; i += 2) out[half].words[(from + i) / 2] = word_of<data_t>(v[i], v[i + 1]);
 #endif
       }
     });

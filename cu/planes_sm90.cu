@@ -86,18 +86,6 @@ DEVICE void produce(const CUtensorMap* map_x, const CUtensorMap* map_w, const Pl
   }
 }
 
-#if TYPE == 16
-DEVICE uint32_t word_of(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *(const uint32_t*)&both;
-}
-#else
-DEVICE uint32_t word_of(float low, float high) {
-  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
-  return *(const uint32_t*)&both;
-}
-#endif
-
 // A consumer's sums, of 64 channels from `channel` and its pixels from `pixel` on, finished and left in shared memory. Lanes of a warp meet all
 // banks: eight rows, whose chunks of 16 bytes are swizzled. `plain`: nothing finishes them.
 template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2], const PlanesProduct& arg, int image, int channel, int pixel, uint8_t* results,
@@ -128,7 +116,7 @@ template <bool plain> DEVICE void leave_results(const float (&sum)[WGMMA_N / 2],
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int eight = (i + e) % 8, block = (i + e) / 8;
-        *(uint32_t*)(results + block * BLOCK + own * 128 + (eight ^ own % 8) * 16 + column * 2) = word_of(v[2 * e], v[2 * e + 1]);
+        *(uint32_t*)(results + block * BLOCK + own * 128 + (eight ^ own % 8) * 16 + column * 2) = word_of<data_t>(v[2 * e], v[2 * e + 1]);
       }
     }
   }

@@ -116,11 +116,6 @@ DEVICE void produce(const CUtensorMap* map_a, const CUtensorMap* map_b, const Po
 
 // ---- limbs: the product ignores the last 13 bits of each number
 
-DEVICE uint32_t rounded(float v) {
-  uint32_t bits;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(v));
-  return bits;
-}
 // The second limb is so much larger than what the first one leaves, so that it is there as long as v is no subnormal.
 constexpr float LARGER = 512;
 
@@ -140,7 +135,7 @@ struct Split {
   uint32_t high, low;
   DEVICE Split(float v) {
     const uint32_t bits = __float_as_uint(v);
-    high = LIMBS == 1 ? rounded(v) : ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
+    high = LIMBS == 1 ? to_tf32(v) : ((bits & 0x7fffffff) < 0x7f7ff000 ? bits + 0x1000 : bits) & ~0x1fffu;
     low = LIMBS == 1 ? 0 : __float_as_uint((v - __uint_as_float(high)) * LARGER) + 0x1000;
   }
 };
@@ -231,7 +226,7 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const float first = first_limb(v[block][e]);
-            a[i][block][e] = LIMBS == 2 ? __float_as_uint(first) : rounded(v[block][e]);
+            a[i][block][e] = LIMBS == 2 ? __float_as_uint(first) : to_tf32(v[block][e]);
             low[i][block][e] = rest(v[block][e], first);
           }
       }

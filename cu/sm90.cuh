@@ -99,10 +99,6 @@ template <int groups> DEVICE void bulk_wait() { asm volatile("cp.async.bulk.wait
 
 // ---- two 8 x 8 blocks of 16-bit numbers from a warp's registers, turned; lanes 0 to 15 name the rows
 
-template <class T> DEVICE uint32_t pack2(T low, T high) {
-  T both[2] = {low, high};
-  return *(const uint32_t*)both;
-}
 DEVICE void store_turned(uint32_t row, const uint32_t (&v)[2]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(v[0]), "r"(v[1]) : "memory");
 }

@@ -5,10 +5,10 @@
 // NCHW to NHWC: rows are channels, columns are pixels; and the other way round.
 //
 // Mapping  block: a tile of 8 KB, 2^row_bits words of rows x as many columns as that leaves, at least 64. A word is a row of 4 bytes, or two
-//          neighbouring ones of 2 bytes. A thread loads neighbouring columns at once, as many as make up to 16 bytes and divide the columns'
-//          number, all its loads under way at once; lanes take 64 columns, side by side.
-// Shared   the tile, a column's rows side by side. Eight neighbouring columns lie in eight places far apart, and columns at the same place of
-//          neighbouring eights change places and chunks of 16 bytes so that stores of words, and loads of chunks, meet all banks.
+//          neighbouring ones of 2 bytes. A thread loads neighbouring columns at once: as many as make up to 16 bytes and divide the number of
+//          columns. All its loads are under way at once; lanes take 64 columns, side by side.
+// Shared   the tile, a column's rows side by side. Eight neighbouring columns lie in eight places far apart. Columns at the same place of neighbouring
+//          eights change places, and their chunks of 16 bytes too, so that stores of words and loads of chunks meet all banks.
 // Stores   16 bytes of a column's rows, where their number is a multiple of that; else a word of each lane. A column that begins at an odd
 //          element has words of the second row of one and the first of the next, and elements at its ends.
 //
