@@ -1,6 +1,7 @@
 """The package as a whole: what importing it does, threads, caches, environment variables, and its kernel files by hand."""
 
 import itertools
+import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -70,6 +71,14 @@ def test_public_names_and_version():
     assert issubclass(pc.ConvArgumentError, ValueError) and issubclass(pc.ConvArgumentError, RuntimeError)
     assert issubclass(pc.DeviceMemoryError, MemoryError) and issubclass(pc.BackendError, RuntimeError)
     assert (ROOT / "pycuda_conv" / "py.typed").exists()
+
+
+@pytest.mark.skipif("PYTEST_XDIST_WORKER_COUNT" not in os.environ, reason="the tests run in one process")
+def test_workers_that_compute_side_by_side_share_the_processors():
+    """numpy's library was told so before it was loaded. Threads that wait for each other spin: with as many as processors in each worker the tests took twice the time."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    most = max(1, os.cpu_count() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    assert all(library["num_threads"] <= most for library in threadpoolctl.threadpool_info())
 
 
 def test_docstring_examples(device, monkeypatch):
