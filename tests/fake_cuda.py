@@ -3,7 +3,6 @@
 import ctypes
 import hashlib
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-from reference import kept_folder
+from reference import kept_file
 
 from pycuda_conv.runtime import cuda
 
@@ -23,12 +22,9 @@ CONTEXT = 0x1000
 @cache
 def _built() -> Path:
     """The driver, which is built once."""
-    file = kept_folder() / f"fake_cuda_{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:32]}.so"
-    if not file.exists():
-        written = file.with_suffix(f".{os.getpid()}")
-        subprocess.run(["gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o", str(written)], check=True, timeout=900)
-        os.replace(written, file)
-    return file
+    command = "gcc", "-O1", "-w", "-pthread", "-shared", "-fPIC", str(SOURCE), "-o"
+    name = f"fake_cuda_{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:32]}.so"
+    return kept_file(name, lambda made: subprocess.run([*command, str(made)], check=True, timeout=900))
 
 
 class FakeCuda:

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -329,6 +330,17 @@ def kept_folder() -> Path:
     found = Path(tempfile.gettempdir()) / f"pycuda_conv_tests_{os.getuid()}"
     found.mkdir(mode=0o700, exist_ok=True)
     return found
+
+
+def kept_file(name: str, make: Callable[[Path], object]) -> Path:
+    """A file of :func:`kept_folder`, made before, or now by `make` at a place of its own: no other process finds half of it."""
+    file = kept_folder() / name
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=file.parent) as where:
+            made = Path(where) / name
+            make(made)
+            os.replace(made, file)
+    return file
 
 
 def with_headers(text: str) -> dict[str, str]:

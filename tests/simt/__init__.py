@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 
 import emulator
 import numpy as np
+from reference import kept_file
 
 from pycuda_conv import behind
 from pycuda_conv.runtime.base import KERNEL_DIR, Im2col, KernelLaunch, TensorMap
@@ -41,13 +40,6 @@ class Wrong(AssertionError):
 # ---- compiled
 
 
-def folder() -> Path:
-    """Of compiled kernels."""
-    found = Path(tempfile.gettempdir()) / f"pycuda_conv_simt_{os.getuid()}"
-    found.mkdir(mode=0o700, exist_ok=True)
-    return found
-
-
 @cache
 def headers() -> str:
     return "\0".join(path.read_text() for path in sorted(HERE.glob("*.h")))
@@ -56,16 +48,15 @@ def headers() -> str:
 def built(name: str, text: str, flags: Sequence[str], libraries: Sequence[str]) -> Path:
     """A shared library of `text`, compiled before or now."""
     key = hashlib.sha256("\0".join((text, *FLAGS, *flags, *libraries, headers())).encode()).hexdigest()[:32]
-    to = folder() / f"{name}_{key}.so"
-    if not to.exists():
-        with tempfile.TemporaryDirectory(dir=folder()) as where:
-            source = Path(where) / f"{name}.cpp"
-            source.write_text(text)
-            for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", f"{where}/one.o"), ("-shared", f"{where}/one.o", "-o", f"{where}/out.so", *libraries)):
-                done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=900, check=False)
-                assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
-            os.replace(f"{where}/out.so", to)
-    return to
+
+    def compile_and_link(made: Path) -> None:
+        source, machine_code = made.with_suffix(".cpp"), made.with_suffix(".o")
+        source.write_text(text)
+        for command in ((*FLAGS, *flags, "-I", HERE, "-c", source, "-o", machine_code), ("-shared", machine_code, "-o", made, *libraries)):
+            done = subprocess.run([str(CXX), *map(str, command)], capture_output=True, text=True, timeout=900, check=False)
+            assert done.returncode == 0, f"{name} does not compile:\n{done.stderr[:4000]}"
+
+    return kept_file(f"simt_{name}_{key}.so", compile_and_link)
 
 
 @cache
