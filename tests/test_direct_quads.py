@@ -85,7 +85,8 @@ def test_a_broken_kernel_is_noticed(old, new):
     right = simt.computed(problem, config, *arrays, seeds=(1,))
     with np.errstate(all="ignore"), pytest.raises((AssertionError, pytest.fail.Exception)):
         wrong = simt.computed(problem, config, *arrays, seeds=range(1, 6), broken=(old, new))
-        assert wrong.tobytes() == right.tobytes()
+        same = wrong.tobytes() == right.tobytes()
+        assert same
 
 
 FINITE = [replace(fprop((2, 3, 9, 10), (24, 3, 3, 3), padding=1), bias=False), replace(dgrad((2, 3, 6, 5), (3, 24, 3, 3), padding=1), bias=False)]

@@ -1,6 +1,7 @@
 """The package as a whole: what importing it does, threads, caches, environment variables, and its kernel files by hand."""
 
 import itertools
+import os
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -76,6 +77,11 @@ def test_numpy_computes_in_one_thread():
     """It was told so before it was loaded. With a thread a processor in each worker, which spin while they wait, the tests took twice the time."""
     threadpoolctl = pytest.importorskip("threadpoolctl")
     assert all(library["num_threads"] == 1 for library in threadpoolctl.threadpool_info() if library["internal_api"] == "openblas")
+
+
+def test_long_results_that_differ_are_told_at_once():
+    """Where CI is set, pytest would compare them line by line, for hours."""
+    assert not {"CI", "BUILD_NUMBER"} & set(os.environ)
 
 
 def test_docstring_examples(device, monkeypatch):

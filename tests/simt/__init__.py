@@ -177,13 +177,16 @@ def run(stages: Sequence[Sequence[KernelLaunch]], memory: Any, seed: int = 0, *,
     ------
     Wrong
         A kernel did what it must not, or hangs.
+    LookupError
+        No kernel's text has what was to be broken.
     """
     steps = [step for stage in stages for step in stage]
     sources = [text_with(step, broken[0]).replace(*broken) if broken else step.source() for step in steps]
     kernels: dict[str, dict[str, None]] = {}  # of each text, which are compiled together
     for step, source in zip(steps, sources, strict=True):
         kernels.setdefault(source, {})[step.kernel] = None
-    assert broken is None or any(broken[0] in text_with(step, broken[0]) for step in steps), f"no kernel's text has {broken[0]!r}"
+    if broken is not None and not any(broken[0] in text_with(step, broken[0]) for step in steps):
+        raise LookupError(f"no kernel's text has {broken[0]!r}")  # which is no error of the kernel
     addresses = [0 if array is None else machine().simt_allocate(array.nbytes) for array in memory.buffers]
     given = [(i, array, at) for i, (array, at) in enumerate(zip(memory.buffers, addresses, strict=True)) if array is not None]
     try:
