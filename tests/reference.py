@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -341,6 +343,18 @@ def kept_file(name: str, make: Callable[[Path], object]) -> Path:
             make(made)
             os.replace(made, file)
     return file
+
+
+@contextlib.contextmanager
+def started(*arguments: Any, env: dict[str, str], **options: Any) -> Iterator[subprocess.Popen]:
+    """A Python process, whose output is read here. It ends with the block at the latest, and so do those that it has started."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    with subprocess.Popen([sys.executable, *map(str, arguments)], env=env, start_new_session=True, **pipes) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def with_headers(text: str) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Compiled kernels on disk: what is damaged, what others could write, several processes, kill -9, a full disk, the limit."""
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from reference import python
+from reference import python, started
 
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.runtime import cache
@@ -203,16 +204,16 @@ for i in range(12):
     assert Entry((str(i % 4),), ".x").get(build) == data
 """
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    pipe = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=env, **pipe) for _ in range(4)]
-    for process in processes:
-        process.stdin.close()
-        process.stdin = None
-    built = 0
-    for process in processes:
-        out, errors = process.communicate(timeout=900)
-        assert errors == b"" and process.returncode == 0
-        built += out.count(b"built")
+    with contextlib.ExitStack() as stack:
+        processes = [stack.enter_context(started("-c", code, env=env, stdin=subprocess.PIPE)) for _ in range(4)]
+        for process in processes:
+            process.stdin.close()
+            process.stdin = None
+        built = 0
+        for process in processes:
+            out, errors = process.communicate(timeout=400)
+            assert errors == b"" and process.returncode == 0
+            built += out.count(b"built")
     assert built == 4 == len(files(cache_folder))
 
 
@@ -252,11 +253,9 @@ if {when!r} == "writing":
 cache.Entry(("a",), ".x").get(stop if {when!r} == "building" else lambda: b"good" * 1000)
 """
     env = {**fast_env, "PYCUDA_CONV_CACHE_DIR": str(cache_folder)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
-    assert process.stdout.read(3) == b"now"
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+    with started("-c", code, env=env) as process:
+        assert process.stdout.read(3) == b"now"
+        process.send_signal(signal.SIGKILL)
     begin = time.monotonic()
     assert get("a", b"good" * 1000) == b"good" * 1000 == Entry(("a",), ".x").get(never)
     assert time.monotonic() - begin < cache.PATIENCE / 2  # its lock is gone with it

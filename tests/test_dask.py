@@ -502,11 +502,13 @@ def test_a_worker_that_is_killed_in_the_middle_leaves_no_gap(client, tmp_path):
     lazy = pc.conv2d(x, np.ones((1, 1, 3, 3), "f"), padding=1, device="opencl").persist()
     victim = client.run(os.getpid)
     deadline = time.monotonic() + 300
-    while sum(future.done() for future in client.futures_of(lazy)) < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(next(iter(victim.values())), signal.SIGKILL)
-    killed.touch()
+    try:
+        while sum(future.done() for future in client.futures_of(lazy)) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(next(iter(victim.values())), signal.SIGKILL)
+    finally:
+        killed.touch()
     expected = pc.conv2d(np.ones((40, 1, 32, 32), "f"), np.ones((1, 1, 3, 3), "f"), padding=1, device="opencl")
     assert np.array_equal(lazy.compute(), expected)
     assert client.run(os.getpid) != victim

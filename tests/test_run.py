@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
+from reference import started
 
 import pycuda_conv as pc
 from pycuda_conv import cli
@@ -356,13 +357,12 @@ def test_ctrl_c_at_any_time_is_told_in_one_line_and_leaves_nothing(opencl, fast_
     save(x=np.zeros((4000, 1, 64, 64), "f"), w=np.zeros((8, 1, 9, 9), "f"))
     if start[0] != "-m":
         Path(start[0]).write_text("import sys\nfrom pycuda_conv.cli import main\nsys.exit(main())\n")  # as pip writes it
-    command = [sys.executable, *start, "run", *ARRAYS, "--batch", "1", "--device", "opencl"]
-    with subprocess.Popen(command, env=fast_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with started(*start, "run", *ARRAYS, "--batch", "1", "--device", "opencl", env=fast_env, text=True) as process:
         while "numpy" not in Path(f"/proc/{process.pid}/maps").read_text() and process.poll() is None:
             time.sleep(0.001)
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=900)
+        out, err = process.communicate(timeout=400)
     err = err.removeprefix("1 error generated.\n")  # PoCL's own, where Ctrl-C ended its compiler
     assert (process.returncode, out, err) == (INTERRUPTED, "", "interrupted\n")
     assert names() == sorted(["w.npy", "x.npy", *([start[0]] if start[0] != "-m" else [])])

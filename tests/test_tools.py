@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
+from reference import started
 
 import pycuda_conv as pc
 from pycuda_conv import cli, timing
@@ -955,7 +956,6 @@ def test_what_the_tools_import_comes_with_the_package():
 
 
 def test_a_reader_that_has_had_enough_is_no_error(python_env, tmp_path):
-    done = subprocess.Popen([sys.executable, "-m", "pycuda_conv", "bench", "--list"], env=python_env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    done.stdout.close()
-    assert done.stderr.read() == b"" and done.wait(900) == OK
-    done.stderr.close()
+    with started("-m", "pycuda_conv", "bench", "--list", env=python_env) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"" and process.wait(400) == OK

@@ -1,10 +1,9 @@
 """Measured choices: the tables, which of them is followed, what is measured and when, and the command `pycuda-conv tune`."""
 
+import contextlib
 import json
 import math
 import re
-import subprocess
-import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import why_no_cuda, why_no_opencl
-from reference import fprop
+from reference import fprop, started
 
 import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan, cli, engines, explain, measure, memo, tune
@@ -232,9 +231,9 @@ for i in range(25):
     table.add("gpu", f"{sys.argv[2]} {i}", Choice(Single(), i + 1))
 """
     path = folder / "t.json"
-    started = [subprocess.Popen([sys.executable, "-c", code, path, name], env=python_env, stderr=subprocess.PIPE) for name in "abc"]
-    for process in started:
-        assert process.communicate(timeout=900)[1] == b"" and process.returncode == 0
+    with contextlib.ExitStack() as stack:
+        for process in [stack.enter_context(started("-c", code, path, name, env=python_env)) for name in "abc"]:
+            assert process.communicate(timeout=400)[1] == b"" and process.returncode == 0
     assert {p: c.us for (_, p), c in Table(path).read().items()} == {f"{name} {i}": i + 1 for name in "abc" for i in range(25)}
 
 

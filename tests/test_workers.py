@@ -1,6 +1,7 @@
 """Other processes: what a fork leaves of a device, how workers are started, and plans that go to them."""
 
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from reference import started
 
 import pycuda_conv as pc
 from pycuda_conv.engines.direct import Batched
@@ -101,6 +103,18 @@ def test_workers_of_a_data_loader(script):
     """
     sums = "[0, 324, 648, 972]\n"
     assert script(code) == sums + "True\n" + sums
+
+
+def test_a_process_ends_with_its_block_and_so_do_those_that_it_has_started(python_env):
+    """They hold the other end of its output."""
+    code = f"import subprocess; subprocess.run([{sys.executable!r}, '-c', 'import time; print(1, flush=True); time.sleep(1000)'])"
+    with pytest.raises(subprocess.TimeoutExpired), started("-S", "-c", code, env=python_env, text=True) as process:
+        assert process.stdout.readline() == "1\n"
+        output = os.dup(process.stdout.fileno())
+        process.communicate(timeout=0.01)
+    assert process.returncode == -9
+    with open(output) as file:
+        assert file.read() == ""
 
 
 # ---- plans
