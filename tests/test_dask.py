@@ -25,7 +25,7 @@ import pycuda_conv as pc
 from pycuda_conv import dispatch
 from pycuda_conv.execute import pipeline
 from pycuda_conv.plan import cached_plan
-from pycuda_conv.runtime import get_device
+from pycuda_conv.runtime import device_count, get_device
 
 dask = pytest.importorskip("dask", reason="dask arrays are dask's")
 da = pytest.importorskip("dask.array")
@@ -523,6 +523,33 @@ def test_a_worker_without_a_gpu_computes_only_if_asked_to(client):
     with pytest.raises(pc.BackendError, match=r"has no GPU.*device='opencl'.*PYCUDA_CONV_BACKEND=opencl"):
         pc.conv2d(x, w).compute()
     assert (pc.conv2d(x, w, device="opencl").compute() == 9).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chunks_of", ["numpy", "cupy"])
+def test_workers_that_see_one_gpu_each(chunks_of, python_env, tmp_path):
+    """As `CUDA_VISIBLE_DEVICES=0 dask worker` starts them. Where there is one GPU, they share it."""
+    distributed = pytest.importorskip("distributed", reason="clusters are dask.distributed's")
+    library = pytest.importorskip(chunks_of)
+
+    def worker(number):
+        env = {"PYTHONPATH": python_env["PYTHONPATH"], "CUDA_VISIBLE_DEVICES": str(number % device_count())}
+        options = {"nthreads": 1, "env": env, "memory_limit": 0, "local_directory": str(tmp_path), "dashboard": False}
+        return {"cls": distributed.Nanny, "options": options}
+
+    def gpu():
+        with get_device(None) as device:
+            return device.context.get_device().pci_bus_id()
+
+    scheduler = {"cls": distributed.Scheduler, "options": {"dashboard": False}}
+    x, w = draw(1, 2, 24, 40, 50), draw(3, 2, 3, 3, 3)
+    with distributed.SpecCluster(workers={0: worker(0), 1: worker(1)}, scheduler=scheduler) as cluster, distributed.Client(cluster) as client:
+        client.wait_for_workers(2, timeout=300)
+        assert len(set(client.run(gpu).values())) == min(2, device_count())
+        lazy = da.from_array(x, chunks=(1, 2, 12, 20, 25)).map_blocks(library.asarray, meta=library.empty((0,) * 5, "f"))
+        found = client.compute(pc.conv3d(lazy, w, padding=1)).result(timeout=300)
+        assert isinstance(found, library.ndarray)
+        check(np.asarray(found if chunks_of == "numpy" else found.get()), pc.conv3d(x, w, padding=1))
 
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 4, reason="needs two cores that other tests leave alone")
