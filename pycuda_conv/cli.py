@@ -15,7 +15,7 @@ from pycuda_conv import interrupt
 from pycuda_conv.errors import BackendError
 from pycuda_conv.interrupt import INTERRUPTED
 from pycuda_conv.problem import ACTIVATIONS, checked_activation
-from pycuda_conv.tools.suite import MODES
+from pycuda_conv.tools.suite import KINDS, MODES
 from pycuda_conv.tools.terminal import OK, UNUSABLE, ToolError
 
 
@@ -113,6 +113,7 @@ def parser() -> argparse.ArgumentParser:
 
     bench = commands.add_parser("bench", help="measure the suite of problems against torch, after verifying each")
     bench.add_argument("--only", metavar="REGEX", help="only problems whose text matches; --list shows the texts")
+    bench.add_argument("--kind", choices=tuple(KINDS), help=f"only layers of this kind: {', '.join(KINDS)}")
     bench.add_argument(
         "--mode", nargs="+", choices=(*MODES, "all"), default=[], metavar="MODE",
         help=f"dtype and arithmetic of both sides: {', '.join(MODES)}, several of them, or all; nhwc is channels last; by default fp32",
@@ -241,9 +242,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     modes = tuple(MODES) if "all" in arguments.mode else tuple(dict.fromkeys(arguments.mode))
     settings = bench.Settings(
-        only=arguments.only, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls, device=arguments.device,
-        seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots,
-        pages=arguments.pages,
+        only=arguments.only, kind=arguments.kind, modes=modes or ("fp32",), quick=arguments.quick, host_calls=arguments.host_calls,
+        device=arguments.device, seed=arguments.seed, json=arguments.json, csv=arguments.csv, plots=arguments.plots, pages=arguments.pages,
     )
     if arguments.host:
         return hostbench.list_problems(settings) if arguments.list else hostbench.run(settings, arguments.devices)

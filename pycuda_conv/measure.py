@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pycuda_conv import engines
+from pycuda_conv import behind, engines
 from pycuda_conv.plan import Plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.rounding import SPACING, depth, relative_limit
@@ -71,9 +71,12 @@ class Compiler:
 
 
 def _steps(problem: ConvProblem, configs: Sequence[engines.Config], device: Device) -> Iterator[KernelLaunch]:
+    """What plans of `configs` launch once they are settled."""
     for config in configs:
         schedule = engines.schedule(problem, config, device)
-        for steps in (schedule.prepare, schedule.steps, schedule.whole):
+        if behind.enabled():
+            schedule = behind.with_constants(schedule)
+        for steps in (schedule.prepare, schedule.steps, schedule.whole, schedule.filter_last or ()):
             for step in steps:
                 yield from step
 
@@ -90,7 +93,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
         with Compiler(device) as own:
             return trials(problem, device, own)
     configs = compiler.configs(problem)
-    times = device_times([Plan(problem, device, config=config) for config in configs])
+    times = device_times([Plan(problem, device, config=config).settled() for config in configs])
     return sorted((Choice(config, round(us, 3)) for config, us in zip(configs, times, strict=True)), key=lambda choice: choice.us)
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pycuda_conv import engines
+from pycuda_conv import engines, measure
 from pycuda_conv.cli import main
 from pycuda_conv.errors import DeviceMemoryError
 from pycuda_conv.runtime.target import Target
@@ -31,12 +31,22 @@ class Compiled:
         return engines.candidates(problem, self._device)
 
 
+class Made:
+    """A plan that compiles nothing."""
+
+    def __init__(self, problem, device, config):
+        self.problem, self.config = problem, config
+
+    def settled(self):
+        return self
+
+
 @pytest.fixture
 def gpu(monkeypatch):
     target = Target("sm_90a")
     monkeypatch.setattr(choices, "named_device", lambda _: target)
     monkeypatch.setattr(choices, "Compiler", Compiled)
-    monkeypatch.setattr(choices, "Plan", lambda problem, device, config: (problem, config))
+    monkeypatch.setattr(choices, "Plan", Made)
     # the second candidate is the fastest
     monkeypatch.setattr(choices, "device_times", lambda plans: [30.0, *([20.0] * (len(plans) > 1)), *(45.0 for _ in plans[2:])])
     return target
@@ -58,7 +68,7 @@ def test_the_choice_stands_beside_the_fastest_candidate(gpu, tmp_path, capsys):
 
 def test_a_problem_that_does_not_fit_is_told(gpu, monkeypatch, capsys):
     def times(plans):
-        if plans[0][0].ndim == 3:
+        if plans[0].problem.ndim == 3:
             raise DeviceMemoryError("no room")
         return [1.0] * len(plans)
 
@@ -76,3 +86,12 @@ def test_problems_are_in_the_modes_that_were_asked_for():
 def test_a_device_that_no_model_knows_is_refused(capsys):
     assert main(["bench", "--families", "1", "--device", "opencl"]) == 2
     assert "GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("background", ["1", "0"])
+def test_kernels_are_compiled_as_settled_plans_launch_them(background, monkeypatch):
+    monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", background)
+    target = Target("sm_90a")
+    problem = next(draw(7, 1, (("float16", "fp32", "NHWC"),)))
+    steps = list(measure._steps(problem, engines.candidates(problem, target), target))
+    assert steps and any(step.layer for step in steps) == (background == "0")

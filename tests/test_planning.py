@@ -61,6 +61,14 @@ def test_another_list_of_engines_chooses_anew(hopper, monkeypatch):
     assert registry.engine_of(registry.choose(problem, hopper)) is not engine
 
 
+def test_what_an_engine_chooses_is_among_what_it_compares(hopper):
+    """So candidates that are measured, and the predictions that are printed, hold every engine's best."""
+    for problem in (one.launched for one in PROBLEMS[::2]):
+        for engine in registry._engines(hopper, problem):
+            chosen = engine.choose(problem, hopper)
+            assert chosen is None or chosen[1] in engine.configs(problem, hopper), problem
+
+
 def test_rings_are_as_deep_as_shared_memory_allows(hopper):
     checked = 0
     for problem in PROBLEMS:

@@ -269,6 +269,7 @@ def test_a_row_carries_the_floor_of_what_ran(words, config, expected):
 
 @pytest.mark.parametrize("settings, command", [
     ({}, "make bench"), ({"pages": Path("."), "seed": 3}, "make bench"), ({"modes": ("tf32", "fp16"), "quick": True}, "pycuda-conv bench --mode tf32 fp16 --quick"), ({"modes": tuple(suite.MODES)}, "pycuda-conv bench --mode all"),
+    ({"kind": "core"}, "pycuda-conv bench --kind core"), ({"kind": "wide", "modes": ("tf32",)}, "pycuda-conv bench --kind wide --mode tf32"),
     ({"only": "k3 | $x'", "device": 1, "host_calls": True}, """pycuda-conv bench --only 'k3 | $x'"'"'' --device 1 --host-calls"""),
 ])
 def test_the_command_repeats_what_was_measured(settings, command):
@@ -821,7 +822,7 @@ def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(comma
     status, out, err = command("bench", "--training", "--list")
     assert (status, err, out.count("\n")) == (OK, "", 14) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
     assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
-    for arguments, words in ((("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"), (("--device", "opencl"), "GPU")):
+    for arguments, words in ((("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"), (("--kind", "core"), "--kind is not for"), (("--device", "opencl"), "GPU")):
         status, out, err = command("bench", "--training", *(("--list",) if "--only" in arguments else ()), *arguments)
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err
 
@@ -844,6 +845,8 @@ def test_lists_name_every_case_and_problem(command):
     status, out, err = command("bench", "--list")
     assert (status, err) == (OK, "") and [line[:60].rstrip() for line in out.splitlines()] == [bench.label(p) for p in suite.suite()]
     assert command("bench", "--list", "--only", "5x5 -> 8")[1].splitlines()[0].startswith(SMALLEST[1])
+    found = command("bench", "--list", "--kind", "large filters")[1].splitlines()
+    assert [line[:60].rstrip() for line in found] == [bench.label(p) for p in suite.KINDS["large filters"]()]
 
 
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3|4|9|10)[0-7]m")

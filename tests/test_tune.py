@@ -516,7 +516,7 @@ def test_on_a_gpu_the_models_are_quoted_and_the_launches_measured():
     assert isinstance(plan.config, ImplicitGemm)
     lines = explain.explain(plan, False).splitlines()
     (because,) = (line for line in lines if "because" in line)
-    assert re.search(r"its prediction is the shortest, [\d.]+ us against [\d.,]+ us for the best Gemm$", because)
+    assert re.search(r"its prediction is the shortest, [\d.]+ us against [\d.,]+ us for the best Batched and [\d.,]+ us for the best Gemm$", because)
     assert any(re.search(r"predicted +[\d.]+ us: [\d.]+ TFLOP/s, [\d,.]+ GB/s$", line) for line in lines)
     assert any(line.split()[0] == "workspace" and "the packed filter" in line for line in lines)
     head = next(i for i, line in enumerate(lines) if line.split()[0] == "launch")

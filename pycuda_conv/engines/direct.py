@@ -610,19 +610,21 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
         yield from _wgrad_configs(problem, device)
         return
     written, read = problem.result_channels // problem.groups, problem.operand_channels // problem.groups
+    found: list[Config] = []
     if problem.direction == "fprop" and problem.C == problem.groups:
-        yield from (*_tiles(device), Single())
+        found += (*_tiles(device), Single())
     if _flips(problem):
-        yield from _tiles(device)
+        found += _tiles(device)
     if problem.macs < 400e6 or written < 16:  # beyond that the matrix products win
         blocks = BLOCKS[device.backend, problem.direction]
         for block in blocks:
             for reduction in (16, 4):
                 if block <= max(written, blocks[-1]) and reduction // 4 < max(read, 1):
                     forward = problem.direction == "fprop"
-                    yield Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction)
+                    found.append(Batched(BLOCK_K=block, BLOCK_C=reduction) if forward else Dgrad(BLOCK_C=block, BLOCK_K=reduction))
     chosen = choose(problem, device)
-    if chosen is not None and _split(chosen[1]) > 1:
+    yield from found
+    if chosen is not None and chosen[1] not in found:
         yield chosen[1]
 
 

@@ -74,6 +74,7 @@ class Settings:
     """The command's arguments."""
 
     only: str | None = None
+    kind: str | None = None
     modes: tuple[str, ...] = ("fp32",)
     quick: bool = False
     host_calls: bool = False
@@ -95,6 +96,7 @@ class Settings:
     def command(self) -> str:
         """What to type to measure the same again, on other random data."""
         words = [] if self.only is None else ["--only", self.only]
+        words += [] if self.kind is None else ["--kind", self.kind]
         words += [] if self.device is None else ["--device", str(self.device)]
         modes = ["all"] if self.modes == tuple(MODES) else self.modes
         words += [] if self.modes == ("fp32",) else ["--mode", *modes]
@@ -121,7 +123,8 @@ def matching(only: str | None, items: Sequence[T], text: Callable[[T], str]) -> 
 
 def problems(settings: Settings, backend: str) -> list[ConvProblem]:
     """The problems to measure, as they are in fp32."""
-    chosen = matching(settings.only, list(suite()), label)
+    of_kind = [p for p in suite() if settings.kind in (None, kind_of(p))]
+    chosen = matching(settings.only, of_kind, label)
     return [p for p in chosen if p.flops <= PORTABLE_FLOPS] if backend == "opencl" and settings.only is None else chosen
 
 
@@ -535,7 +538,7 @@ def run(settings: Settings) -> int:
                 with torch_precision(_precision(mode)):
                     rows += measure_suite(torch, ready[i * len(chosen) : (i + 1) * len(chosen)], mode, settings, seed)
                 took[mode] = time.perf_counter() - began - sum(took.values())
-        smaller = "fp32" in settings.modes and settings.only is None
+        smaller = "fp32" in settings.modes and settings.only is settings.kind is None
         with torch_precision("fp32"):
             if chosen and smaller:
                 loops = measure_loops(torch, device, settings, seed)
@@ -590,8 +593,9 @@ def _loop_table(loops: Sequence[dict[str, Any]]) -> Any:
 def refuse_suite_options(settings: Settings, flag: str, modes: str) -> None:
     """Raise for what only the suite takes; `flag` asks for another benchmark, which measures in these modes."""
     given = {
-        "--mode": settings.modes != ("fp32",), "--host-calls": settings.host_calls, "--csv": settings.csv, "--plots": settings.plots,
-    }
+        "--mode": settings.modes != ("fp32",), "--kind": settings.kind, "--host-calls": settings.host_calls, "--csv": settings.csv,
+        "--plots": settings.plots,
+    }  # fmt: skip
     for name, value in given.items():
         if value:
             raise ToolError(f"{name} is not for {flag}, which measures {modes} and writes --json and --pages only")
