@@ -70,7 +70,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         from pycuda_conv.nn import autograd  # it imports this module
 
         return autograd.convolve(call, arrays, None if device is None else device.name, tune)
-    layout = kind.layout(arrays.input, call.ndim)
+    layout = _layout(call, kind, arrays)
     plan = plan_for_call(call, kind, kind.signatures(arrays), device, layout, tune)
     plan = plan.better or plan
     if gpus:
@@ -85,6 +85,12 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
         quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_Recorded(call) if plain else None)
     return result
+
+
+def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
+    """The input's layout. Of the gradient of a filter, an input with a single channel lies in either, so the other array says which."""
+    single = call.function == "weight" and len(arrays.input.shape) > call.ndim and arrays.input.shape[-call.ndim - 1] == 1
+    return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
 class _Recorded:

@@ -409,9 +409,7 @@ def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     10 us for the launches that convert; an H200 moves 3 MB a microsecond, there and back.
     """
     lying, turned = (engines.predictions(one, device) for one in (problem, replace(problem, layout="NCHW")))
-    other = problem.weight_shape if problem.direction == "wgrad" else problem.result_shape
-    moved = 2 * (math.prod(problem.input_shape) + math.prod(other)) * problem.itemsize
-    return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + moved / 3e6 * 132 / device.multiprocessors
+    return (found.us if found else lying[0][0]) <= turned[0][0] + 10 + _converted_bytes(problem) / 3e6 * 132 / device.multiprocessors
 
 
 def _converted_time(problem: ConvProblem, device: Device) -> float:
@@ -419,5 +417,10 @@ def _converted_time(problem: ConvProblem, device: Device) -> float:
 
     15 for the launches, the host's share included; an H200 makes 8 million MACs a microsecond and moves 3 MB, there and back.
     """
-    moved = 2 * (math.prod(problem.input_shape) + math.prod(problem.result_shape)) * problem.itemsize
-    return 15 + (problem.macs / 8e6 + moved / 3e6) * 132 / device.multiprocessors
+    return 15 + (problem.macs / 8e6 + _converted_bytes(problem) / 3e6) * 132 / device.multiprocessors
+
+
+def _converted_bytes(problem: ConvProblem) -> int:
+    """Bytes that are read and written where images are converted: both operands of the gradient of a filter, which has no images itself."""
+    other = problem.weight_shape if problem.direction == "wgrad" else problem.result_shape
+    return 2 * (math.prod(problem.input_shape) + math.prod(other)) * problem.itemsize

@@ -15,6 +15,7 @@ from itertools import product
 import numpy as np
 import test_dense_nhwc as dense
 import test_depthwise_planes as planes
+import test_depthwise_wgrad as depthwise_wgrad
 import test_direct_quads as quads
 import test_dmma as doubles
 import test_epilogue as epilogue
@@ -27,6 +28,7 @@ import test_grouped_nhwc as grouped
 import test_grouped_nhwc_wgrad as grouped_wgrad
 import test_lines as lines
 import test_patch_wgrad as patches
+import test_planes as lying
 import test_pointwise as pointwise
 import test_wgrad_nhwc as wgrad
 from test_implicit_gemm import SANITIZED, asked, dtype_of
@@ -130,7 +132,7 @@ def main(pattern: str = "") -> int:
                 good = run(Plan(case.problem(), device, config=fft.config_of(case)), arrays)
                 print("ok " if good else "BAD", line + kind, flush=True)
                 bad += not good
-    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *gather.RUNS[::17], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7], *quads.RUNS[::5])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
+    runs = [(*run, "") for run in (*SANITIZED, *dense.RUNS[::9], *gather.RUNS[::17], *grouped.RUNS[::17], *pointwise.RUNS[::7], *lines.RUNS[::9], *few.RUNS[::11], *first_layers.RUNS[::5], *pixels.RUNS[::7], *quads.RUNS[::5], *lying.RUNS[::5])] + [(*run, "all") for run in epilogue.GPU_RUNS[::3]]
     for case, mode, config, parts in runs if device.capability == (9, 0) else ():
         arrays = epilogue.arrays(case, dtype_of(mode), parts, integers=True) if parts else case.integers(dtype_of(mode))
         problem = epilogue.finishing(asked(case, mode), parts) if parts else asked(case, mode)
@@ -162,6 +164,16 @@ def main(pattern: str = "") -> int:
         if wanted(line):
             given = (np.moveaxis(a, 1, -1) for a in case.integers(dtype))
             good = run(Plan(case.problem(dtype), device, config=config), (*given, None))
+            print("ok " if good else "BAD", line, flush=True)
+            bad += not good
+    for layout, shape, dtype, config in depthwise_wgrad.RUNS if device.capability >= (8, 0) else ():
+        line = f"{config} gradient by the filter {layout} {shape} {dtype}"
+        if wanted(line):
+            problem = depthwise_wgrad.asked(layout, shape, dtype)
+            given = depthwise_wgrad.integers(problem)
+            if layout == "NHWC":
+                given = [np.moveaxis(a, 1, -1) for a in given]
+            good = run(Plan(problem, device, config=config), (*given, None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
     if wanted("copy_strided"):

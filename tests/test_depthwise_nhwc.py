@@ -303,3 +303,9 @@ def test_strips_are_chosen_where_images_are_tall(dtype):
 def test_gradients_that_nothing_reads_channels_last_are_found_to_be_so():
     problem = ConvProblem.gradient("weight", 2, (2, 8, 5, 5), (8, 8, 3, 3), (2, 8, 3, 3), layout="NHWC")
     assert engines.find(problem, get_device("opencl")) is None
+
+
+def test_the_gradient_of_many_filters_of_one_channel_is_chosen_by_its_model():
+    """Tensor cores share their loads of x among the filters, which threads of single channels can't."""
+    many, alike = (gradient_problem((16, c, 224, 224), (48, 1, 7, 7), (1, 1), (3, 3), (1, 1), "float16").launched for c in (1, 48))
+    assert depthwise_nhwc.choose(many, GPU)[0] > 0 == depthwise_nhwc.choose(alike, GPU)[0]

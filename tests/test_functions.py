@@ -205,6 +205,22 @@ def test_channels_last_with_one_channel_or_one_pixel(device):
         assert got.is_contiguous() and torch.equal(got, F.conv2d(x, w, padding=1))
 
 
+def test_the_gradient_of_a_filter_of_one_channel_is_planned_for_the_other_array_s_layout(monkeypatch):
+    """The images lie in either layout, and the gradient of the result, which may be much larger, is not copied."""
+    planned = []
+
+    def plan(call, kind, signatures, device, layout, tune):
+        planned.append(layout)
+        raise NotImplementedError
+
+    monkeypatch.setattr(dispatch, "plan_for_call", plan)
+    y = torch.zeros(2, 3, 4, 5)
+    for c, dy in ((1, y), (1, y.contiguous(memory_format=torch.channels_last)), (2, y.contiguous(memory_format=torch.channels_last))):
+        with pytest.raises(NotImplementedError):
+            pc.conv2d_weight(torch.zeros(2, c, 4, 5), (3, c, 3, 3), dy, padding=1)
+    assert planned == ["NCHW", "NHWC", "NCHW"]
+
+
 @pytest.mark.parametrize("weight_last", [False, True])
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize(("transposed", "ndim"), FUNCTIONS, ids=NAMES.values())
@@ -321,6 +337,12 @@ def test_some_engines_read_channels_last_and_some_do_not(monkeypatch, arguments,
             signatures = (*x[:2], ordinal), (*w[:2], ordinal), None, None, None
             found = dispatch.plan_for_call.__wrapped__(call, TorchKind(), signatures, None, layout, False)
             assert found == replace(problem, layout="NHWC" if layout == "NHWC" and ordinal == 0 and device in where else "NCHW")
+
+
+def test_converting_for_the_gradient_of_a_filter_counts_the_gradient_of_the_result():
+    """Not the filter's own, which is small: 8 x 32 x 128 x 128 numbers would be written once more."""
+    problem = ConvProblem.gradient("weight", 2, (8, 1, 256, 256), (32, 1, 3, 3), (8, 32, 128, 128), stride=2, padding=1, precision="tf32", layout="NHWC")
+    assert plan._converted_bytes(problem) == 2 * 4 * 8 * (256**2 + 32 * 128**2) and plan.reads_channels_last(problem, HOPPER)
 
 
 def test_what_was_measured_decides_whether_channels_last_are_read(monkeypatch):

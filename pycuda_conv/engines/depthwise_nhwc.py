@@ -683,7 +683,7 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
     found = next(configs(problem, device), None)
     if found is None:
         return None
-    if device.backend == "cuda" and ((problem.K != problem.groups and not _of_filter(problem)) or not _unrolled_by(problem, type(found))):
+    if device.backend == "cuda" and (problem.K != problem.groups or not _unrolled_by(problem, type(found))):
         return time(problem, found, device), found
     return BY_RULE, found
 
