@@ -37,7 +37,7 @@ MODES = tuple(mode for mode, dtype in (("fp16 last", "float16"), ("bf16 last", "
 simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 
 #: 2 to 64 channels a group; groups that fill no unit, and units that fill no slab; groups that begin between multiples of 16 bytes; other numbers
-#: of channels in than out; strides, dilation, uneven and wide padding; small images, one axis, 1x1.
+#: of channels in than out; strides, dilation, uneven and wide padding; small images, one axis, 1x1; one group.
 FORWARD = [
     fprop((2, 32, 9, 11), (32, 4, 3, 3), padding=1, groups=8), fprop((1, 40, 7, 6), (40, 2, 3, 3), padding=1, groups=20),
     fprop((2, 40, 13, 10), (40, 8, 3, 3), padding=1, stride=2, groups=5), fprop((1, 48, 9, 8), (48, 16, 3, 3), padding=2, dilation=2, groups=3),
@@ -50,6 +50,7 @@ FORWARD = [
     fprop((9, 32, 3, 3), (32, 8, 3, 3), padding=1, groups=4), fprop((1, 16, 2, 3), (16, 4, 3, 3), padding=(5, 4), groups=4),
     fprop((1, 16, 21, 36), (16, 8, 3, 3), padding=1, stride=2, groups=2), fprop((4, 32, 3), (32, 8, 3), padding=1, groups=4),
     fprop((2, 16, 7, 9), (32, 8, 3, 3), padding=1, stride=(3, 2), groups=2), fprop((1, 144, 4, 5), (240, 48, 1, 1), groups=3),
+    fprop((2, 16, 9, 11), (24, 16, 3, 3), padding=1), fprop((1, 24, 6, 13), (4, 24, 5, 5), stride=2, padding=2),
 ]
 BACKWARD = [
     dgrad((2, 32, 9, 11), (32, 4, 3, 3), padding=1, groups=8), dgrad((1, 40, 7, 6), (40, 2, 3, 3), padding=1, groups=20),
@@ -58,7 +59,7 @@ BACKWARD = [
     dgrad((1, 32, 4, 5), (32, 8, 4, 3), stride=3, padding=1, groups=2), dgrad((2, 32, 20), (32, 8, 5), stride=2, padding=2, groups=4),
     dgrad((2, 16, 7, 9), (16, 8, 3, 3), padding=((2, 0), (0, 1)), groups=4), dgrad((1, 48, 8, 8), (48, 4, 3, 2), padding=1, groups=4),
     dgrad((1, 16, 5, 6), (16, 4, 3, 3), stride=2, dilation=3, groups=4), dgrad((1, 64, 6, 7), (64, 32, 3, 3), stride=(2, 1), padding=1, groups=2),
-    dgrad((2, 16, 9, 8), (16, 4, 3, 3), padding=(4, 3), groups=4, bias=False),
+    dgrad((2, 16, 9, 8), (16, 4, 3, 3), padding=(4, 3), groups=4, bias=False), dgrad((1, 24, 5, 6), (24, 16, 3, 3), stride=2, padding=1),
 ]  # fmt: skip
 
 #: Tiles of one row group and of several, of one unit and of more than there may be, of several images, narrower and wider than a product.
@@ -188,7 +189,6 @@ BASE = FORWARD[0]
     ("case", "mode", "config", "reason"),
     [
         (BASE, "fp16", GroupedNhwc(), "in the layouts NHWC"), (BASE, "fp32 last", GroupedNhwc(), "precision='tf32'"),
-        (replace(BASE, options={"padding": 1}, weight_shape=(32, 32, 3, 3)), "fp16 last", GroupedNhwc(), "several groups"),
         (fprop((0, 32, 4, 4), (32, 4, 1, 1), groups=8), "fp16 last", GroupedNhwc(), "nothing to compute"),
         (fprop((2, 32, 4, 4, 4), (32, 4, 1, 1, 1), groups=8), "fp16 last", GroupedNhwc(), "two spatial axes"),
         (fprop((2, 20, 4, 4), (20, 4, 1, 1), groups=5), "fp16 last", GroupedNhwc(), "by 16 bytes"),
@@ -241,6 +241,12 @@ def test_the_planner_chooses_it_where_groups_are_small():
         for make in (ConvProblem.forward, ConvProblem.transposed):
             problem = make(2, shape, (channels, channels // groups, 3, 3), padding=1, groups=groups, dtype="float16", layout="NHWC")
             assert isinstance(engines.choose(problem, H200), GroupedNhwc), problem
+
+
+def test_the_planner_compares_it_where_a_single_group_is_small():
+    for c, k, compared in ((16, 16, True), (32, 32, True), (128, 4, True), (64, 48, False)):
+        problem = ConvProblem.forward(2, (8, c, 64, 64), (k, c, 3, 3), padding=1, dtype="float16", layout="NHWC")
+        assert (next(gn.configs(problem, H200), None) is not None) == compared and gn.refusal(problem, GroupedNhwc(1, 1, 4, 16)) is None
 
 
 def test_steps_fit_their_kernels():

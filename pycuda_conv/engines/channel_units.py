@@ -10,6 +10,7 @@ from pycuda_conv.engines.geometry import ceil
 UNIT = 16
 STEP = 32  # bytes of channels of the array read that a product takes
 MOST_STEPS = 8  # of a unit: with more channels a group nothing is gained
+ONE_GROUP = 8  # steps of all units of a single group, from which on whole tiles of a matrix product are faster
 
 
 class Units(NamedTuple):

@@ -1,8 +1,8 @@
 """Grouped convolutions of arrays with their channels last, as they lie, on tensor cores (``cu/grouped_nhwc.cu``).
 
-They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group. A block takes neighbouring channels of
-several groups, and multiplies with zeros what is of others: memory bounds such layers, not arithmetic. Nothing is packed. One launch does
-everything, but for gradients of the input with more than four stride phases.
+They are float16, bfloat16, and float32 with ``precision="tf32"``, with few channels a group, or of one group of few channels. A block takes
+neighbouring channels of several groups, and multiplies with zeros what is of others: memory bounds such layers, not arithmetic. Nothing is
+packed. One launch does everything, but for gradients of the input with more than four stride phases.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch
+from pycuda_conv.engines.channel_units import MOST_STEPS, ONE_GROUP, STEP, Units, chunks_read, cut, pitch
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
@@ -59,8 +59,8 @@ TENSOR_CORES = True
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout != "NHWC" or problem.groups < 2:
-        return "it takes arrays with their channels last, of several groups"
+    if problem.layout != "NHWC":
+        return "it takes arrays with their channels last"
     if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     if problem.is_empty:
@@ -393,7 +393,7 @@ HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
     units = _units(problem)
-    if why_not(problem) or units is None:
+    if why_not(problem) or units is None or (problem.groups == 1 and units.total * units.steps > ONE_GROUP):
         return
     walk = max(_walks(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = walk.down.size, walk.right.size

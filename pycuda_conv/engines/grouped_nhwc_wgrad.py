@@ -1,4 +1,4 @@
-"""Gradients of grouped filters from 16-bit arrays with their channels last, as they lie (``cu/grouped_nhwc_wgrad.cu``)."""
+"""Gradients of filters of few channels a group from 16-bit arrays with their channels last, as they lie (``cu/grouped_nhwc_wgrad.cu``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch
+from pycuda_conv.engines.channel_units import MOST_STEPS, ONE_GROUP, STEP, Units, chunks_read, chunks_written, cut, pitch
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
@@ -54,8 +54,8 @@ TENSOR_CORES = True
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
-    if problem.layout not in LAYOUTS or problem.groups < 2:
-        return "it takes gradients of filters of several groups, from arrays with their channels last"
+    if problem.layout not in LAYOUTS:
+        return "it takes gradients of filters, from arrays with their channels last"
     if problem.itemsize != 2:
         return "it takes float16 and bfloat16 arrays"
     forward = forward_of(problem)
@@ -277,6 +277,8 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
         return
     units, images, (_, p, q) = _units(problem), forward_of(problem).N, problem.filter_size
     assert units is not None
+    if forward_of(problem).groups == 1 and units.total * units.steps > ONE_GROUP:
+        return
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
     widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
     widths += [(count, q) for count in IMAGES if count <= images and count * q <= 2 * WIDEST]
