@@ -10,7 +10,7 @@ from pycuda_conv.engines.geometry import ceil
 UNIT = 16
 STEP = 32  # bytes of channels of the array read that a product takes
 MOST_STEPS = 8  # of a unit: with more channels a group nothing is gained
-ONE_GROUP = 8  # steps of all units of a single group, from which on whole tiles of a matrix product are faster
+ONE_GROUP = 8  # steps of all units of a single group, beyond which whole tiles of a matrix product are faster
 
 
 class Units(NamedTuple):
@@ -32,6 +32,11 @@ class Units(NamedTuple):
     def first_written(self, unit: int) -> int:
         """The first channel that a unit writes."""
         return unit // self.a_group * self.groups * self.written + unit % self.a_group * UNIT
+
+
+def worth_it(units: Units, groups: int) -> bool:
+    """Whether the engines are worth comparing: a single group has few channels, but fills its units."""
+    return groups > 1 or (units.written >= UNIT and units.total * units.steps <= ONE_GROUP)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.channel_units import MOST_STEPS, ONE_GROUP, STEP, Units, chunks_read, cut, pitch
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_last_strides, filter_strides, phases, row_major
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
@@ -393,7 +393,7 @@ HEIGHTS, WIDEST, IMAGES = (4, 8, 12, 16), 64, (2, 4, 7, 8)  # rows, most columns
 def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedNhwc]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly."""
     units = _units(problem)
-    if why_not(problem) or units is None or (problem.groups == 1 and units.total * units.steps > ONE_GROUP):
+    if why_not(problem) or units is None or not worth_it(units, problem.groups):
         return
     walk = max(_walks(problem), key=lambda one: one.down.taps * one.right.taps)
     p, q = walk.down.size, walk.right.size

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pycuda_conv.engines import split_sum
 from pycuda_conv.engines.ampere import SHARED_BYTES, product_rate, unsupported
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.channel_units import MOST_STEPS, ONE_GROUP, STEP, Units, chunks_read, chunks_written, cut, pitch
+from pycuda_conv.engines.channel_units import MOST_STEPS, STEP, Units, chunks_read, chunks_written, cut, pitch, worth_it
 from pycuda_conv.engines.geometry import arguments, ceil, forward_of
 from pycuda_conv.engines.packing import MOST_PIXELS
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
@@ -275,9 +275,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[GroupedWgrad]:
     """The configurations worth comparing for `problem`: tiles that cut rows and columns evenly, and as many parts as fill the machine."""
     if why_not(problem):
         return
-    units, images, (_, p, q) = _units(problem), forward_of(problem).N, problem.filter_size
+    forward, units, (_, p, q) = forward_of(problem), _units(problem), problem.filter_size
+    images = forward.N
     assert units is not None
-    if forward_of(problem).groups == 1 and units.total * units.steps > ONE_GROUP:
+    if not worth_it(units, forward.groups) or (forward.groups == 1 and forward.stride != (1, 1, 1)):
         return
     heights = sorted({ceil(p, ceil(p, rows)) for rows in HEIGHTS})
     widths = [(1, columns) for columns in sorted({ceil(q, parts) for parts in range(1, 1 + ceil(q, COLUMNS))}) if columns <= WIDEST]
