@@ -1,7 +1,9 @@
 """Kernels that take sizes as arguments: a new size of a known layer compiles nothing, and all problems share few texts."""
 
+import math
 import random
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,6 +19,7 @@ from pycuda_conv.engines import batch_norm, direct, direct_gemm, patch_wgrad
 from pycuda_conv.engines.batch_norm import Pixels
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.runtime import get_device
+from pycuda_conv.tools import families
 
 GPU = SimpleNamespace(capability=(9, 0), multiprocessors=132, backend="cuda", name="cuda:0", model="")
 
@@ -280,3 +283,29 @@ def test_the_constants_of_a_layer_change_no_bit_of_a_filters_gradient(device, x,
     plan.specialise()
     assert "LAYER" in plan.loaded.whole[0][0].defines
     assert run(plan, *operands).tobytes() == general.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_constants_change_no_bit_of_random_problems(family, monkeypatch):
+    """17 of each family: 204 in all."""
+    torch, gpu, first = pytest.importorskip("torch"), get_device("cuda:0"), 17 * families.FAMILIES.index(family)
+
+    def computed(plan, operands):
+        out = torch.full(plan.result_shape, math.nan, dtype=operands[0].dtype, device=gpu.name)
+        workspace = torch.empty(max(plan.workspace_bytes, 1), dtype=torch.uint8, device=gpu.name)
+        torch.cuda.synchronize()
+        with gpu:
+            plan.launch([0 if a is None else a.data_ptr() for a in (*operands, out, workspace)])
+        torch.cuda.synchronize()
+        assert not out.isnan().any(), plan
+        return out.view(torch.uint8)
+
+    for problem in islice(families.draw(20, 17), first, first + 17):
+        monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "0")
+        plan, dtype = Plan(problem, gpu), getattr(torch, problem.dtype)
+        operands = [None if shape is None else torch.randn(shape, dtype=dtype, device=gpu.name) for shape in problem.operand_shapes]
+        general = computed(plan, operands)
+        monkeypatch.setenv("PYCUDA_CONV_BACKGROUND", "1")
+        plan.specialise()
+        assert torch.equal(computed(plan, operands), general), plan

@@ -1,12 +1,15 @@
 """``pycuda-conv bench --cold``: what it shows of its children's figures. These need a GPU; the rest is tested without."""
 
 import json
+import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
 from pycuda_conv.cli import main
+from pycuda_conv.runtime import binaries
 from pycuda_conv.tools import coldbench
 from pycuda_conv.tools.terminal import ToolError
 
@@ -37,6 +40,34 @@ def test_every_figure_is_shown_beside_torch_s(children, capsys, tmp_path):
     assert all(row == {"what": row["what"], "ours_s": 0.25, "torch_s": 0.002} for row in rows)
     assert out.count("250.0") == out.count(" 2.0") == len(rows)
     assert [(wheel, there) for _, _, wheel, ours, there in children if ours and wheel] == [(True, True)] * 2
+    by_torch = [(kind, name) for kind, name, _, ours, _ in children if not ours]
+    assert len(by_torch) == len(set(by_torch)) < len(coldbench.CASES)
+
+
+def test_a_wheel_s_own_kernels_are_measured(children, monkeypatch, tmp_path):
+    shipped = tmp_path / "kernels.zip"
+    shipped.write_bytes(b"")
+    monkeypatch.setattr(binaries, "SHIPPED", shipped)
+    monkeypatch.setattr(binaries, "serves", lambda arch: arch == "sm_90")
+    monkeypatch.setattr(coldbench, "make_archive", None)  # nothing has to be compiled
+    assert main(["bench", "--cold", "--only", "wheel's"]) == 0
+    assert [there for *_, ours, there in children if ours] == [True] * 2
+
+
+@pytest.mark.parametrize("wheel", [False, True])
+def test_only_a_wheel_s_case_finds_shipped_kernels(wheel, monkeypatch, tmp_path):
+    asked = []
+
+    def run(command, **options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "{}", "")
+
+    monkeypatch.setattr(coldbench.subprocess, "run", run)
+    case = next(case for case in coldbench.CASES if case.wheel == wheel)
+    assert coldbench.measure(case, True, tmp_path) == coldbench.measure(case, False, tmp_path) == {}
+    ours, torchs = asked
+    assert ours[-4:-1] == [case.kind, case.name, "ours"] and torchs[-3:] == [case.kind, case.name, "torch"]
+    assert (ours[-1] == str(tmp_path)) == wheel and Path(ours[-1]).exists() == wheel
 
 
 def test_only_some(children, capsys):
@@ -69,7 +100,7 @@ def test_a_child_measures(tmp_path):
 
 
 def test_the_archive_is_what_a_wheel_ships(tmp_path, monkeypatch, capsys):
-    from pycuda_conv.runtime import binaries, compiler, cuda
+    from pycuda_conv.runtime import compiler, cuda
     from pycuda_conv.tools import warm
 
     texts = [warm.Text("one", "sm_90a", "some"), warm.Text("other", "sm_90", "some")]

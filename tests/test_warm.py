@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 import pycuda_conv
+from pycuda_conv import ConvProblem
 from pycuda_conv.cli import main
+from pycuda_conv.engines import casting, max_pool
 from pycuda_conv.errors import BackendError
 from pycuda_conv.runtime import binaries
 from pycuda_conv.runtime.compiler import CompileError, Compiler, nvcc, nvrtc
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.tools import warm
 from pycuda_conv.tools.families import FAMILIES, draw
+from pycuda_conv.tools.suite import in_mode
 
 SCRIPT = Path(pycuda_conv.__file__).resolve().parent.parent / "scripts" / "ship_kernels.py"
 TEXT = '#define ROWS 1\n#line 1 "cu/some.cu"\nand so on\n'
@@ -107,6 +110,7 @@ import itertools, runpy, sys
 from pycuda_conv.tools import warm
 networks = warm.networks
 warm.networks = lambda: itertools.islice(networks(), 0, None, 50)
+warm.beside = lambda target: iter(())
 sys.argv = ["ship_kernels.py", "sm_80", "--count", "2", "--each", "1"]
 runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 """
@@ -161,11 +165,30 @@ def test_problems_are_planned_in_several_processes_where_there_are_cores(monkeyp
 
 def test_a_wheel_s_texts(monkeypatch):
     asked = []
-    monkeypatch.setattr(warm, "most_used", lambda target, *how: asked.append((target.name, *how)))
-    warm.of_wheel(Target("sm_90a"))
+    monkeypatch.setattr(warm, "most_used", lambda target, *how: asked.append((target.name, *how)) or [])
+    of_hopper = warm.of_wheel(Target("sm_90a"))
     warm.of_wheel(Target("sm_80"))
     warm.of_wheel(Target("sm_80"), 2, 1)
     assert asked == [("sm_90a", 1000, 400), ("sm_80", 400, 400), ("sm_80", 2, 1)]
+    made = casting.narrow("bfloat16", (9, 0, 1)), max_pool.Pool("float16", (1, 8, 9, 9), (2, 2), (2, 2), (0, 0), (1, 1)).forward()
+    assert {warm.Text(one.source(), "sm_90", one.file or one.kernel) for one in made} <= set(of_hopper)
+
+
+def test_a_training_step_s_gradients_are_in_the_layer_s_layout():
+    plain = in_mode(ConvProblem.forward(2, (8, 64, 14, 14), (64, 64, 3, 3), padding=1), "bf16-nhwc")
+    uses = [problem for problem, _ in warm._uses(plain, True)]
+    assert {problem.layout for problem in uses} == {"NHWC"}
+    gradients = [(problem.direction, problem.has_residual) for problem in uses if problem.direction != "fprop"]
+    assert gradients == [("dgrad", False), ("dgrad", True), ("wgrad", False)]
+
+
+def test_of_equally_many_uses_the_networks_come_first(monkeypatch):
+    some, other = draw(3, 1, [("float16", "fp32", "NHWC")]), in_mode(ConvProblem.forward(2, (8, 64, 14, 14), (64, 64, 3, 3)), "fp16-nhwc")
+    monkeypatch.setattr(warm, "draw", lambda seed, each: iter([next(some)]))
+    monkeypatch.setattr(warm, "networks", lambda: iter([(other, False)]))
+    target = Target("sm_90a")
+    expected = set(warm.texts(warm.launches_of(other, target), target))
+    assert set(warm.most_used(target, len(expected), 1)) == expected
 
 
 def test_an_archive_is_found_again_and_has_the_same_bytes_every_time(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """How long do first calls take? Each figure in a fresh process with an empty cache, beside torch's own first call.
 
-What is measured runs in a child: ``python -m pycuda_conv.tools.coldbench NAME OURS [ARCHIVE]`` prints seconds as JSON.
+What is measured runs in a child: ``python -m pycuda_conv.tools.coldbench KIND NAME OURS [ARCHIVE]`` prints seconds as JSON.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pycuda_conv.runtime import binaries
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, json_text, named_device, require, table, track
 
 PATIENCE = 300  # seconds for one child
@@ -135,9 +136,7 @@ KINDS: dict[str, Callable[[str, bool], Seconds]] = {
 
 
 def _child(kind: str, name: str, ours: str, archive: str = "") -> None:
-    if archive:
-        from pycuda_conv.runtime import binaries
-
+    if archive:  # instead of the kernels that this package may have come with
         binaries.SHIPPED = Path(archive)
     print(json.dumps(KINDS[kind](name, ours == "ours")))
 
@@ -181,13 +180,13 @@ CASES = (
 
 
 def measure(case: Case, ours: bool, archive: Path | None) -> Seconds:
-    """A case in a fresh process with an empty cache."""
+    """A case in a fresh process with an empty cache; `archive` has the kernels of a case with a wheel's."""
     with tempfile.TemporaryDirectory(prefix="pycuda_conv-") as folder:
         cache = Path(folder, "cache")
         env = {**os.environ, "PYCUDA_CONV_CACHE_DIR": str(cache), "CUDA_CACHE_DISABLE": "1"}
         command = [sys.executable, "-m", __name__, case.kind, case.name, "ours" if ours else "torch"]
-        if case.wheel and ours:
-            command.append(str(archive))
+        if ours:
+            command.append(str(archive if case.wheel else Path(folder, "no kernels")))
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE, check=False)
         except subprocess.TimeoutExpired as error:
@@ -224,13 +223,18 @@ def run(device: Any, json_file: Path | None, only: str | None) -> int:
     gpu = named_device(device if device is not None else "cuda")
     cases = [case for case in CASES if only is None or any(only in shown for shown in (*case.shown.values(), case.kind))]
     rows, measured, status = [], [], OK
+    by_torch: dict[tuple[str, str], Seconds] = {}
+    plain = "sm_{}{}".format(*gpu.capability)
     with tempfile.TemporaryDirectory(prefix="pycuda_conv-") as folder:
-        archive = Path(folder, "kernels.zip")
+        archive = binaries.SHIPPED if binaries.serves(plain) else Path(folder, "kernels.zip")
         for case in track(cases, lambda case: case.name):
             try:
                 if case.wheel and not archive.exists():
-                    make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else "sm_{}{}".format(*gpu.capability))
-                ours, torchs = measure(case, True, archive), measure(case, False, None)
+                    make_archive(archive, "sm_90a" if gpu.capability == (9, 0) else plain)
+                ours, what = measure(case, True, archive), (case.kind, case.name)
+                if what not in by_torch:
+                    by_torch[what] = measure(case, False, None)
+                torchs = by_torch[what]
             except ToolError as error:
                 console(stderr=True).print(str(error))
                 status = FAILED

@@ -35,9 +35,14 @@ def families(architecture: str) -> list[TextFamily]:
     device = device_of(architecture)
     planned = [*registry.texts(device), *batch_norm.texts(device)]
     if device.backend == "cuda":  # others' arrays lie in host memory
-        copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
-        planned += [*casting.texts(), copy, *max_pool.texts()]
+        planned += besides()
     return planned + measured(device, planned)
+
+
+def besides() -> list[TextFamily]:
+    """What a GPU is asked for beside convolutions and batch norms: copies, casts, poolings."""
+    copy = TextFamily("copy_strided", {"DTYPE": (16, 17, 32, 64), "INDEX_64": (0, 1), "THREADS": (256,)})
+    return [copy, *casting.texts(), *max_pool.texts()]
 
 
 def measured(device: Any, planned: Sequence[TextFamily]) -> list[TextFamily]:

@@ -25,6 +25,7 @@ from pycuda_conv.runtime.compiler import CompileError, Compiler, compiler
 from pycuda_conv.runtime.target import Target
 from pycuda_conv.runtime.workers import cores
 from pycuda_conv.tools.families import draw
+from pycuda_conv.tools.kernels import besides
 from pycuda_conv.tools.suite import in_mode, suite
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, named_device, require, track
 from pycuda_conv.tune import lookup
@@ -92,8 +93,11 @@ Needed = tuple[str, tuple[tuple[str, int], ...], str]
 
 
 def most_used(target: Target, count: int, each: int, seed: int = 0) -> list[Text]:
-    """The `count` texts that are needed most: by `each` random problems of every family, and by the layers of common networks."""
-    wanted = [*((problem, False) for problem in draw(seed, each)), *networks()]
+    """The `count` texts that are needed most: by the layers of common networks, and by `each` random problems of every family.
+
+    Of those that are needed equally often, the networks' come first.
+    """
+    wanted = [*networks(), *((problem, False) for problem in draw(seed, each))]
     if cores() < MANY_CORES:
         used = needed(wanted, target)
     else:
@@ -118,7 +122,15 @@ def needed(wanted: Iterable[tuple[ConvProblem, bool]], target: Target) -> Counte
 
 def of_wheel(target: Target, count: int | None = None, each: int = WHEEL_RANDOM) -> list[Text]:
     """The texts that a wheel for such a GPU ships."""
-    return most_used(target, count or WHEEL.get(target.name, WHEEL_OTHERS), each)
+    return list(dict.fromkeys([*most_used(target, count or WHEEL.get(target.name, WHEEL_OTHERS), each), *beside(target)]))
+
+
+def beside(target: Target) -> Iterator[Text]:
+    """The texts of what is launched beside convolutions, but for those of arrays of 2^31 elements."""
+    for family in besides():
+        for defines in family:
+            if not defines.get("INDEX_64"):
+                yield Text(source_of(family.file, defines), family.arch or f"sm_{''.join(map(str, target.capability))}", family.file)
 
 
 def write_archive(file: Path, made: Mapping[Text, bytes]) -> None:
@@ -217,7 +229,9 @@ def _uses(plain: ConvProblem, training: bool) -> Iterator[tuple[ConvProblem, boo
     yield from ((fused, False), (replace(fused, has_residual=True), False))
     if training and plain.direction == "fprop":
         yield plain, True
-        yield from ((replace(plain, direction="dgrad"), False), (replace(plain, direction="wgrad", layout="NCHW"), False))
+        dgrad = replace(plain, direction="dgrad")
+        # the gradient of what is read twice is added by one of the layers that read it
+        yield from ((dgrad, False), (replace(dgrad, has_residual=True), False), (replace(plain, direction="wgrad"), False))
 
 
 # ---- the command
@@ -252,6 +266,7 @@ def run(settings: Settings) -> int:
             text for problem, noted in problems(settings)
             for text in texts(launches_of(problem, target, settings.constants, noted), target)
         ))  # fmt: skip
+        wanted += beside(target) if settings.training else ()
     missing = [text for text in wanted if binaries.find(text.source, text.arch, made_by) is None]
     begin = time.monotonic()
     _, failed = compile_all(missing, made_by)
