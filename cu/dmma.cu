@@ -7,8 +7,9 @@
 //
 // It is direct_gemm.cu's product with other arithmetic: chains of IEEE fused multiply-adds, as on the plain cores, at up to four times their rate. With
 // CHAINS a chain has 64 products, and chains are added up. Nothing is scaled or split, so Inf, NaN and subnormal numbers need no path of their own.
-// As there, the gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. Where rows
-// of k would lie scattered in the filter (channels last, and the gradient of the input), dmma_filter packs it before.
+// As there, the gradient of the input is a launch for each stride phase, and the gradient of the filter exchanges images and channels. But one launch
+// computes neighbouring phases that read the same pixels: they count as channels, `phases` for each of y. Where rows of k would lie scattered in
+// the filter (channels last, and the gradient of the input), dmma_filter packs it before.
 //
 // Mapping  block -> BLOCK_M channels x BLOCK_N pixels; blockIdx.x = ((pixel tile * groups + g) * splits + split) * tiles_m + m tile: blocks
 //          that share pixels are neighbours. warp -> WARP_M x WARP_N of these, as fragments of 16 x 8; or, with WARPS_K > 1, all of them and 16 k of a stage.
@@ -64,6 +65,9 @@ struct DmmaArguments {
   long_t x_image, x_group, x_channel, x_pixel;
   long_t y_image, y_group, y_channel, y_pixel;
   long_t y_base, y_d, y_h, y_w;                 // pixels of a plane of y: of a phase's first one, and from one to the next
+  long_t phases, phases_hw, phases_w;           // that are neighbours, and those of a plane and of a row: channel m is channel m / phases of y
+  long_t by_phases, by_phases_hw, by_phases_w;  // these as divisors
+  long_t phase_d, phase_h, phase_w;             // elements of y from one phase to the next
   long_t size;                                  // elements of y, and of a part of a split sum
   long_t pairs;                                 // whether two neighbouring columns are neighbours in y too, at 16 bytes
   long_t has_scale, has_bias, has_residual, activation, slope;  // what finishes a sum; slope: a double's bits
@@ -352,12 +356,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #endif
   // A lane has rows `group` of blocks of 8, and columns 2 c and 2 c + 1 of fragments: neighbours of one row of pixels.
   y += split * p.size;
+  const int channels = divided((int)p.rows, p.by_phases);
   auto store = [&](auto finish) {
 #pragma unroll
     for (int i = 0; i < 2 * FRAGMENTS_M; ++i) {
       const int m = m0 + warp_m + i * 8 + group;
       if (m >= (int)p.rows) continue;
-      const int channel = g * (int)p.rows + m, of_row = m * (int)p.y_channel;
+      const int of_group = divided(m, p.by_phases), phase = m - of_group * (int)p.phases;
+      const int of_d = divided(phase, p.by_phases_hw), hw = phase - of_d * (int)p.phases_hw, of_h = divided(hw, p.by_phases_w);
+      const int channel = g * channels + of_group;
+      const int of_row = of_group * (int)p.y_channel + of_d * (int)p.phase_d + of_h * (int)p.phase_h + (hw - of_h * (int)p.phases_w) * (int)p.phase_w;
 #pragma unroll
       for (int j = 0; j < FRAGMENTS_N; ++j) {
         if (!is_mine(j)) continue;
@@ -388,16 +396,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
 struct DmmaFilterArguments {
   long_t rows, rows_group;                      // output channels, and those of a group
-  long_t channels, taps;
-  long_t w_group, w_row, w_channel, w_tap;      // elements of the filter as it comes
+  long_t channels, taps, taps_rs, taps_s;       // of a row of y: taps, and those of a plane and of a row
+  long_t phases, phases_hw, phases_w;           // rows of an output channel
+  long_t to;                                    // where the first element is written
+  long_t w_base, w_group, w_row, w_channel, w_t, w_r, w_s;  // elements of the filter as it comes
+  long_t w_phase_d, w_phase_h, w_phase_w;       // from one phase's first tap to the next one's
 };
 
-// The filter as rows of k whose innermost part are the channels: packed[row][tap][channel]. A thread -> an element.
+// The filter as rows of k whose innermost part are the channels: packed[row][phase][tap][channel]. A thread -> an element.
 extern "C" __global__ void dmma_filter(const double* __restrict__ w, double* __restrict__ packed, const __grid_constant__ DmmaFilterArguments p) {
   AFTER_LAST_LAUNCH
   const long_t i = (long_t)blockIdx.x * blockDim.x + threadIdx.x;
-  const int channels = (int)p.channels, taps = (int)p.taps, row = (int)(i / channels / taps);
+  const int channels = (int)p.channels, taps = (int)p.taps, phases = (int)p.phases;
+  const int k_row = (int)(i / channels / taps), row = k_row / phases;
   if (row >= (int)p.rows) return;
-  const int channel = (int)(i % channels), tap = (int)(i / channels % taps), group = row / (int)p.rows_group;
-  packed[i] = w[group * p.w_group + row % (int)p.rows_group * p.w_row + channel * p.w_channel + tap * p.w_tap];
+  const int channel = (int)(i % channels), tap = (int)(i / channels % taps), phase = k_row % phases, group = row / (int)p.rows_group;
+  const int t = tap / (int)p.taps_rs, rs = tap % (int)p.taps_rs, d = phase / (int)p.phases_hw, hw = phase % (int)p.phases_hw;
+  packed[p.to + i] = w[p.w_base + group * p.w_group + row % (int)p.rows_group * p.w_row + channel * p.w_channel + t * p.w_t + rs / (int)p.taps_s * p.w_r +
+                       rs % (int)p.taps_s * p.w_s + d * p.w_phase_d + hw / (int)p.phases_w * p.w_phase_h + hw % (int)p.phases_w * p.w_phase_w];
 }

@@ -65,7 +65,8 @@ def normals(shape, seed=2):
     return np.random.default_rng(seed).standard_normal(shape)
 
 
-#: Tails of channels, pixels and gemm k; odd and even channels; strides, padding, dilation, groups; one to three axes; phases without taps.
+#: Tails of channels, pixels and gemm k; odd and even channels; strides, padding, dilation, groups; one to three axes; phases without taps,
+#: and neighbours that a launch computes at once.
 SHAPES = [
     ((2, 16, 9, 10), (70, 16, 3, 3), {"padding": 1}), ((3, 5, 8, 8), (9, 5, 3, 3), {"padding": 1}), ((1, 33, 12, 6), (64, 33, 1, 1), {}),
     ((2, 24, 8, 8), (40, 24, 1, 1), {}), ((2, 12, 11, 9), (20, 12, 3, 2), {"stride": 2, "padding": 1}),
@@ -73,6 +74,7 @@ SHAPES = [
     ((3, 20, 40), (33, 20, 5), {"padding": 2}), ((2, 8, 31), (16, 8, 4), {"stride": 3}), ((1, 6, 5, 6, 7), (10, 6, 3, 2, 3), {"padding": 1}),
     ((2, 4, 6, 4, 4), (8, 4, 1, 1, 1), {"stride": (2, 1, 1)}), ((4, 1, 12, 12), (130, 1, 3, 3), {}), ((2, 9, 10, 10), (3, 9, 3, 3), {"padding": 1}),
     ((1, 64, 14, 14), (128, 64, 3, 3), {"padding": 1}), ((2, 130, 6, 6), (8, 130, 1, 1), {"stride": 3}),
+    ((2, 9, 8, 8), (7, 9, 2, 2), {"stride": 2}), ((2, 6, 17, 12), (10, 6, 8, 4), {"stride": (4, 2), "padding": (2, 1)}),
 ]  # fmt: skip
 
 
@@ -107,9 +109,13 @@ def followed(asked: ConvProblem, config: Dmma, first, second, filter_last: bool 
             memory[RESULT][:] = memory[WORKSPACE].reshape(-1, size).sum(axis=0)
         elif step.kernel == "dmma_filter":
             p = step.arguments
-            assert step.grid * step.block >= p.rows * p.taps * p.channels == memory[PACKED].size
-            row, tap, c = np.ogrid[: p.rows, : p.taps, : p.channels]
-            memory[PACKED][:] = memory[WEIGHT][row // p.rows_group * p.w_group + row % p.rows_group * p.w_row + c * p.w_channel + tap * p.w_tap].ravel()
+            count = p.rows * p.phases * p.taps * p.channels
+            assert step.grid * step.block >= count and np.isnan(memory[PACKED][p.to : p.to + count]).all()
+            row, phase, tap, c = np.ogrid[: p.rows, : p.phases, : p.taps, : p.channels]
+            of_tap = tap // p.taps_rs * p.w_t + tap % p.taps_rs // p.taps_s * p.w_r + tap % p.taps_s * p.w_s
+            of_phase = phase // p.phases_hw * p.w_phase_d + phase % p.phases_hw // p.phases_w * p.w_phase_h + phase % p.phases_w * p.w_phase_w
+            of_row = row // p.rows_group * p.w_group + row % p.rows_group * p.w_row
+            memory[PACKED][p.to : p.to + count] = memory[WEIGHT][p.w_base + of_row + of_phase + of_tap + c * p.w_channel].ravel()
         else:
             _follow_product(step, memory)
     assert not np.isnan(memory[RESULT]).any(), "something was not written"
@@ -137,7 +143,9 @@ def _follow_product(step, memory) -> None:
         from_w = p.w_base + g * p.w_group + m * p.w_row + (c * p.w_channel + t * p.w_t + r * p.w_r + s * p.w_s).T
         from_x = n * p.x_image + g * p.x_group + c * p.x_channel + ((d * p.h + h) * p.w + v) * p.x_pixel
         a, b = w[from_w], np.where(inside, x[np.where(inside, from_x, 0)], 0)
-        to = n * p.y_image + g * p.y_group + (p.y_base + out[0] * p.y_d + out[1] * p.y_h + out[2] * p.y_w) * p.y_pixel + m * p.y_channel
+        to = n * p.y_image + g * p.y_group + (p.y_base + out[0] * p.y_d + out[1] * p.y_h + out[2] * p.y_w) * p.y_pixel
+        channel, phase = m // p.phases, m % p.phases
+        to = to + channel * p.y_channel + phase // p.phases_hw * p.phase_d + phase % p.phases_hw // p.phases_w * p.phase_h + phase % p.phases_w * p.phase_w
         if p.pairs:
             assert p.pixels % 2 == 0 and p.size % 2 == 0 and (to[:, ::2] % 2 == 0).all() and (np.diff(to)[:, ::2] == 1).all()
         for split in range(p.splits):

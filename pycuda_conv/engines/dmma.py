@@ -10,10 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
-from pycuda_conv.engines.geometry import Phase, arguments, ceil, filter_strides, phases, places, read_strides, written_strides
+from pycuda_conv.engines.geometry import (
+    Phase,
+    arguments,
+    axis_phases,
+    by_axis,
+    ceil,
+    filter_strides,
+    phases,
+    places,
+    read_strides,
+    written_strides,
+)
 from pycuda_conv.engines.schedule import (
     BIAS,
     GRID_LIMIT,
@@ -138,6 +151,15 @@ class DmmaArguments(NamedTuple):
     y_d: int
     y_h: int
     y_w: int
+    phases: int
+    phases_hw: int
+    phases_w: int
+    by_phases: int
+    by_phases_hw: int
+    by_phases_w: int
+    phase_d: int
+    phase_h: int
+    phase_w: int
     size: int
     pairs: int
     has_scale: int
@@ -148,16 +170,28 @@ class DmmaArguments(NamedTuple):
 
 
 class DmmaFilterArguments(NamedTuple):
-    """What ``dmma_filter`` takes: rows of all groups and of one, channels of a group, taps, and where they lie."""
+    """What ``dmma_filter`` takes: what it packs, and where that lies."""
 
     rows: int
     rows_group: int
     channels: int
     taps: int
+    taps_rs: int
+    taps_s: int
+    phases: int
+    phases_hw: int
+    phases_w: int
+    to: int
+    w_base: int
     w_group: int
     w_row: int
     w_channel: int
-    w_tap: int
+    w_t: int
+    w_r: int
+    w_s: int
+    w_phase_d: int
+    w_phase_h: int
+    w_phase_w: int
 
 
 # ---- what runs
@@ -185,8 +219,7 @@ def refusal(problem: ConvProblem, config: Dmma) -> str | None:
         return "it has at least one split"
     if _tile(problem, config) is None:
         return "its tile has no registers for sums that are cut into chains"
-    blocks = ceil(_pixels(problem), config.BLOCK_N) * problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_M)
-    if blocks * config.SPLIT > GRID_LIMIT:
+    if max(_tiles(problem, config, part) for part in _parts(problem)) * config.SPLIT > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return None
 
@@ -216,13 +249,10 @@ def _longest_chain(problem: ConvProblem) -> int:
     return MOST if problem.direction == "fprop" or plain else channels
 
 
-def _pixels(problem: ConvProblem) -> int:
-    return problem.N * math.prod(problem.result_size)
-
-
 def _reduction(problem: ConvProblem) -> int:
-    """gemm k of a phase with all taps."""
-    return problem.operand_channels // problem.groups * math.prod(problem.filter_size)
+    """gemm k with all taps, or where phases are merged, those of the part that has the most."""
+    taps = max(part.taps for part in _parts(problem)) if _merges(problem) else math.prod(problem.filter_size)
+    return problem.operand_channels // problem.groups * taps
 
 
 @dataclass(frozen=True)
@@ -264,52 +294,131 @@ def schedule(problem: ConvProblem, config: Dmma, device: Device, noted: bool = F
     after = [[reduce_launch(problem, split, WORKSPACE)]] if split > 1 else []
 
     def steps(weight: Buffer, packed: bool) -> list[list[KernelLaunch]]:
-        return [[_product(problem, config, form, phase, weight, packed, target, device) for phase in _phases(problem)], *after]
+        return [[_product(problem, config, form, part, weight, packed, target, device) for part in _parts(problem)], *after]
 
     if not form.packs:
         return Schedule.plain(steps(WEIGHT, False), workspace)
     packed, filter_last = steps(PACKED, True), None
     if problem.layout == "NHWC" and math.prod(problem.filter_size) > 1:  # a filter with its channels last lies as it would be packed
-        filter_last = steps(WEIGHT, True) if problem.direction == "fprop" else [[_pack(problem, True)], *packed]
-    pack = [[_pack(problem, False)]]
+        filter_last = steps(WEIGHT, True) if problem.direction == "fprop" else [_pack(problem, True), *packed]
+    pack = [_pack(problem, False)]
     return Schedule(pack, packed, pack + packed, workspace, 8 * math.prod(problem.weight_shape), filter_last=filter_last)
 
 
 def filter_key(problem: ConvProblem, config: Dmma) -> Hashable:
     """Equal for problems whose filter is packed alike."""
-    return ("rows of k", problem.direction, problem.C, problem.K, problem.groups, problem.filter_size) if _Form.of(problem).packs else None
+    if not _Form.of(problem).packs:
+        return None
+    parts = [(part.phase.first, part.phase.every, part.many, part.at) for part in _parts(problem)] if _merges(problem) else []
+    return "rows of k", problem.direction, problem.C, problem.K, problem.groups, problem.filter_size, *parts
 
 
-def _phases(problem: ConvProblem) -> list[Phase]:
-    """The phases, the longest first."""
-    return sorted(phases(problem), key=lambda phase: -math.prod(phase.taps))
+@dataclass(frozen=True)
+class _Part:
+    """A launch: a phase, and `many` neighbours of it along each axis, whose pixels read the same of the image.
+
+    These count as channels. `at` is where its part of the filter is packed, in elements for each channel of the result.
+    """
+
+    phase: Phase
+    many: tuple[int, int, int]
+    at: int
+
+    @property
+    def phases(self) -> int:
+        return math.prod(self.many)
+
+    @property
+    def taps(self) -> int:
+        return math.prod(self.phase.taps)
 
 
-def _pack(problem: ConvProblem, filter_last: bool) -> KernelLaunch:
-    """The launch that packs the filter, whose channels are last with `filter_last`."""
-    groups, taps = problem.groups, math.prod(problem.filter_size)
+@lru_cache(maxsize=64)  # the planner asks for them once a configuration
+def _parts(problem: ConvProblem) -> tuple[_Part, ...]:
+    """The launches, the longest first."""
+    if problem.direction == "fprop":
+        return (_Part(phases(problem)[0], (1, 1, 1), 0),)
+    found, at, channels = [], 0, problem.operand_channels // problem.groups
+    for combination in product(*(_runs(axis) for axis in axis_phases(problem))):
+        phase = Phase(*((d, h, w) for d, h, w in zip(*(values for values, _ in combination), strict=True)))
+        found.append(_Part(phase, (combination[0][1], combination[1][1], combination[2][1]), at))
+        at += channels * found[-1].taps * found[-1].phases
+    return tuple(sorted(found, key=lambda part: -part.taps))
+
+
+def _runs(axis: list[tuple[int, ...]]) -> list[tuple[tuple[int, ...], int]]:
+    """The phases of an axis, and how many like them follow: each begins a pixel and a tap later, and reads the same pixels."""
+    found: list[tuple[tuple[int, ...], int]] = []
+    for one in axis:
+        if found:
+            (pixels, origin, step, taps, first, *others), many = found[-1]
+            if taps and one == (pixels, origin + many, step, taps, first + many, *others):
+                found[-1] = found[-1][0], many + 1
+                continue
+        found.append((one, 1))
+    return found
+
+
+def _pack(problem: ConvProblem, filter_last: bool) -> list[KernelLaunch]:
+    """The launches that pack the filter, whose channels are last with `filter_last`."""
+    groups, all_taps = problem.groups, math.prod(problem.filter_size)
     rows, channels = problem.result_channels // groups, problem.operand_channels // groups
     w_group, w_row, w_channel = filter_strides(problem)
-    told = DmmaFilterArguments(groups * rows, rows, channels, taps, w_group, w_row, w_channel, 1)
+    lying = _tap_strides(problem.filter_size, 1)
     if filter_last:  # [K][taps][C / groups] of the convolution
         last = problem.weight_shape[1]
-        w_row, w_channel = (taps * last, 1) if problem.direction == "fprop" else (1, taps * last)
-        told = told._replace(w_row=w_row, w_channel=w_channel, w_tap=last)
-    blocks = ceil(math.prod(problem.weight_shape), FILTER_THREADS)
-    return KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=told)
+        w_row, w_channel = (all_taps * last, 1) if problem.direction == "fprop" else (1, all_taps * last)
+        lying = _tap_strides(problem.filter_size, last)
+    found = []
+    for part in _packed_parts(problem):
+        (_, r, s), (_, h, w) = part.phase.taps, part.many
+        w_base = sum(first * stride for first, stride in zip(part.phase.first, lying, strict=True))
+        w_t, w_r, w_s = (every * stride for every, stride in zip(part.phase.every, lying, strict=True))
+        told = DmmaFilterArguments(
+            groups * rows, rows, channels, part.taps, r * s, s, part.phases, h * w, w, groups * rows * part.at,
+            w_base, w_group, w_row, w_channel, w_t, w_r, w_s, *lying,
+        )
+        blocks = ceil(groups * rows * channels * part.phases * part.taps, FILTER_THREADS)
+        if blocks:
+            found.append(KernelLaunch("dmma_filter", {}, blocks, FILTER_THREADS, (WEIGHT, PACKED), (), "dmma", arguments=told))
+    return found
+
+
+def _packed_parts(problem: ConvProblem) -> tuple[_Part, ...]:
+    """Those whose taps lie behind one another in the packed filter."""
+    if _merges(problem):
+        return _parts(problem)
+    all_taps = replace(_parts(problem)[0].phase, taps=problem.filter_size, first=(0, 0, 0), every=(1, 1, 1))
+    return (_Part(all_taps, (1, 1, 1), 0),)
+
+
+def _tap_strides(taps: tuple[int, int, int], tap: int) -> tuple[int, int, int]:
+    """From one tap to the next along each axis, where neighbours are `tap` apart."""
+    return taps[1] * taps[2] * tap, taps[2] * tap, tap
+
+
+def _merges(problem: ConvProblem) -> bool:
+    """Whether a launch computes several phases. Then each has its own part of the packed filter; else the taps lie in their order."""
+    return any(part.phases > 1 for part in _parts(problem))
 
 
 def _product(
-    problem: ConvProblem, config: Dmma, form: _Form, phase: Phase, weight: Buffer, packed: bool, target: Buffer, device: Device
+    problem: ConvProblem, config: Dmma, form: _Form, part: _Part, weight: Buffer, packed: bool, target: Buffer, device: Device
 ) -> KernelLaunch:
-    """The launch of a phase."""
+    """The launch of a part."""
     tile = _tile(problem, config)
     assert tile is not None, "refused"
-    defines, told = _defines(config, tile, form, device), _arguments(problem, config, phase, packed)
+    defines, told = _defines(config, tile, form, device), _arguments(problem, config, part, packed)
     shared = defines["STAGES"] * stage_bytes(config, form)
-    grid = ceil(told.pixels, config.BLOCK_N) * told.groups * told.splits * told.tiles_m
+    grid = _tiles(problem, config, part) * config.SPLIT
     buffers = (INPUT, weight, BIAS, SCALE, RESIDUAL, target)
     return KernelLaunch("dmma", defines, grid, _threads(config), buffers, (), shared=shared, arguments=told)
+
+
+def _tiles(problem: ConvProblem, config: Dmma, part: _Part) -> int:
+    """Tiles of a part, without splits."""
+    rows, pixels = problem.result_channels // problem.groups * part.phases, problem.N * math.prod(part.phase.size)
+    return ceil(pixels, config.BLOCK_N) * problem.groups * ceil(rows, config.BLOCK_M)
 
 
 def stage_bytes(config: Dmma, form: _Form) -> int:
@@ -336,33 +445,38 @@ def _defines(config: Dmma, tile: _Tile, form: _Form, device: Device) -> dict[str
     }
 
 
-def _arguments(problem: ConvProblem, config: Dmma, phase: Phase, packed: bool) -> DmmaArguments:
-    """What the kernel is told of a phase; `packed`: the filter lies as :func:`_pack` leaves it."""
-    groups, (t, r, s) = problem.groups, problem.filter_size
-    rows, channels = problem.result_channels // groups, problem.operand_channels // groups
-    taps, taps_here = t * r * s, math.prod(phase.taps)
-    w_group, w_row, w_channel = (rows * taps * channels, taps * channels, 1) if packed else filter_strides(problem)
-    tap = channels if packed else 1
-    tap_strides = (r * s * tap, s * tap, tap)
-    of_taps = [step * stride for step, stride in zip(phase.every, tap_strides, strict=True)]
-    inner = max(channels if packed else taps_here, 1)
-    rs_here, s_here = max(phase.taps[1] * phase.taps[2], 1), max(phase.taps[2], 1)
+def _arguments(problem: ConvProblem, config: Dmma, part: _Part, packed: bool) -> DmmaArguments:
+    """What the kernel is told of a part; `packed`: the filter lies as :func:`_pack` leaves it."""
+    groups, phase, (_, r, s) = problem.groups, part.phase, part.phase.taps
+    rows, channels, taps = problem.result_channels // groups * part.phases, problem.operand_channels // groups, part.taps
+    w_group, w_row, w_channel = filter_strides(problem)
+    if packed:  # the part's own taps, behind one another, or all
+        w_row = channels * (taps if _merges(problem) else math.prod(problem.filter_size))
+        w_group, w_channel = rows * w_row, 1
+    lying = _tap_strides(part.phase.taps if packed and _merges(problem) else problem.filter_size, channels if packed else 1)
+    w_base, of_taps = problem.result_channels * part.at, list(lying)
+    if not (packed and _merges(problem)):
+        w_base = sum(first * stride for first, stride in zip(phase.first, lying, strict=True))
+        of_taps = [every * stride for every, stride in zip(phase.every, lying, strict=True)]
+    inner = max(channels if packed else taps, 1)
     o, p, q = phase.size
-    reduction = channels * taps_here
+    reduction = channels * taps
     x, y = read_strides(problem), written_strides(problem)
     _, y_base, *y_steps = places(problem, phase)
+    _, height, width = problem.result_size
     pairs = y.pixel == 1 and phase.step == (1, 1, 1) and not any(n % 2 for n in (y.image, y.group, y.channel, o * p * q))
     axes = {
         "": problem.operand_size, "stride_": phase.stride, "pad_": phase.pad, "dilation_": phase.dilation, "y_": y_steps,
+        "phase_": (height * width * y.pixel, width * y.pixel, y.pixel),
     }
     return arguments(
         DmmaArguments, pixels=problem.N * o * p * q, rows=rows, reduction=reduction, groups=groups, splits=config.SPLIT,
         split_steps=ceil(ceil(reduction, block_k(config)), config.SPLIT), tiles_m=ceil(rows, config.BLOCK_M), channels_inside=int(packed),
-        inner=inner, rs=rs_here, s=s_here, opq=o * p * q, pq=p * q, q=q,
-        w_base=sum(first * stride for first, stride in zip(phase.first, tap_strides, strict=True)),
-        w_group=w_group, w_row=w_row, w_channel=w_channel, **dict(zip(("w_t", "w_r", "w_s"), of_taps, strict=True)),
+        inner=inner, rs=max(r * s, 1), s=max(s, 1), opq=o * p * q, pq=p * q, q=q,
+        w_base=w_base, w_group=w_group, w_row=w_row, w_channel=w_channel, **by_axis("w_", of_taps, "trs"),
         x_image=x.image, x_group=x.group, x_channel=x.channel, x_pixel=x.pixel,
         y_image=y.image, y_group=y.group, y_channel=y.channel, y_pixel=y.pixel, y_base=y_base,
+        phases=part.phases, phases_hw=part.many[1] * part.many[2], phases_w=part.many[2],
         size=math.prod(problem.result_shape), pairs=int(pairs), **finish(problem, config.SPLIT > 1),
         **{prefix + axis: n for prefix, numbers in axes.items() for axis, n in zip("dhw", numbers, strict=True)},
     )
@@ -413,12 +527,11 @@ def time(problem: ConvProblem, config: Dmma, device: Device) -> float:
     form, at_once, rate = _Form.of(problem), len(tile.rates), tile.rates[-1]
     products = 2 * config.BLOCK_M * config.BLOCK_N * BLOCK_K / (rate * 1e6 / 132)
     stage = math.hypot(products, LINE * _lines(problem, config, form))
-    channels, groups = problem.operand_channels // problem.groups, problem.groups
-    across = groups * config.SPLIT * ceil(problem.result_channels // groups, config.BLOCK_M)
+    channels = problem.operand_channels // problem.groups
     blocks = [
-        (ceil(problem.N * math.prod(phase.size), config.BLOCK_N) * across,
-         ceil(ceil(channels * math.prod(phase.taps), block_k(config)), config.SPLIT) * tile.WARPS_K * stage + tile.start)
-        for phase in phases(problem)
+        (_tiles(problem, config, part) * config.SPLIT,
+         ceil(ceil(channels * part.taps, block_k(config)), config.SPLIT) * tile.WARPS_K * stage + tile.start)
+        for part in _parts(problem)
     ]  # fmt: skip
     us = 3.6 if form.packs else 2.0
     if len(blocks) == 1:

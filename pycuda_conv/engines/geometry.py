@@ -188,11 +188,13 @@ def phases(problem: ConvProblem) -> tuple[Phase, ...]:
             problem.output_size, zero, one, problem.filter_size, zero, one, problem.stride, problem.padding_before, problem.dilation
         )
         return (whole,)
-    axes = [
-        _axis_phases(*values)
-        for values in zip(problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation, strict=True)
-    ]
-    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*axes))
+    return tuple(Phase(*((d, h, w) for d, h, w in zip(*combination, strict=True))) for combination in product(*axis_phases(problem)))
+
+
+def axis_phases(problem: ConvProblem) -> list[list[tuple[int, ...]]]:
+    """What :class:`Phase` has of each axis, of the phases of a gradient of the input."""
+    values = problem.input_size, problem.filter_size, problem.stride, problem.padding_before, problem.dilation
+    return [_axis_phases(*of_axis) for of_axis in zip(*values, strict=True)]
 
 
 def places(problem: ConvProblem, phase: Phase) -> tuple[int, int, int, int, int]:
