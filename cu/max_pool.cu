@@ -1,25 +1,27 @@
-// max_pool.cu: maxima of windows, of arrays with their channels last, and the gradient.
+// max_pool.cu: maxima of windows, and the gradient.
 //
 //   max_pool            y[n,p,q,c] = max over r,s of x[n, p*stride_h - pad_h + r*dil_h, q*stride_w - pad_w + s*dil_w, c]
 //                       from[n,p,q,c] = r*S + s, of the first tap that has it; of a NaN the last, as torch does
 //   max_pool_backward   dx = the sum of y's gradients of the windows that took x
 //
-// Mapping  thread -> 16 bytes of channels of a pixel, in max_pool of y, in max_pool_backward of x.
+// Mapping  thread -> VEC channels of a pixel, in max_pool of y, in max_pool_backward of x. With channels last these are 16 bytes. A channel of NCHW
+//          arrays counts as an image of one channel.
 // Memory   registers only. Which tap a maximum is of takes a byte.
 // Sums     float32, always in the same order.
-// Limits   up to 255 taps, pixels of a multiple of 16 bytes, fewer than 2^31 threads.
+// Limits   up to 255 taps, fewer than 2^31 threads; with channels last, pixels of a multiple of 16 bytes.
 //
 // By hand: nvcc -cubin cu/max_pool.cu
 #ifndef TYPE
 #define TYPE 17  // of x and y: 16 half, 17 bfloat16, 32 float
+#define VEC 8    // channels of a thread
 #endif
 #include "packed.cuh"
 
 typedef element<TYPE> data_t;
 
-constexpr int THREADS = 256, V = 16 / (int)sizeof(data_t);
+constexpr int THREADS = 256, V = VEC;
 
-struct alignas(16) Channels {
+struct alignas(V * sizeof(data_t)) Channels {
   data_t v[V];
 };
 struct alignas(V) Taps {

@@ -483,6 +483,39 @@ def test_a_resnet_under_autocast_with_channels_last(where, summed, dtype):
     assert off[0] < 2 * off[1]
 
 
+@pytest.mark.gpu
+def test_a_scaler_meets_gradients_that_overflow():
+    """The scaler skips the first step, in which what overflows is not finite, as in torch's own network; the others train alike."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no GPU")
+    scaled_training("cuda")
+
+
+def scaled_training(where):
+    theirs = ready(SmallResNet(), where).float().to(memory_format=torch.channels_last)
+    models = pn.convert(copy.deepcopy(theirs), fuse_training=True).train(), theirs.train()
+    start = copy.deepcopy(theirs.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) for model in models]
+    scalers = [torch.amp.GradScaler(where, init_scale=2.0**30, backoff_factor=2.0**-20) for _ in models]
+    x = numbers(6, 3, 33, 32, where=where).float().to(memory_format=torch.channels_last)
+    for step in range(4):
+        overflown = []
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast(where, torch.float16):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            overflown.append([name for name, p in model.named_parameters() if not p.grad.isfinite().all()])
+            scaler.step(optimizer)
+            scaler.update()
+        assert overflown[0] == overflown[1] and bool(overflown[0]) == (step == 0)
+        assert [scaler.get_scale() for scaler in scalers] == [2.0**10] * 2
+        for name, parameter in models[0].named_parameters():
+            assert parameter.isfinite().all() and torch.equal(parameter, start[name]) == (step == 0)
+    for got, expected in zip(models[0].parameters(), theirs.parameters(), strict=True):
+        assert (got - expected).norm() <= 0.01 * expected.norm()
+
+
 @pytest.fixture
 def met(monkeypatch):
     """The gradients by inputs that two uses have, as far as a layer adds them itself: their shapes. No call is remembered."""

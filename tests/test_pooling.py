@@ -17,6 +17,7 @@ torch = pytest.importorskip("torch")
 POOLS = [
     Pool("bfloat16", (2, 16, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1)), Pool("float32", (1, 4, 8, 7), (2, 2), (2, 2), (0, 0), (1, 1)),
     Pool("float16", (3, 8, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1)), Pool("float32", (1, 12, 5, 5), (5, 4), (2, 1), (2, 2), (1, 1)),
+    Pool("float32", (2, 3, 9, 11), (3, 3), (2, 2), (1, 1), (1, 1), "NCHW"), Pool("bfloat16", (2, 5, 7, 10), (3, 2), (1, 3), (1, 0), (2, 1), "NCHW"),
 ]  # fmt: skip
 
 
@@ -34,8 +35,9 @@ def operands(pool, special=False):
     return x, torch.from_numpy(rng.integers(-4, 5, pool.result_shape).astype("f"))
 
 
-def last(array, dtype):
-    return np.ascontiguousarray(np.moveaxis(array.numpy(), 1, -1).astype(dtype))
+def lying(array, pool):
+    """As `pool` has it in memory."""
+    return np.ascontiguousarray((np.moveaxis(array.numpy(), 1, -1) if pool.layout == "NHWC" else array.numpy()).astype(pool.dtype))
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
@@ -47,14 +49,14 @@ def test_maxima_and_their_gradient(pool, special):
     y = theirs(pool, x)
     (dx,) = torch.autograd.grad(y, x, dy)
     size = y.numel()
-    given, of_y = last(x.detach(), pool.dtype), last(dy, pool.dtype)
+    given, of_y = lying(x.detach(), pool), lying(dy, pool)
     memory = SimpleNamespace(buffers=[as_bytes(given), np.full(size * given.itemsize, 0xFF, np.uint8), np.full(size, 0xFF, np.uint8)])
     simt.run([[pool.forward()]], memory, 1)
     got = memory.buffers[1].view(given.dtype).reshape(of_y.shape)
-    assert np.array_equal(got.astype("f"), last(y.detach(), pool.dtype).astype("f"), equal_nan=True)
+    assert np.array_equal(got.astype("f"), lying(y.detach(), pool).astype("f"), equal_nan=True)
     memory = SimpleNamespace(buffers=[as_bytes(of_y), memory.buffers[2], np.full(given.nbytes, 0xFF, np.uint8)])
     simt.run([[pool.backward()]], memory, 1)
-    assert np.array_equal(memory.buffers[2].view(given.dtype).reshape(given.shape).astype("f"), last(dx, pool.dtype).astype("f"))
+    assert np.array_equal(memory.buffers[2].view(given.dtype).reshape(given.shape).astype("f"), lying(dx, pool).astype("f"))
 
 
 def as_bytes(array):
@@ -66,7 +68,7 @@ def test_what_it_takes():
     assert pool.fits and pool.result_shape == (2, 16, 5, 6)
     others = {"dtype": "float64", "shape": (2, 12, 9, 11), "taps": (16, 16), "padding": (2, 2)}
     assert not any(Pool(**{**vars(pool), name: value}).fits for name, value in others.items())
-    assert not Pool(**{**vars(pool), "shape": (0, 16, 9, 11)}).fits
+    assert not Pool(**{**vars(pool), "shape": (0, 16, 9, 11)}).fits and Pool(**{**vars(pool), "shape": (2, 3, 9, 11), "layout": "NCHW"}).fits
 
 
 def model():
@@ -92,25 +94,27 @@ def test_on_a_gpu(pool, special):
     from pycuda_conv.nn import pooling
 
     module = torch.nn.MaxPool2d(pool.taps, pool.stride, pool.padding, pool.dilation)
-    x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=torch.channels_last) for a in operands(pool, special))
+    form = torch.channels_last if pool.layout == "NHWC" else torch.contiguous_format
+    x, dy = (a.cuda().to(getattr(torch, pool.dtype)).contiguous(memory_format=form) for a in operands(pool, special))
     found = []
     for function in (lambda x: pooling.pooled(module, x), module):
         given = x.clone().requires_grad_()
         y = function(given)
         found.append((y.detach(), *torch.autograd.grad(y, given, dy)))
-    assert found[0][0].is_contiguous(memory_format=torch.channels_last)
+    assert found[0][0].is_contiguous(memory_format=form)
     for mine, other in zip(*found, strict=True):
         assert torch.equal(mine.nan_to_num(7), other.nan_to_num(7))
 
 
 @pytest.mark.gpu
-def test_a_model_keeps_less_on_a_gpu(monkeypatch):
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_a_model_keeps_less_on_a_gpu(monkeypatch, form):
     from pycuda_conv import nn
 
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
-    base = model().cuda().to(memory_format=torch.channels_last).train()
-    ours, x = nn.convert(copy.deepcopy(base), fuse_training=True), torch.randn(8, 8, 64, 64, device="cuda").contiguous(memory_format=torch.channels_last)
+    base = model().cuda().to(memory_format=form).train()
+    ours, x = nn.convert(copy.deepcopy(base), fuse_training=True), torch.randn(8, 8, 64, 64, device="cuda").contiguous(memory_format=form)
     kept, results = [], []
     for one in (ours, base):
         before = torch.cuda.memory_allocated()

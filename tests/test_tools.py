@@ -489,7 +489,7 @@ def test_what_training_measured_as_markdown():
     rows += [training.Row("gradient by weight", "q", "fp32", verdict="WRONG"), training.Row("trained", "r", "fp32", 1.0, 2.0, 3.0, config="note")]
     text = training.markdown(MACHINE, rows)
     for line in (
-        "| p | 10.00 | 30.00 | 3.00 | 1.50 |", "| q | **WRONG** | - | - | - |", "| trained | r | 1.00 | 2.00 | 3.00 | note |",
+        "| p | 10.00 | 30.00 | 3.00 | 1.50 |", "| q | **WRONG** | - | - | - |", "| trained | r | fp32 | 1.00 | 2.00 | 3.00 | note |",
         "Geometric means of the ratios: fp32, gradients: 3.00; fp32, gradients by input: 3.00; tf32, gradients: 1.50; tf32, gradients by input: 1.50. "
         "Errors in fp32: ours 1.0e-07 to 1.0e-07, torch's 2.0e-07 to 2.0e-07.",
     ):
@@ -820,8 +820,9 @@ def test_what_cannot_be_done_is_told_in_one_line(command, opencl, torch, argumen
 
 def test_training_lists_its_gradients_and_refuses_what_it_does_not_measure(command, torch, rich):
     status, out, err = command("bench", "--training", "--list")
-    assert (status, err, out.count("\n")) == (OK, "", 14) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
+    assert (status, err, out.count("\n")) == (OK, "", 18) and out.count("conv2d_weight") == 6 and out.count("gradient by input") == 7
     assert command("bench", "--training", "--list", "--only", "448.*512x448")[1].count("\n") == 1
+    assert command("bench", "--training", "--list", "--only", "4x16.*bf16")[1] == "conv + batch norm + ReLU 4x16x32x32 -> 32 k3x3 p1 bf16-nhwc\n"
     for arguments, words in ((("--only", "("), "regular expression"), (("--only", "conv9d"), "matches no problem"), (("--mode", "tf32"), "--mode is not for"), (("--kind", "core"), "--kind is not for"), (("--device", "opencl"), "GPU")):
         status, out, err = command("bench", "--training", *(("--list",) if "--only" in arguments else ()), *arguments)
         assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err

@@ -1,4 +1,4 @@
-"""Maxima of windows and their gradient, of arrays with their channels last: launches of ``cu/max_pool.cu``. These are no convolutions."""
+"""Maxima of windows and their gradient: launches of ``cu/max_pool.cu``. These are no convolutions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from pycuda_conv.problem import DTYPE_CODES
 from pycuda_conv.runtime.base import Device, KernelLaunch, Launcher
 
 THREADS = 256
-VECTOR_BYTES = 16  # of channels of a thread
+VECTOR_BYTES = 16  # of channels of a thread, if channels are last
 MOST_TAPS = 255  # a byte says which one it was
 TYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Windows of `taps` with these strides, padding and dilations over an array of `shape` (N, C, H, W); each pair is down, across."""
+    """Windows of `taps` with these strides, padding and dilations over an array of `shape` (N, C, H, W); each pair is down, across.
+
+    The layout is "NHWC", channels last, or "NCHW".
+    """
 
     dtype: str
     shape: tuple[int, int, int, int]
@@ -28,6 +31,7 @@ class Pool:
     stride: tuple[int, int]
     padding: tuple[int, int]
     dilation: tuple[int, int]
+    layout: str = "NHWC"
 
     @property
     def result_shape(self) -> tuple[int, int, int, int]:
@@ -48,18 +52,19 @@ class Pool:
 
     @property
     def _vector(self) -> int:
-        return VECTOR_BYTES // (4 if self.dtype == "float32" else 2)
+        return _widest(self.dtype) if self.layout == "NHWC" else 1
 
     def _launch(self, kernel: str, buffers: tuple[int, ...], made: tuple[int, int, int, int]) -> KernelLaunch:
         (n, c, h, w), (*_, p, q) = self.shape, self.result_shape
-        groups, (_, _, down, across) = c // self._vector, made
-        threads = n * down * across * groups
+        (_, _, down, across), last = made, self.layout == "NHWC"
+        groups = c // self._vector if last else 1
+        threads = n * c // self._vector * down * across
         told = arguments(
             PoolArguments, threads=threads, groups=groups, across=across, down=down, h=h, w=w, p=p, q=q, r=self.taps[0], s=self.taps[1],
             stride_h=self.stride[0], stride_w=self.stride[1], pad_h=self.padding[0], pad_w=self.padding[1], dil_h=self.dilation[0],
             dil_w=self.dilation[1],
         )  # fmt: skip
-        defines = {"TYPE": DTYPE_CODES[self.dtype]}
+        defines = {"TYPE": DTYPE_CODES[self.dtype], "VEC": self._vector}
         return KernelLaunch(kernel, defines, ceil(threads, THREADS), THREADS, buffers, (), "max_pool", arguments=told)
 
     def forward(self) -> KernelLaunch:
@@ -103,6 +108,11 @@ def compiled(pool: Pool, device: Device, backward: bool) -> Launcher:
     return device.schedule_launcher([[pool.backward() if backward else pool.forward()]])
 
 
+def _widest(dtype: str) -> int:
+    return VECTOR_BYTES // (4 if dtype == "float32" else 2)
+
+
 def texts() -> Iterator[TextFamily]:
-    """One text for each type."""
-    yield TextFamily("max_pool", {"TYPE": tuple(DTYPE_CODES[dtype] for dtype in TYPES)})
+    """One text for each type and layout."""
+    for dtype in TYPES:
+        yield TextFamily("max_pool", {"TYPE": (DTYPE_CODES[dtype],), "VEC": (1, _widest(dtype))})

@@ -546,11 +546,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
                 blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
                 filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
-                tried = (1, ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
-                if _planes(problem):  # without clusters
-                    tried = (*tried, min(filling, stages // LEAST_STAGES))
-                for split in sorted({max(split, least) for split in tried}):
-                    if split * cluster > least and stages < LEAST_STAGES * split * cluster:
+                tried = (1, ceil(filling, 4), ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
+                most = stages // (LEAST_STAGES * cluster)
+                for split in sorted({max(min(split, most), least) for split in tried}):
+                    if split * cluster > least and split > most:
                         continue
                     one = replace(config, SPLIT=split)
                     if refusal(problem, one) is None:

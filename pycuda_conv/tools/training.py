@@ -29,6 +29,7 @@ from pycuda_conv.tools.report import (
     write_between,
     write_json,
 )
+from pycuda_conv.tools.suite import in_mode
 from pycuda_conv.tools.terminal import FAILED, OK, ToolError, console, require, table, track
 
 #: Convolutions whose gradients are measured: input, filter, stride, padding.
@@ -40,7 +41,11 @@ CONVOLUTIONS = (
 MODES = ("fp32", "tf32")
 MAGNITUDE = 1e-4  # of the gradients that go in: small, as a mean loss makes them
 BLOCK = "conv + batch norm + ReLU"
+LAYERS = ((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)  # fused: input, output channels
+LAYER_MODES = ("fp32", "bf16-nhwc")
 STEPS = 20  # of training a layer in a row, by the host's clock
+BEND = 0.03  # results of a 16-bit layer before its ReLU that are nearer to zero than this may be rounded across it
+ROUNDED = 1.5  # times torch's error in 16 bits, and more is not rounding
 
 
 @dataclass(frozen=True)
@@ -64,24 +69,49 @@ class Row:
         return self.torch_us / self.ours_us
 
 
-def gradients(only: str | None) -> list[ConvProblem]:
+@dataclass(frozen=True)
+class Layer:
+    """A fused layer with a 3x3 filter to measure."""
+
+    shape: tuple[int, ...]
+    kernels: int
+    mode: str
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} -> {self.kernels} k3x3 p1"
+
+
+def gradients() -> list[ConvProblem]:
     """The gradients to measure, in fp32, those by the input first."""
     found = []
     for of in ("input", "weight"):
         for x, w, stride, padding in CONVOLUTIONS:
             y = ConvProblem.forward(len(w) - 2, x, w, stride=stride, padding=padding).result_shape
             found.append(ConvProblem.gradient(of, len(w) - 2, x, w, y, stride=stride, padding=padding))
-    return bench.matching(only, found, _label)
+    return found
 
 
-def _label(problem: ConvProblem) -> str:
+def cases(only: str | None) -> tuple[list[ConvProblem], list[Layer]]:
+    """The gradients, in fp32, and the fused layers to measure."""
+    layers = [Layer(*layer, mode) for mode in LAYER_MODES for layer in LAYERS]
+    every: list[ConvProblem | Layer] = [*gradients(), *layers]
+    chosen = bench.matching(only, every, _label)
+    return [one for one in chosen if isinstance(one, ConvProblem)], [one for one in chosen if isinstance(one, Layer)]
+
+
+def _label(problem: ConvProblem | Layer) -> str:
+    if isinstance(problem, Layer):
+        return f"{BLOCK} {problem} {problem.mode}"
     return bench.label(problem).replace("conv_transpose", "gradient by input, conv_transpose")
 
 
 def list_problems(settings: bench.Settings) -> int:
-    """Print the gradients' texts."""
-    for problem in gradients(settings.only):
+    """Print what is measured: the gradients' texts, then the layers'."""
+    problems, layers = cases(settings.only)
+    for problem in problems:
         print(f"{_label(problem):90} {problem.flops / 1e9:9.3f} GFLOP")
+    for layer in layers:
+        print(_label(layer))
     return OK
 
 
@@ -157,49 +187,67 @@ def _block(torch: Any, channels: int, kernels: int, place: str) -> tuple[Any, An
     return torch.nn.Sequential(conv, norm, torch.nn.ReLU()).to(place), FusedConvBnReLU2d.from_modules(conv, norm).to(place)
 
 
-def _evaluate(layer: Any, x: Any, _: int) -> None:
-    layer(x)
-
-
 def _relative(found: Any, reference: Any) -> float:
-    return float((found - reference).norm() / reference.norm())
+    return float((found.double() - reference).norm() / reference.norm())
 
 
-def measure_block(torch: Any, shape: Sequence[int], kernels: int, place: str, effort: Effort, seed: int) -> list[Row]:
-    """The layer evaluated, and trained: forward and backward, by both clocks. Peak memory of the training step is in the row's config."""
+def measure_block(torch: Any, case: Layer, place: str, effort: Effort, seed: int) -> list[Row]:
+    """The layer evaluated, and trained: forward and backward, by both clocks. Peak memory of the training step is in the row's config.
+
+    A 16-bit mode is torch's autocast: the layer's input has 16 bits, its parameters are float32.
+    """
     torch.manual_seed(seed)
-    theirs, ours = _block(torch, shape[1], kernels, place)
-    x = torch.randn(shape, device=place)
-    text = f"{'x'.join(map(str, shape))} -> {kernels} k3x3 p1"
+    shape, text, mode = case.shape, str(case), case.mode
+    theirs, ours = _block(torch, shape[1], case.kernels, place)
+    given = in_mode(ConvProblem.forward(2, shape, (case.kernels, shape[1], 3, 3), padding=1), mode)
+    dtype = getattr(torch, given.dtype)
+    coarse = dtype.itemsize == 2
+    if given.layout == "NHWC":
+        theirs, ours = (layer.to(memory_format=torch.channels_last) for layer in (theirs, ours))
+    x = torch.randn(shape, device=place).to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else x
     theirs.eval()
     ours.eval()
     rows = []
+
+    def result(layer: Any, _: int = 0) -> Any:
+        with torch.autocast("cuda", dtype, enabled=coarse):
+            return layer(x)
+
+    def timed(times: Sequence[Sequence[float]], steps: int = 1) -> dict[str, Any]:
+        found = [median(taken) / steps * 1e6 for taken in times]
+        return dict(zip(("ours_us", "torch_us", "compiled_us"), found, strict=True))
+
+    def judged(errors: Sequence[float], most: float) -> dict[str, Any]:
+        """Ours and torch's. In 16 bits both sides round what lies between the layer's steps."""
+        most = ROUNDED * errors[1] if coarse else most
+        return {"error": errors[0], "torch_error": errors[1], "verdict": "ok" if errors[0] < most else "WRONG"}
+
     with torch.no_grad():
         compiled = torch.compile(copy.deepcopy(theirs))
         reference = copy.deepcopy(theirs).double()(x.double())
-        error, torch_error = (_relative(layer(x).double(), reference) for layer in (ours, theirs))
-        ways = [partial(_evaluate, layer, x) for layer in (ours, theirs, compiled)]
-        ours_us, torch_us, compiled_us = (median(taken) * 1e6 for taken in gpu_times(torch, ways, 1, effort)[0])
-        verdict = "ok" if error < 1e-6 else "WRONG"
-        rows.append(Row(f"{BLOCK}, evaluated", text, "fp32", ours_us, torch_us, compiled_us, error, torch_error, verdict=verdict))
+        known = judged([_relative(result(layer), reference) for layer in (ours, theirs)], 1e-6)
+        ways = [partial(result, layer) for layer in (ours, theirs, compiled)]
+        rows.append(Row(f"{BLOCK}, evaluated", text, mode, **timed(gpu_times(torch, ways, 1, effort)[0]), **known))
     theirs.train()
     ours.train()
     x.requires_grad_()
     double = copy.deepcopy(theirs).double()
+    compiled = torch.compile(copy.deepcopy(theirs))
     x64 = x.detach().double().requires_grad_()
     with torch.no_grad():  # where rounding decides on which side of its bend a ReLU is, a gradient says nothing of accuracy
-        clear = copy.deepcopy(double)[:-1](x64).abs() > 1e-4
-    dy = torch.randn_like(reference, dtype=torch.float32) * clear * MAGNITUDE
+        clear = copy.deepcopy(double)[:-1](x64).abs() > (BEND if coarse else 1e-4)
+    dy = (torch.randn_like(reference, dtype=torch.float32) * clear * MAGNITUDE).to(dtype)
 
-    def step(layer: Any) -> list[Any]:
-        return list(torch.autograd.grad(layer(x), [x, *layer.parameters()], dy))
+    def step(layer: Any, _: int = 0) -> list[Any]:
+        return list(torch.autograd.grad(result(layer), [x, *layer.parameters()], dy))
 
     expected = torch.autograd.grad(double(x64), [x64, *double.parameters()], dy.double())
     peaks = []
     errors = []
     for layer in (ours, theirs):
         found = step(layer)
-        errors.append(max(_relative(a.double(), b) for a, b in zip(found, expected, strict=True)))
+        errors.append(max(_relative(a, b) for a, b in zip(found, expected, strict=True)))
         del found
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -207,18 +255,19 @@ def measure_block(torch: Any, shape: Sequence[int], kernels: int, place: str, ef
         step(layer)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    found_errors: dict[str, Any] = {"error": errors[0], "torch_error": errors[1], "verdict": "ok" if errors[0] < 1e-5 else "WRONG"}
-    ours_us, torch_us = (median(taken) * 1e6 for taken in gpu_times(torch, [lambda _: step(ours), lambda _: step(theirs)], 1, effort)[0])
+    known = judged(errors, 1e-5)
+    ways = [partial(step, layer) for layer in (ours, theirs, compiled)]
+    times = timed(gpu_times(torch, ways, 1, effort)[0])
     memory = f"peak memory {peaks[0] / 1e6:.0f} MB, torch's {peaks[1] / 1e6:.0f}"
-    rows.append(Row(f"{BLOCK}, trained", text, "fp32", ours_us, torch_us, config=memory, **found_errors))
+    rows.append(Row(f"{BLOCK}, trained", text, mode, **times, **known, config=memory))
 
-    def in_a_row(layer: Any) -> None:
+    def in_a_row(layer: Any, _: int) -> None:
         for _ in range(STEPS):
             step(layer)
 
-    seconds = wall_times([lambda _: in_a_row(ours), lambda _: in_a_row(theirs)], 1, effort, torch.cuda.synchronize)
-    ours_us, torch_us = (median(taken) / STEPS * 1e6 for taken in seconds)
-    rows.append(Row(f"{BLOCK}, trained, by the host's clock", text, "fp32", ours_us, torch_us, **found_errors))
+    ways = [partial(in_a_row, layer) for layer in (ours, theirs, compiled)]
+    times = timed(wall_times(ways, 1, effort, torch.cuda.synchronize), STEPS)
+    rows.append(Row(f"{BLOCK}, trained, by the host's clock", text, mode, **times, **known))
     return rows
 
 
@@ -236,7 +285,8 @@ def run(settings: bench.Settings) -> int:
     torch.cuda.set_device(device.name)
     out = console()
     rows: list[Row] = []
-    problems = [replace(problem, precision=mode) for mode in MODES for problem in gradients(settings.only)]
+    asked, layers = cases(settings.only)
+    problems = [replace(problem, precision=mode) for mode in MODES for problem in asked]
     with bench.cudnn_set(torch, "benchmark", True):
         machine = bench.describe(torch, device, "training", bench.arithmetic(MODES), seed)
         machine["command"] = "pycuda-conv bench --training" + (f" --only {settings.only}" if settings.only else "")
@@ -251,10 +301,9 @@ def run(settings: bench.Settings) -> int:
             with torch_precision(plan.problem.precision):
                 rows.append(_said(measure_gradient(torch, plan, settings.effort, seed + i)))
             torch.cuda.empty_cache()
-        if settings.only is None:
-            with torch_precision("fp32"):
-                for shape, kernels in (((64, 64, 56, 56), 64), ((4, 16, 32, 32), 32)):
-                    rows += map(_said, measure_block(torch, shape, kernels, device.name, settings.effort, seed))
+        with torch_precision("fp32"):
+            for layer in layers:
+                rows += map(_said, measure_block(torch, layer, device.name, settings.effort, seed))
     _print(out, rows)
     if settings.json is not None:
         report = {
@@ -310,11 +359,9 @@ def markdown(machine: dict[str, Any], rows: Sequence[Row]) -> str:
             ours, torch = ([getattr(row, name) for row in exact] for name in ("error", "torch_error"))
             parts[-1] += f" Errors in fp32: ours {min(ours):.1e} to {max(ours):.1e}, torch's {min(torch):.1e} to {max(torch):.1e}."
     if others:
-        lines = [
-            (row.what, row.problem, *_times(row), "-" if math.isnan(row.compiled_us) else microseconds(row.compiled_us), row.config)
-            for row in others
-        ]
-        parts.append(markdown_table(("what", "problem", "ours, us", "torch, us", "torch.compile, us", "notes"), 2, lines))
+        compiled = ["-" if math.isnan(row.compiled_us) else microseconds(row.compiled_us) for row in others]
+        lines = [(row.what, row.problem, row.mode, *_times(row), us, row.config) for row, us in zip(others, compiled, strict=True)]
+        parts.append(markdown_table(("what", "problem", "mode", "ours, us", "torch, us", "torch.compile, us", "notes"), 3, lines))
     return "\n\n".join(parts)
 
 

@@ -68,7 +68,7 @@ def problems(settings: Settings) -> list[ConvProblem]:
     found = [
         replace(problem, dtype=dtype, precision=precision, layout=layout)
         for dtype in dtypes for layout in layouts for precision in (precisions if dtype == "float32" else ("fp32",))
-        for problem in core() + (gradients(None) if (dtype, layout) == ("float32", "NCHW") else [])
+        for problem in core() + (gradients() if (dtype, layout) == ("float32", "NCHW") else [])
     ]
     found = [problem for problem in dict.fromkeys(found) if settings.match in str(problem)]
     if not found:
