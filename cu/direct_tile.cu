@@ -1,7 +1,8 @@
 // direct_tile.cu, step 2 of the ladder: one channel, the input tile with its halo in shared memory as well.
 //
-// The sum, the layouts and the uses are those of direct_single.cu. Without a stride it also computes the gradient of a depthwise layer's input,
-// which is the same sum over dy with the filter's taps from the last to the first. What is new: neighbouring pixels read overlapping windows,
+// The sum, the layouts and the uses are those of direct_single.cu. It also computes the gradient of a depthwise layer's input, which is the same sum
+// over dy with the filter's taps from the last to the first. For a layer with a stride of 2 or 4, dy's pixels lie so far apart in a tile, with zeros
+// between them. What is new: neighbouring pixels read overlapping windows,
 // so a block fetches the window of its whole tile once, and its threads read that from shared memory. Each column of the filter has a sum of
 // its own, unless the result has 16 bits, because short sums lose less.
 //
@@ -30,6 +31,7 @@ typedef struct TileArguments {
   long_t pad_h, pad_w;
   long_t r, s, stride_h, stride_w, dil_h, dil_w, by_halo_w;
   long_t flipped;                                   // whether the filter's last tap comes first
+  long_t apart_h, apart_w;                          // x's pixels are 2 to the power of these apart
   long_t has_scale, has_bias, has_residual, activation, slope;    // the epilogue; slope: an acc_t's bits
 } TileArguments;
 
@@ -82,6 +84,18 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void direct_tile(const GLOBAL_MEM data_t*
   for (int i = LID_0; i < R * S; i += THREADS) tile[filter + i] = LOAD(w, (index_t)k * (R * S) + (flipped ? R * S - 1 - i : i));
   const int h0 = tile_p * STRIDE_H - OF_LAYER(PAD_H, pad_h), w0 = tile_q * STRIDE_W - OF_LAYER(PAD_W, pad_w);
   const index_t corner = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end) + (index_t)h0 * w_end + w0;
+  const int apart_h = OF_LAYER(APART_H, apart_h), apart_w = OF_LAYER(APART_W, apart_w);
+  if (apart_h | apart_w) {
+    const index_t first = (n * (index_t)c_all + OVER(k, k_all / c_all, by_multiplier)) * (h_end * w_end);
+#pragma unroll 8
+    for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
+      const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W, row_of = h >> apart_h, column = col >> apart_w;
+      acc_t v = 0;
+      if (row_of << apart_h == h && column << apart_w == col && row_of >= 0 && row_of < h_end && column >= 0 && column < w_end)
+        v = LOAD(x, first + row_of * w_end + column);
+      tile[i] = v;
+    }
+  } else
 #pragma unroll 8
   for (int i = LID_0; i < HALO_H * HALO_W; i += THREADS) {
     const int down = HALO_ROW(i), h = h0 + down, col = w0 + i - down * HALO_W;

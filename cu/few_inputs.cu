@@ -1,7 +1,9 @@
-// few_inputs.cu: convolutions of channels-last arrays with few channels, as first layers are, on tensor cores that warps feed themselves.
+// few_inputs.cu: convolutions of few channels, as first layers are, on tensor cores that warps feed themselves. Arrays have their channels last, or
+// with PLANES are NCHW.
 //
 //   y[pixel, k] = sum over the taps t, r, s and c of x[pixel + tap, c] * w[k, tap, c], and finish.cuh
 //   gemm m: pixel | gemm n: output channel | gemm k: words of 4 bytes of x: of a row of taps the channels of all of them, which lie side by side
+//   With PLANES gemm m is the output channel, gemm n the pixel, and gemm k goes over the channels' rows of taps one after another.
 //
 // Nothing is packed. Few channels fill no row of a tensor load, and most of a layer's bytes are y's.
 //
@@ -18,12 +20,13 @@
 //          element before it. Where pixels of odd columns begin otherwise than those of even ones, there is a copy of the patch for them, one
 //          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
-//          at once from its registers, and four lanes write a sector or two.
+//          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of four eights are neighbouring pixels.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
 #define TYPE 16      // of the arrays: 32 float, 16 half, 17 bfloat16
 #define BLOCK_N 64   // channels of y of a block: 16, 32, 48 or 64
+#define PLANES 0     // whether the arrays are NCHW, and of 16 bits
 #endif
 #define MOMENTS 0
 #include "async_copy.cuh"
@@ -37,8 +40,9 @@ constexpr int COLUMN_TILES = BLOCK_N / 8;
 constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of a word
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
 constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
+constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
 constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
-#if defined(LAYER) || BLOCK_N < 64
+#if defined(LAYER) || BLOCK_N < 64 || PLANES
 constexpr int BLOCKS = 2;                                         // of a multiprocessor at once
 #else
 constexpr int BLOCKS = 1;                                         // what finishes sums whatever there is wants registers
@@ -50,13 +54,15 @@ struct FewInputsArguments {
   long long workers, by_workers;                        // blocks that share the tiles of the same channels
   long long tiles, tiles_w, by_tiles_w, tiles_h, by_tiles_h, out_d, by_out_d;  // tiles along w, along h; slices of an image of y
   long long column_bits, rows;                          // of a tile, which has 2^column_bits columns
-  long long k, steps, words, row_words, by_row_words;   // channels of y; eights of words, words, and words of a row of taps
+  long long k, steps, words, row_words, by_row_words;   // channels of y of a group; eights of words, words, and words of a row of taps
   long long run, lead;                                  // elements of a row of taps, and before it in its first word
   long long tap_s, by_tap_s, tap_r, by_tap_r;           // rows of taps in a row, if the columns are apart; taps along r
-  long long c;                                          // channels of x
+  long long c, pixel, slices, by_slices;                // channels of x of a group; elements of a pixel of x; with PLANES slices of a filter
+  long long groups, group_chunks, by_group_chunks, w_group;  // with PLANES: blocks of channels of a group, elements of the filter of one
   long long w_k, w_c, w_tap;                            // elements of the filter from one to the next
   long long w_order, outer, by_outer, inner, by_inner, filters;  // FilterOrder; elements of one of the outermost, of the next; all of a block
   long long taps, by_taps, last_tap, row_taps, by_row_taps;  // of the filter; the last, if they are taken in reverse, or -1; of a row of taps
+  long long channel_words;                              // with PLANES: from one channel of x to the next
   long long depth, height, width;                       // of x
   long long patch, patch_rows, by_patch_rows, pitch;    // rows of all slices, of one; elements from one row to the next
   long long unit, units, by_units, shift;               // elements that are copied at once; of a row, so many of them; elements before the first pixel
@@ -64,7 +70,7 @@ struct FewInputsArguments {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w, dilation_d, dilation_h, dilation_w;
   long long p, q;                                       // of y
   long long table_at, places_at, patch_at, copy_at;     // bytes of shared memory before them; copy_at: from the patch to its copy, or 0
-  long long wide;                                       // whether pixels of y begin at multiples of what a lane writes at once
+  long long wide;                                       // whether pixels of y begin at multiples of what a lane writes at once; PLANES: so many elements
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
@@ -109,7 +115,7 @@ struct Corner {
     const Divided of_w(tile, arg.tiles_w, arg.by_tiles_w), of_h(of_w.quotient, arg.tiles_h, arg.by_tiles_h), of_d(of_h.quotient, arg.out_d, arg.by_out_d);
     n = of_d.quotient, slice = of_h.quotient, p = of_h.rest * (int)arg.rows, q = of_w.rest << (int)arg.column_bits;
     d = of_d.rest * (int)arg.stride_d + (int)arg.low_d, h = p * (int)arg.stride_h + (int)arg.low_h;
-    element = (q * (int)arg.stride_w + (int)arg.low_w) * (int)arg.c - (int)arg.shift;
+    element = (q * (int)arg.stride_w + (int)arg.low_w) * (int)arg.pixel - (int)arg.shift;
   }
 };
 
@@ -117,21 +123,67 @@ struct Corner {
 struct Unit {
   int from;  // of x, in elements
   bool mine, there;
-  DEVICE Unit(const FewInputsArguments& arg, const Corner& corner, int i, int row_elements) {
+  DEVICE Unit(const FewInputsArguments& arg, const Corner& corner, int group, int i, int row_elements) {
     const Divided of_row(i, arg.units, arg.by_units), of_slice(of_row.quotient, arg.patch_rows, arg.by_patch_rows);
-    const int d = corner.d + of_slice.quotient * (int)arg.dilation_d, h = corner.h + of_slice.rest, element = corner.element + of_row.rest * (int)arg.unit;
+    int plane = corner.n, slice = of_slice.quotient;
+    if (PLANES) {
+      const Divided of_channel(slice, arg.slices, arg.by_slices);
+      plane = (corner.n * (int)arg.groups + group) * (int)arg.c + of_channel.quotient, slice = of_channel.rest;
+    }
+    const int d = corner.d + slice * (int)arg.dilation_d, h = corner.h + of_slice.rest, element = corner.element + of_row.rest * (int)arg.unit;
     mine = of_row.quotient < (int)arg.patch;
     there = mine && (unsigned)d < (unsigned)arg.depth && (unsigned)h < (unsigned)arg.height && (unsigned)element < (unsigned)row_elements;
-    from = ((corner.n * (int)arg.depth + d) * (int)arg.height + h) * row_elements + element;
+    from = ((plane * (int)arg.depth + d) * (int)arg.height + h) * row_elements + element;
   }
 };
 
-template <int bytes> DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Corner& corner, uint32_t to, int row_elements) {
+template <int bytes>
+DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Corner& corner, int group, uint32_t to, int row_elements) {
   for (int i = threadIdx.x; i < (int)(arg.patch * arg.units); i += THREADS) {
-    const Unit unit(arg, corner, i, row_elements);
+    const Unit unit(arg, corner, group, i, row_elements);
     copy_or_zero<bytes>(to + i * bytes, unit.there ? x + unit.from : x, unit.there);
   }
 }
+
+#if PLANES
+// The results of a tile. A lane has eight neighbouring pixels of some channels, and writes runs of so many of them at once.
+template <int RUN>
+DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const data_t* scale,
+                         const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
+  struct alignas(RUN * sizeof(data_t)) Run {
+    data_t v[RUN];
+  };
+  const int lane = threadIdx.x % 32, pixel = threadIdx.x / 32 * SIXTEENS * 16 + lane % 4 * 8, down = pixel >> (int)arg.column_bits;
+  const int row = corner.p + down, column = corner.q + pixel - (down << (int)arg.column_bits), left = (int)arg.q - column;
+  if (row >= (int)arg.p || left <= 0) return;
+  const int o = corner.slice - corner.n * (int)arg.out_d, inside = row * (int)arg.q + column;
+#pragma unroll
+  for (int eight = 0; eight < COLUMN_TILES; ++eight) {
+    const int of_group = first_k + eight * 8 + lane / 4, k = group * (int)arg.k + of_group;
+    if (of_group >= (int)arg.k) return;
+    Finish<false> finish;
+    finish.of = ScaleAndBias(arg, scale, bias, k);
+    const int at = ((corner.n * (int)(arg.groups * arg.k) + k) * (int)arg.out_d + o) * (int)(arg.p * arg.q) + inside;
+    Run added[8 / RUN] = {};
+    if (has_residual(arg))
+#pragma unroll
+      for (int i = 0; i < 8 / RUN; ++i)
+        if (i * RUN < left) added[i] = *(const Run*)(residual + at + i * RUN);
+    float v[8];
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      v[e] = finish.whole(arg, sum[eight / 2][e / 2][eight % 2 * 2 + e % 2], 1, has_residual(arg) ? to_float(added[e / RUN].v[e % RUN]) : -0.f);
+    activate(arg, v);
+#pragma unroll
+    for (int i = 0; i < 8 / RUN; ++i) {
+      Run out;
+#pragma unroll
+      for (int e = 0; e < RUN; ++e) out.v[e] = from_float<data_t>(v[i * RUN + e]);
+      if (i * RUN < left) store_word(y + at + i * RUN, *(const word<Run>*)&out);
+    }
+  }
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     few_inputs(const data_t* __restrict__ x, const data_t* __restrict__ w, const data_t* __restrict__ bias, const data_t* __restrict__ scale,
@@ -142,47 +194,59 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   uint4* const table = (uint4*)((char*)dynamic + arg.table_at);
   int* const places = (int*)((char*)dynamic + arg.places_at);
   data_t* const patch = (data_t*)((char*)dynamic + arg.patch_at);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (int)arg.steps, c = (int)arg.c;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (int)arg.steps, c = (int)arg.c, of_pixel = (int)arg.pixel;
   const Divided of_worker(blockIdx.x, arg.workers, arg.by_workers);
-  const int first_k = of_worker.quotient * BLOCK_N;
+#if PLANES
+  const Divided of_chunk(of_worker.quotient, arg.group_chunks, arg.by_group_chunks);
+  const int group = of_chunk.quotient, first_k = of_chunk.rest * BLOCK_N;
+#else
+  const int group = 0, first_k = of_worker.quotient * BLOCK_N;
+#endif
 
   // the words of gemm k
   for (int i = threadIdx.x; i < steps * 8; i += THREADS) {
     const Word word(arg, i);
     const int row = word.t * (int)arg.patch_rows + word.r * (int)arg.dilation_h;
-    uint32_t at = (row * (int)arg.pitch + word.s * (int)arg.dilation_w * c + word.element + (int)arg.lead) * (int)sizeof(data_t), mask = ~0u;
+    uint32_t at = (row * (int)arg.pitch + word.s * (int)arg.dilation_w * of_pixel + word.element + (int)arg.lead) * (int)sizeof(data_t), mask = ~0u;
     if (EACH == 2 && word.element + 1 >= (int)arg.run) mask = 0xffff;
     if (word.element < 0) mask &= 0xffff0000;
     if (i >= (int)arg.words) at = mask = 0;
     *((uint2*)table + (i / 8 * 4 + i % 4) * 2 + i / 4 % 2) = make_uint2(at, mask);
   }
 
-  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. They are all odd or all even.
+  // where this lane's pixels of a tile begin in the patch: of each sixteen one, and one 8 columns further. With PLANES the first, and others two
+  // columns further each. They are all odd or all even.
   const bool copied = EACH == 2 && arg.copy_at != 0, odd = copied && lane / 4 % 2 == 1;
+  const uint32_t further = (PLANES ? 2 : 8) * (int)arg.stride_w * of_pixel * (int)sizeof(data_t);
+  const auto base_of = [&](int pixel) {
+    const int row = pixel >> (int)arg.column_bits, column = pixel - (row << (int)arg.column_bits);
+    return (uint32_t)(row * (int)(arg.stride_h * arg.pitch) + column * (int)arg.stride_w * of_pixel + (int)(arg.shift - arg.lead) - (odd ? 1 : 0)) *
+           (uint32_t)sizeof(data_t);
+  };
+#if PLANES
+  const uint32_t base = base_of(warp * SIXTEENS * 16 + lane / 8 * 8 + lane / 4 % 2);
+#else
   int first_pixel = warp * SIXTEENS * 16 + lane / 4;
-  const uint32_t further = 8 * (int)arg.stride_w * c * (int)sizeof(data_t);
   uint32_t base[SIXTEENS];
 #pragma unroll
-  for (int i = 0; i < SIXTEENS; ++i) {
-    const int pixel = first_pixel + i * 16, row = pixel >> (int)arg.column_bits, column = pixel - (row << (int)arg.column_bits);
-    base[i] = (row * (int)(arg.stride_h * arg.pitch) + column * (int)arg.stride_w * c + (int)(arg.shift - arg.lead) - (odd ? 1 : 0)) * (int)sizeof(data_t);
-  }
+  for (int i = 0; i < SIXTEENS; ++i) base[i] = base_of(first_pixel + i * 16);
+#endif
   const uint32_t table_lane = shared_address(table) + lane % 4 * 16, filter_lane = shared_address(filter) + lane * 8;
   const uint32_t patches = shared_address(patch);
-  const int row_elements = (int)arg.width * c, first_tile = of_worker.rest, tiles = (int)arg.tiles, workers = (int)arg.workers, stages = (int)arg.stages;
+  const int row_elements = (int)arg.width * of_pixel, first_tile = of_worker.rest, tiles = (int)arg.tiles, workers = (int)arg.workers, stages = (int)arg.stages;
   const auto load = [&](int tile, uint32_t to) {
     const Corner corner(arg, tile);
     const int bytes = (int)arg.unit * (int)sizeof(data_t);
-    if (bytes == 16) copy_patch<16>(arg, x, corner, to, row_elements);
-    else if (bytes == 8) copy_patch<8>(arg, x, corner, to, row_elements);
-    else if (bytes == 4) copy_patch<4>(arg, x, corner, to, row_elements);
+    if (bytes == 16) copy_patch<16>(arg, x, corner, group, to, row_elements);
+    else if (bytes == 8) copy_patch<8>(arg, x, corner, group, to, row_elements);
+    else if (bytes == 4) copy_patch<4>(arg, x, corner, group, to, row_elements);
     else
       for (int first = threadIdx.x; first < (int)(arg.patch * arg.units); first += THREADS * AT_ONCE) {
         data_t v[AT_ONCE];
         bool mine[AT_ONCE];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
-          const Unit unit(arg, corner, first + i * THREADS, row_elements);
+          const Unit unit(arg, corner, group, first + i * THREADS, row_elements);
           v[i] = data_t(), mine[i] = unit.mine;
           if (unit.there) v[i] = x[unit.from];
         }
@@ -200,7 +264,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Divided of_channel(i, arg.taps, arg.by_taps);
     const int tap = arg.last_tap < 0 ? of_channel.rest : (int)arg.last_tap - of_channel.rest;
     const Divided row(tap, arg.row_taps, arg.by_row_taps);
-    const int element = row.rest * c + of_channel.quotient + (int)arg.lead, word = row.quotient * (int)arg.row_words + element / EACH;
+    const int element = row.rest * of_pixel + (PLANES ? 0 : of_channel.quotient) + (int)arg.lead;
+    const int word = (PLANES ? of_channel.quotient * (int)arg.channel_words : 0) + row.quotient * (int)arg.row_words + element / EACH;
     const int place = ((word / 8 * COLUMN_TILES * 32 + word % 4) * 2 + word / 4 % 2) * EACH + element % EACH;
     places[order == K_TAP_CHANNEL ? of_channel.rest * c + of_channel.quotient : i] = place;
   }
@@ -224,8 +289,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const bool mine = number < (int)arg.filters && first_k + k < (int)arg.k;
       v[i] = data_t(), to[i] = -1;
       if (mine) {
-        const int eight = k / (8 * TOGETHER) * TOGETHER + k % NEIGHBOURS / 2, column = k % (8 * TOGETHER) / NEIGHBOURS * 2 + k % 2;
-        v[i] = w[first_k * (int)arg.w_k + from];
+        const int eight = PLANES ? k / 8 : k / (8 * TOGETHER) * TOGETHER + k % NEIGHBOURS / 2;
+        const int column = PLANES ? k % 8 : k % (8 * TOGETHER) / NEIGHBOURS * 2 + k % 2;
+        v[i] = w[group * (int)arg.w_group + first_k * (int)arg.w_k + from];
         to[i] = places[at] + (eight * 32 + column * 4) * 2 * EACH;
       }
     }
@@ -259,6 +325,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #endif
 
     const uint32_t here = patches + (odd ? (uint32_t)arg.copy_at : now);
+#if PLANES
+    float sum[COLUMN_TILES / 2][EIGHTS][4] = {};
+    for (int step = 0; step < steps; ++step) {
+      const uint4 at = load_vector(table_lane + step * 64);
+      uint32_t b[EIGHTS][2];
+#pragma unroll
+      for (int i = 0; i < EIGHTS; ++i) {
+        b[i][0] = load_word(here + base + i * further + at.x) & at.y;
+        b[i][1] = load_word(here + base + i * further + at.z) & at.w;
+      }
+#pragma unroll
+      for (int sixteen = 0; sixteen < COLUMN_TILES / 2; ++sixteen) {
+        const uint32_t of_sixteen = filter_lane + (step * COLUMN_TILES + 2 * sixteen) * 256;
+        const uint2 low = load_words(of_sixteen), high = load_words(of_sixteen + 256);
+        const uint32_t a[4] = {low.x, high.x, low.y, high.y};
+#pragma unroll
+        for (int i = 0; i < EIGHTS; ++i) multiply<data_t>(sum[sixteen][i], a, b[i][0], b[i][1]);
+      }
+    }
+    const Corner corner(arg, tile);
+    if (arg.wide == 8) store_planes<8>(arg, sum, bias, scale, residual, y, corner, group, first_k);
+    else if (arg.wide == 2) store_planes<2>(arg, sum, bias, scale, residual, y, corner, group, first_k);
+    else store_planes<1>(arg, sum, bias, scale, residual, y, corner, group, first_k);
+#else
     float sum[SIXTEENS][COLUMN_TILES][4] = {};
     for (int step = 0; step < steps; ++step) {
       const uint4 at = load_vector(table_lane + step * 64);
@@ -319,6 +409,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             if (e < count) y[at + e] = out.v[e];
       }
     });
+#endif
     if (stages > 1) now = (uint32_t)arg.stage_bytes - now;
   }
 }

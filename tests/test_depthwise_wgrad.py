@@ -32,6 +32,7 @@ PIXELS = [
 TYPES = ("bfloat16", "float32", "float16")
 FORCED = ((14, 1), (3, 2), (100, 3))  # rows and parts
 RUNS = [("NCHW", shape, "float32", DepthwisePlanesWgrad(*FORCED[i % 3])) for i, shape in enumerate(PLANES)]
+RUNS += [("NCHW", shape, TYPES[::2][i % 2], DepthwisePlanesWgrad(*FORCED[(i + i // 3) % 3])) for i, shape in enumerate(PLANES)]
 RUNS += [("NHWC", shape, TYPES[i % 3], DepthwiseRing(*FORCED[(i + i // 3) % 3])) for i, shape in enumerate(PIXELS)]
 
 
@@ -59,14 +60,18 @@ def test(layout, shape, dtype, config):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
-@pytest.mark.parametrize(("layout", "config"), [("NCHW", DepthwisePlanesWgrad(5, 2)), ("NHWC", DepthwiseRing(5, 2))], ids=str)
+@pytest.mark.parametrize(
+    ("layout", "config", "dtype"),
+    [("NCHW", DepthwisePlanesWgrad(5, 2), "float32"), ("NCHW", DepthwisePlanesWgrad(5, 2), "float16"), ("NHWC", DepthwiseRing(5, 2), "float32")],
+    ids=str,
+)
 @pytest.mark.parametrize("stride", [1, 2])
-def test_an_infinity_stays_with_the_taps_that_meet_it(layout, config, stride):
+def test_an_infinity_stays_with_the_taps_that_meet_it(layout, config, dtype, stride):
     """Zeros that stand for rows above and below a strip, and for columns that a thread lacks, must not meet an Inf of x."""
     shape = (1, 4, 11, 10), (4, 1, 5, 5), (stride, stride), (1, 1)
-    problem = asked(layout, shape)
+    problem = asked(layout, shape, dtype)
     for row, column in ((0, 9), (3, 5), (10, 0)):
-        x, dy, marked = np.ones(problem.input_shape, "f"), np.ones(problem.weight_shape, "f"), np.zeros(problem.input_shape)
+        x, dy, marked = np.ones(problem.input_shape, dtype), np.ones(problem.weight_shape, dtype), np.zeros(problem.input_shape)
         x[0, :, row, column], marked[0, :, row, column] = np.inf, 1
         got = simt.computed(problem, config, x, dy)
         assert np.array_equal(np.isinf(got), reference(shape, marked, dy) > 0) and not np.isnan(got).any()
@@ -92,14 +97,15 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
             assert engine.refusal(problem, config) is None
             launch = engine.schedule(problem, config, GPU).steps[0][0]
             assert any(launch in family for family in listed), launch
-        if layout == "NCHW" and problem.dtype == "float32" and problem.filter_size[2] >= depthwise_wgrad.NARROW:
-            assert depthwise_wgrad.choose(problem, GPU)[1] == next(depthwise_wgrad.configs(problem, GPU))
+        if layout == "NCHW" and problem.filter_size[2] >= depthwise_wgrad.NARROW:
+            chosen, many = depthwise_wgrad.choose(problem, GPU), problem.dtype == "float32" or problem.bytes >= depthwise_wgrad.MANY
+            assert (chosen and chosen[1]) == (next(depthwise_wgrad.configs(problem, GPU)) if many else None)
 
 
 def test_what_is_refused():
     shape = PLANES[0]
     for problem, reason in (
-        (asked("NCHW", shape, "float16"), "float32"), (asked("NCHW", ((2, 8, 9, 9), (8, 1, 4, 4), (1, 1), (1, 1))), "3x3, 5x5"),
+        (asked("NCHW", shape, "float64"), "float32"), (asked("NCHW", ((2, 8, 9, 9), (8, 1, 4, 4), (1, 1), (1, 1))), "3x3, 5x5"),
         (asked("NCHW", ((2, 8, 9, 9), (8, 1, 3, 3), (3, 3), (1, 1))), "3x3, 5x5"), (asked("NCHW", ((0, 8, 9, 9), (8, 1, 3, 3), (1, 1), (1, 1))), "nothing"),
     ):  # fmt: skip
         assert reason in depthwise_wgrad.refusal(problem.launched, DepthwisePlanesWgrad()) and not [*depthwise_wgrad.configs(problem.launched, GPU)]

@@ -1,4 +1,4 @@
-"""Convolutions of channels-last arrays with few channels (``few_inputs.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
+"""Convolutions of few channels, channels last and in NCHW (``few_inputs.cu``): exact, against float64, on the CPU (simt) and on a GPU."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from pycuda_conv.engines.few_inputs import FewInputs
 
 on_cpu = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 MODES = tuple(mode for mode, dtype in (("tf32 last", "float32"), ("fp16 last", "float16"), ("bf16 last", "bfloat16")) if dtype in DTYPES)
+PLANES = tuple(mode.split()[0] for mode in MODES if "tf32" not in mode)  # of NCHW arrays
 
 #: Tails of channels, rows and columns; pixels that begin at odd elements, and rows of taps that end there; strides, padding, dilation, one to three axes; taps that
 #: are beside one another and apart; gradients, which take the taps in reverse.
@@ -42,6 +43,11 @@ CASES = [
     fprop((1, 2, 11, 12), (48, 2, 3, 2), padding=((0, 2), (3, 1))), fprop((40, 1, 3, 3), (128, 1, 1, 1)),
     dgrad((2, 3, 9, 8), (3, 40, 3, 3), padding=1), dgrad((1, 1, 12, 20), (1, 16, 5, 5), padding=2), dgrad((1, 4, 7, 9), (4, 20, 3, 2), dilation=(2, 3), padding=1), dgrad((1, 2, 3, 4, 9), (2, 24, 1, 3, 3), padding=(0, 1, 1)),
 ]  # fmt: skip
+#: Those of planes alone: groups, more channels than the other layout's.
+GROUPS = [
+    fprop((2, 12, 9, 18), (20, 3, 3, 3), padding=1, groups=4), fprop((1, 32, 7, 20), (36, 16, 3, 3), padding=1, stride=2, groups=2), dgrad((1, 24, 6, 17), (24, 6, 3, 3), padding=1, groups=4),
+    fprop((2, 17, 5, 24), (70, 17, 3, 1), padding=1), dgrad((1, 6, 4, 6, 9), (6, 3, 3, 3, 3), padding=1, groups=2),
+]  # fmt: skip
 
 
 def tiles(case: Case, mode: str) -> list[FewInputs]:
@@ -51,8 +57,14 @@ def tiles(case: Case, mode: str) -> list[FewInputs]:
 
 
 #: Each case in each mode, with a tile of its own.
-RUNS = [(case, mode, tiles(case, mode)[(5 * i + 3 * j) % len(tiles(case, mode))]) for i, case in enumerate(CASES) for j, mode in enumerate(MODES)]
-SOME = sharing([[run for run in RUNS if run[0] is case] for case in CASES])  # each case once
+def runs(cases: list[Case], modes: tuple[str, ...]) -> list[tuple[Case, str, FewInputs]]:
+    possible = ((i, case, j, mode, tiles(case, mode)) for i, case in enumerate(cases) for j, mode in enumerate(modes))
+    return [(case, mode, found[(5 * i + 3 * j) % len(found)]) for i, case, j, mode, found in possible if found]
+
+
+LAST, OF_PLANES = runs(CASES, MODES), runs([*CASES, *GROUPS], PLANES)
+RUNS = [*LAST, *OF_PLANES]
+SOME = sharing([[run for run in of if run[0] is case] for of in (LAST, OF_PLANES) for case in (*CASES, *GROUPS)])  # each case once in either layout
 
 
 def check(case: Case, mode: str, config, seeds=(1, 2), **options) -> None:
@@ -67,9 +79,9 @@ def test_integers_are_exact(case, mode, config):
 
 
 @on_cpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, *PLANES))
 def test_random_data(mode):
-    for case in (CASES[0], CASES[4], CASES[12]):
+    for case in (CASES[0], CASES[4], CASES[12]) if mode in MODES else (CASES[4], GROUPS[2]):
         arrays = case.normals(dtype_of(mode), seed=1)
         ref = case.reference(*arrays)
         for config in tiles(case, mode)[::5]:
@@ -85,10 +97,10 @@ def test_blocks_of_many_tiles_and_of_one(multiprocessors):
 
 @on_cpu
 def test_all_tiles_give_the_same_bits():
-    case, mode = CASES[4], MODES[-1]
-    arrays = case.normals(dtype_of(mode), seed=3)
-    found = {simt.computed(asked(case, mode), config, *arrays, seeds=(1,)).tobytes() for config in tiles(case, mode)}
-    assert len(found) == 1
+    for mode in (MODES[-1], PLANES[-1]):
+        arrays = CASES[4].normals(dtype_of(mode), seed=3)
+        found = {simt.computed(asked(CASES[4], mode), config, *arrays, seeds=(1,)).tobytes() for config in tiles(CASES[4], mode)[:: 1 if mode in MODES else 3]}
+        assert len(found) == 1
 
 
 @on_cpu
@@ -98,6 +110,14 @@ def test_the_epilogue(mode, channels):
     """Bias, scale, residual and ReLU; then each activation, with a residual and without; of pixels that are written at once, and not."""
     case, config = fprop((2, 3, 7, 9), (channels, 3, 3, 3), padding=1), FewInputs(32, 16)
     check_epilogue(case, mode, config, ACTIVATIONS if channels == 24 else ACTIVATIONS[:2])
+
+
+@on_cpu
+@pytest.mark.parametrize("mode", PLANES)
+@pytest.mark.parametrize("width", [9, 10, 16])
+def test_the_epilogue_of_planes(mode, width):
+    """Results of eight neighbouring pixels that are written at once, by twos and one by one."""
+    check_epilogue(fprop((2, 3, 5, width), (19, 3, 3, 3), padding=1), mode, FewInputs(32, 16), ACTIVATIONS[width % 3 :: 3])
 
 
 @on_cpu
@@ -124,7 +144,7 @@ FINITE = [replace(fprop((2, 3, 9, 10), (24, 3, 3, 3), padding=1), bias=False), r
 
 
 @on_cpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, *PLANES))
 @pytest.mark.parametrize("case", FINITE, ids=str)
 def test_what_is_not_finite_reaches_its_own_results_only(case, mode):
     check_not_finite(case, mode, lambda x, w, b: simt.computed(asked(case, mode), FewInputs(32, 16), x, w, b, seeds=(1,)))
@@ -138,7 +158,8 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("case", "mode", "config", "reason"),
     [
-        (replace(BASE, options={"groups": 3}, weight_shape=(21, 1, 3, 3)), "fp16 last", FewInputs(), "of one group"), (BASE, "fp16", FewInputs(), "takes arrays in the layouts"),
+        (replace(BASE, options={"groups": 3}, weight_shape=(21, 1, 3, 3)), "fp16 last", FewInputs(), "of one group"),
+        (replace(BASE.problem("float16"), direction="wgrad"), None, FewInputs(), "takes arrays in the layouts"),
         (fprop((0, 3, 4, 4), (4, 3, 1, 1)), "fp16 last", FewInputs(), "nothing to compute"), (BASE, "fp32 last", FewInputs(), "precision='tf32'"),
         (dgrad((2, 3, 4, 4), (3, 8, 3, 3), stride=2), "fp16 last", FewInputs(), "without stride"), (fprop((1, 3, 9, 9), (4, 3, 3, 3), dilation=3), "fp16 last", FewInputs(), "multiples of 4 bytes"),
         (fprop((1, 4, 2**15, 2**14), (4, 4, 3, 3)), "fp16 last", FewInputs(), "in 32 bits"), (BASE, "fp16 last", FewInputs(24), "BLOCK_N must be one of 16, 32, 48, 64"),
@@ -147,7 +168,7 @@ BASE = CASES[0]
     ids=lambda v: str(v)[:40],
 )  # fmt: skip
 def test_a_configuration_says_why_it_cannot(case, mode, config, reason):
-    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode), config, reason)
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), asked(case, mode) if mode else case, config, reason)
 
 
 def test_other_devices_do_not_have_it():
@@ -159,8 +180,8 @@ def test_other_devices_do_not_have_it():
 def test_the_choice_is_legal_and_its_texts_are_listed():
     """Of random layers of the families that it is for, and others: what is chosen, and each candidate's launches."""
     listed, r, met = list(fi.texts(H200)), random.Random(4), 0
-    kinds = (("fprop", ("float32", "tf32", "NHWC")), ("fprop", ("bfloat16", "fp32", "NHWC")), ("dgrad", ("float16", "fp32", "NHWC")))
-    for problem in random_problems(r, ("last", "first", "dense 3x3", "odd", "audio", "volume"), 12, kinds):
+    kinds = [(way, (*kind, layout)) for layout in ("NHWC", "NCHW") for way, *kind in (("fprop", "float32", "tf32"), ("fprop", "bfloat16", "fp32"), ("dgrad", "float16", "fp32")) if (kind[1], layout) != ("tf32", "NCHW")]
+    for problem in random_problems(r, ("last", "first", "dense 3x3", "odd", "audio", "volume", "grouped"), 6, kinds):
         found = list(fi.configs(problem, H200))
         if not found:
             assert fi.choose(problem, H200) is None
@@ -175,9 +196,16 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_first_layers_choose_it(dtype):
-    problem = ConvProblem.forward(2, (32, 3, 224, 224), (32, 3, 3, 3), stride=2, padding=1, dtype=dtype, layout="NHWC")
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_first_layers_choose_it(dtype, layout):
+    problem = ConvProblem.forward(2, (32, 3, 224, 224), (32, 3, 3, 3), stride=2, padding=1, dtype=dtype, layout=layout)
     assert isinstance(engines.choose(problem, H200), FewInputs)
+
+
+def test_rows_of_an_odd_number_of_results_do_not_in_nchw():
+    """Each would be written by itself: 466 us of an H100, and 177 by implicit_gemm_sm90.cu."""
+    problem = ConvProblem.forward(1, (8, 1, 80000), (512, 1, 10), stride=5, dtype="float16")
+    assert not isinstance(engines.choose(problem, H200), FewInputs)
 
 
 def test_layers_of_many_channels_do_not():
@@ -191,7 +219,7 @@ def test_layers_of_many_channels_do_not():
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
 def test_the_kernels_compile_and_do_not_spill():
     steps = {}
-    for mode in MODES:
+    for mode in (*MODES, *PLANES):
         for block in fi.CHANNELS:
             problem, config = asked(BASE, mode), FewInputs(block)
             ((launch,),) = fi.schedule(problem, config, H200).whole
@@ -220,7 +248,7 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", (*MODES, *PLANES))
 @pytest.mark.parametrize("case", FINITE, ids=str)
 def test_what_is_not_finite_on_the_gpu(torch, case, mode):  # noqa: F811
     plan = Plan(asked(case, mode), "cuda", config=FewInputs(32, 16))

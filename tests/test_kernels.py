@@ -105,7 +105,11 @@ SINGLE_CHANNEL = [
     fprop((3, 12, 11), (3, 1, 11, 11), groups=3, padding=5),
 ]
 
-ALONE = [  # transposed convolutions of a channel alone, without stride
+ALONE = [  # transposed convolutions of a channel alone, with strides of powers of two
+    dgrad((2, 3, 9, 21), (3, 1, 3, 5), groups=3, stride=2, padding=((1, 2), (2, 0)), output_padding=1, bias=False),
+    dgrad((1, 2, 5, 7), (2, 1, 7, 3), groups=2, stride=(4, 2), padding=(3, 1), dilation=(1, 3)),
+    dgrad((2, 2, 6, 4), (2, 1, 1, 1), groups=2, stride=(1, 4)),
+    dgrad((3, 2, 31), (2, 1, 5), groups=2, stride=2, padding=2),
     dgrad((1, 1, 1, 1), (1, 1, 1, 1)),
     dgrad((2, 5, 9, 35), (5, 1, 7, 2), groups=5, padding=((3, 1), (0, 1)), bias=False),
     dgrad((1, 2, 17, 13), (2, 1, 3, 2), groups=2, dilation=(2, 5), padding=(1, 4)),

@@ -9,6 +9,7 @@ import pytest
 from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
+from pycuda_conv.engines.depthwise_wgrad import DepthwisePlanesWgrad
 from pycuda_conv.engines.direct import Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
@@ -74,6 +75,7 @@ def test_predictions_are_near(problem, config, us):
 FASTEST = [
     (depthwise(16, 2048, 8, 8, 13, 2, precision="tf32"), {Single(): 67.1, ViaNhwc("Depthwise(CHUNK=64, TILE_P=1, TILE_Q=4)"): 98.7, Tile(8, 16, 2): 154}),
     (depthwise_gradient(1, 2048, 80, 80, 13), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),
+    (depthwise_gradient(8, 160, 28, 56, 7, 2), {Tile(14, 64, 7): 14.5, Tile(8, 16, 2): 31.6, Dgrad(128, 1, 1, 1): 54.9}),
     (last_3x3(16, 192, 192, 40), {ImplicitGemm(64, 256, 5): 32.4, DenseNhwc(128, 256, 4): 38.5, ImplicitGemm(128, 128, 6, schedule="pingpong"): 48.5}),
     (last_3x3(32, 320, 320, 20), {ImplicitGemm(64, 256, 5): 35.7, DenseNhwc(128, 160, 5): 43.0, ImplicitGemm(128, 128, 6): 59.2}),
     (last_3x3(16, 2048, 2048, 28, 2), {DenseNhwc(128, 256, 4): 408, ImplicitGemm(128, 128, 6, schedule="pingpong"): 453, ImplicitGemm(128, 128, 6, 2): 480}),
@@ -84,6 +86,16 @@ FASTEST = [
 @pytest.mark.parametrize(("problem", "took"), FASTEST, ids=lambda v: str(v)[:60])
 def test_the_fastest_of_measured_kernels_is_predicted_to_be_it(problem, took):
     assert min(took, key=lambda config: engines.predicted(problem, config, H200)) == min(took, key=took.__getitem__)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gradients_of_depthwise_filters_of_large_planes_go_through_a_ring_in_16_bits(dtype):
+    """64x144x56x56 took the ring 108 us and the plain kernel 172; 2x64x56x59 with 5x5 14 and 11, for which the L2 cache holds everything."""
+    def gradient(n, c, h, w, taps):
+        return replace(depthwise_gradient(n, c, h, w, taps, dtype=dtype), direction="wgrad")
+
+    assert isinstance(engines.choose(gradient(64, 144, 56, 56, 3), H200), DepthwisePlanesWgrad)
+    assert not isinstance(engines.choose(gradient(2, 64, 56, 59, 5), H200), DepthwisePlanesWgrad)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

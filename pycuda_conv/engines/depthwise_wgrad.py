@@ -1,4 +1,4 @@
-"""Gradients of depthwise filters from float32 arrays in C order: ``cu/depthwise_wgrad.cu``.
+"""Gradients of depthwise filters from arrays in C order, 16 bits and float32: ``cu/depthwise_wgrad.cu``.
 
 Threads walk down the columns of planes, whose rows come to shared memory before they are needed.
 """
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pycuda_conv.engines import split_sum
-from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.base import BY_RULE, Config
 from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Schedule
+from pycuda_conv.engines.tensor_cores import ELEMENTS
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -21,6 +22,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch
 THREADS, WARP = 128, 32  # of a block, and of a part of it that shares a ring
 FILTERS, STRIDES = (3, 5, 7), (1, 2)
 COLUMNS = 4  # of a thread
+WORD = 4  # bytes
 LEAST_LANES = 2  # along columns: a slot of the ring has no room for more images
 
 
@@ -77,8 +79,8 @@ def unsupported(device: Device) -> str | None:
 def why_not(problem: ConvProblem) -> str | None:
     """Why no configuration runs `problem`, or None."""
     (_, r, s), (_, stride_h, stride_w) = problem.output_size, problem.dilation
-    if problem.dtype != "float32" or problem.N != 1 or problem.groups == 0:
-        return "it takes float32 arrays and one channel of the input a group"
+    if problem.dtype not in ELEMENTS or problem.N != 1 or problem.groups == 0:
+        return "it takes arrays of 16 bits and float32, and one channel of the input a group"
     if problem.has_depth:
         return "it takes at most two spatial axes"
     if r != s or r not in FILTERS or stride_h != stride_w or stride_h not in STRIDES or problem.stride != (1, 1, 1):
@@ -128,7 +130,7 @@ def schedule(problem: ConvProblem, config: DepthwisePlanesWgrad, device: Device,
     """The launches of `config`, which can run `problem`; they note no moments."""
     (_, h, w), (_, p, q), (_, taps, _) = problem.input_size, problem.filter_size, problem.output_size
     (_, stride, _), (_, pad_h, pad_w), parts, walks = problem.dilation, problem.padding_before, config.PARTS, _walks(problem, config)
-    pitch = _pitch(walks.lanes_q, taps, stride)
+    pitch = _pitch(problem, walks.lanes_q)
     told = arguments(
         DepthwiseWgradPlanesArguments, channels=problem.K, multiplier=problem.K // problem.groups, parts=parts, rounds=walks.rounds,
         lanes_q=walks.lanes_q, planes=walks.planes, pitch=pitch, copies=ceil(pitch, walks.lanes_q), units=walks.units,
@@ -136,15 +138,17 @@ def schedule(problem: ConvProblem, config: DepthwisePlanesWgrad, device: Device,
         p=p, q=q, pad_h=pad_h, pad_w=pad_w,
     )  # fmt: skip
     buffers = INPUT, WEIGHT, RESULT if parts == 1 else WORKSPACE
-    launch = KernelLaunch("depthwise_wgrad", {"TAPS": taps, "STRIDE": stride}, problem.K * parts, THREADS, buffers, (), arguments=told)
+    defines = {"TYPE": ELEMENTS[problem.dtype], "TAPS": taps, "STRIDE": stride}
+    launch = KernelLaunch("depthwise_wgrad", defines, problem.K * parts, THREADS, buffers, (), arguments=told)
     if parts == 1:
         return Schedule.plain([[launch]])
     return Schedule.plain([[launch], [split_sum.reduce_launch(problem, parts, WORKSPACE)]], 4 * parts * math.prod(problem.result_shape))
 
 
-def _pitch(lanes_q: int, taps: int, stride: int) -> int:
-    """Floats of a row of x in shared memory: what the columns of so many threads meet, in fours."""
-    return COLUMNS * stride * (lanes_q - 1) + ceil((COLUMNS - 1) * stride + taps, 4) * 4
+def _pitch(problem: ConvProblem, lanes_q: int) -> int:
+    """Words of a row of x in shared memory: what the columns of so many threads meet, in fours of numbers."""
+    each, taps, stride = WORD // problem.itemsize, problem.output_size[1], problem.dilation[1]
+    return (COLUMNS * stride * (lanes_q - 1) + ceil((COLUMNS - 1) * stride + taps + each - 1, 4) * 4) // each
 
 
 def filter_key(problem: ConvProblem, config: DepthwisePlanesWgrad) -> None:
@@ -158,7 +162,7 @@ def sum_order(problem: ConvProblem, config: DepthwisePlanesWgrad) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a filter and a stride."""
-    yield TextFamily("depthwise_wgrad", {"TAPS": FILTERS, "STRIDE": STRIDES})
+    yield TextFamily("depthwise_wgrad", {"TYPE": tuple(ELEMENTS.values()), "TAPS": FILTERS, "STRIDE": STRIDES})
 
 
 # ---- the choice
@@ -168,9 +172,12 @@ CLOCK = 1700.0  # cycles a microsecond
 MEMORY = 3e6  # bytes a microsecond
 BEGIN = 2.0  # microseconds of a launch, with its first rows
 RESIDENT, ALONE = 4, 1.62  # blocks of a multiprocessor at once, and those that take as long as one
-ISSUED = 1.61  # cycles of an instruction
+#: Cycles of an instruction; in 16 bits with those that take words apart, by 46 times of 18 layers on an H100: error 15%.
+ISSUED, ISSUED_16 = 1.61, 2.17
 COPY = 14.0  # instructions of a copy, with what depends on it
 NARROW = 10  # columns of planes: of fewer, direct_wgrad.cu was faster
+#: Bytes of 16-bit arrays from which it is chosen. Of fewer the L2 cache answers direct_wgrad.cu, whose model takes that for granted.
+MANY = 32e6
 LONGEST = 512  # rows that a thread adds up: a longer row of sums would lose more digits
 
 
@@ -180,12 +187,13 @@ def time(problem: ConvProblem, config: DepthwisePlanesWgrad, device: Device) -> 
     rows, blocks = min(config.ROWS, p), problem.K * config.PARTS
     steps = (rows - 1) * stride + taps
     inside = min(steps, problem.input_size[1])  # rows of x that are no padding
-    copies = ceil(_pitch(walks.lanes_q, taps, stride), walks.lanes_q) + COLUMNS / stride
+    copies = ceil(_pitch(problem, walks.lanes_q), walks.lanes_q) + COLUMNS / stride
     unit = inside * COLUMNS * taps * taps / stride + steps * (10 + COPY * copies) + 160
     cycles = walks.rounds * unit + 32 * taps * taps + 1000
     full, rest = divmod(ceil(blocks, device.multiprocessors), RESIDENT)
     busy = full * RESIDENT + (max(rest, ALONE) if rest else 0)
-    us = BEGIN + max(ISSUED * busy * cycles / CLOCK, problem.bytes / MEMORY)
+    issued = ISSUED if problem.itemsize == WORD else ISSUED_16
+    us = BEGIN + max(issued * busy * cycles / CLOCK, problem.bytes / MEMORY)
     return us + (split_sum.time(math.prod(problem.result_shape), config.PARTS, 4, device.multiprocessors) if config.PARTS > 1 else 0)
 
 
@@ -205,6 +213,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[DepthwisePlanesWgr
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, DepthwisePlanesWgrad] | None:
-    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs or others win."""
     config = next(configs(problem, device), None)
-    return None if config is None or problem.filter_size[2] < NARROW else (time(problem, config, device), config)
+    if config is None or problem.filter_size[2] < NARROW:
+        return None
+    if problem.itemsize == WORD:
+        return time(problem, config, device), config
+    return (BY_RULE, config) if problem.bytes >= MANY else None

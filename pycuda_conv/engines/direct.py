@@ -151,12 +151,18 @@ def refusal(problem: ConvProblem, config: Config) -> str | None:
 
 
 def _flips(problem: ConvProblem) -> bool:
-    """Whether the gradient of a depthwise layer's input is a convolution of dy with the filter's taps from the last to the first."""
-    return problem.direction == "dgrad" and problem.stride == (1, 1, 1) and problem.K == problem.C == problem.groups
+    """Whether a gradient of the input is a depthwise convolution with the filter's taps in reverse: of dy, or of dy with zeros between."""
+    return problem.direction == "dgrad" and set(problem.stride) <= {1, 2, 4} and problem.K == problem.C == problem.groups
+
+
+def _tile_stride(problem: ConvProblem) -> tuple[int, int]:
+    """Of the convolution that direct_tile.cu computes."""
+    _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
+    return stride_h, stride_w
 
 
 def _halo(problem: ConvProblem, config: Tile) -> tuple[int, int]:
-    (_, r, s), (_, sh, sw), (_, dh, dw) = problem.filter_size, problem.stride, problem.dilation
+    (_, r, s), (sh, sw), (_, dh, dw) = problem.filter_size, _tile_stride(problem), problem.dilation
     return (config.TILE_P - 1) * sh + (r - 1) * dh + 1, (config.TILE_Q - 1) * sw + (s - 1) * dw + 1
 
 
@@ -200,7 +206,7 @@ SingleArguments = namedtuple(
 TileArguments = namedtuple(
     "TileArguments",
     "tiles_p by_tiles_p tiles_q by_tiles_q c k by_k by_multiplier h w p q pad_h pad_w "
-    "r s stride_h stride_w dil_h dil_w by_halo_w flipped has_scale has_bias has_residual activation slope",
+    "r s stride_h stride_w dil_h dil_w by_halo_w flipped apart_h apart_w has_scale has_bias has_residual activation slope",
 )
 BatchedArguments = namedtuple(
     "BatchedArguments",
@@ -284,15 +290,16 @@ def _single(problem: ConvProblem, config: Single) -> Made:
 
 def _tile(problem: ConvProblem, config: Tile) -> Made:
     (_, h, w), (_, r, s), (_, p, q) = problem.operand_size, problem.filter_size, problem.result_size
-    (_, stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = problem.stride, problem.dilation, problem.padding_before
-    flipped = problem.direction == "dgrad"
+    (stride_h, stride_w), (_, dil_h, dil_w), (_, pad_h, pad_w) = _tile_stride(problem), problem.dilation, problem.padding_before
+    flipped, apart = problem.direction == "dgrad", (0, 0)
     if flipped:
         pad_h, pad_w = dil_h * (r - 1) - pad_h, dil_w * (s - 1) - pad_w
+        apart = problem.stride[1].bit_length() - 1, problem.stride[2].bit_length() - 1
     halo_h, halo_w = _halo(problem, config)
     tiles_p, tiles_q = ceil(p, config.TILE_P), ceil(q, config.TILE_Q)
     arguments = TileArguments(
         tiles_p, divider(tiles_p), tiles_q, divider(tiles_q), problem.C, problem.K, divider(problem.K), divider(problem.K // problem.C),
-        h, w, p, q, pad_h, pad_w, r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), int(flipped), **finish(problem),
+        h, w, p, q, pad_h, pad_w, r, s, stride_h, stride_w, dil_h, dil_w, divider(halo_w), int(flipped), *apart, **finish(problem),
     )
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, arguments)
@@ -469,7 +476,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         planes, taps = problem.N * problem.K, math.prod(problem.filter_size)
         pixels = ceil(p, config.TILE_P) * config.TILE_P * ceil(q, config.TILE_Q) * config.TILE_Q
         blocks = ceil(p, config.TILE_P) * ceil(q, config.TILE_Q)
-        multiplied = taps * (min(problem.stride[2], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
+        multiplied = taps * (min(_tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
         rate = TWO_ROWS_TAPS if config.ROWS == 2 else TILE_TAPS
         of_plane = pixels * multiplied / rate + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
         us = planes * of_plane * 132 / device.multiprocessors

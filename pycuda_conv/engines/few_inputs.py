@@ -1,7 +1,7 @@
-"""Convolutions of channels-last arrays with few channels, on tensor cores: ``cu/few_inputs.cu``.
+"""Convolutions of few channels, on tensor cores: ``cu/few_inputs.cu``.
 
 The other engines' rows of shared memory have room for 16 channels or more, or their images are packed first. Here the channels of a row of
-taps, which are neighbours in memory, follow one another in the sum.
+taps, which are neighbours in memory, follow one another in the sum. In NCHW the taps of a channel's row are neighbours.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pycuda_conv.engines.ampere import SHARED_BYTES, unsupported
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, filter_last_strides, filter_strides
 from pycuda_conv.engines.schedule import BIAS, GRID_LIMIT, INPUT, RESIDUAL, RESULT, SCALE, WEIGHT, Schedule, finish, finish_constants
-from pycuda_conv.engines.tensor_cores import ELEMENTS, fastest
-from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, fastest
+from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
 
@@ -32,7 +32,7 @@ COLUMNS = (16, 32, 64, 128)  # of a tile
 CHANNELS = (16, 32, 48, 64)  # of the result, of a block
 WORD = 4  # bytes
 STEP_WORDS = 8  # words of gemm k that are multiplied at once
-MOST_CHANNELS = 8  # of problems that it is for: more of them fill rows of the other engines
+MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # of problems that it is for: more of them fill rows of the other engines
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
 
@@ -46,7 +46,7 @@ class FewInputs(Config):
 
 
 CONFIGS = (FewInputs,)
-LAYOUTS = ("NHWC",)
+LAYOUTS = "NHWC", "NCHW"
 TENSOR_CORES = True
 
 
@@ -76,6 +76,13 @@ class FewInputsArguments(NamedTuple):
     tap_r: int
     by_tap_r: int
     c: int
+    pixel: int
+    slices: int
+    by_slices: int
+    groups: int
+    group_chunks: int
+    by_group_chunks: int
+    w_group: int
     w_k: int
     w_c: int
     w_tap: int
@@ -90,6 +97,7 @@ class FewInputsArguments(NamedTuple):
     last_tap: int
     row_taps: int
     by_row_taps: int
+    channel_words: int
     depth: int
     height: int
     width: int
@@ -131,15 +139,17 @@ class FewInputsArguments(NamedTuple):
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why the engine can't run `problem` whatever the tile, or None if it can."""
-    if problem.layout != "NHWC" or problem.groups != 1 or problem.direction not in ("fprop", "dgrad"):
-        return "it takes arrays with their channels last, of one group"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if problem.layout not in LAYOUTS or problem.direction not in ("fprop", "dgrad"):
+        return "it takes arrays with their channels last, or in NCHW"
+    if problem.layout == "NHWC" and problem.groups != 1:
+        return "with channels last it takes arrays of one group"
+    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32" or problem.layout == "NCHW"):
+        return "it takes float16 and bfloat16 arrays, and with channels last float32 with precision='tf32'"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.direction == "dgrad" and problem.stride != (1, 1, 1):
         return "it computes gradients of convolutions without stride"
-    if problem.dilation[2] > 1 and problem.dilation[2] * problem.operand_channels * problem.itemsize % WORD:
+    if problem.dilation[2] > 1 and problem.dilation[2] * _pixel(problem) * problem.itemsize % WORD:
         return "taps that are apart begin at multiples of 4 bytes"
     if problem.largest_array >= 2**31:
         return "it counts elements in 32 bits"
@@ -190,7 +200,8 @@ class _Tile(NamedTuple):
 
 @lru_cache(maxsize=1024)  # the planner asks for it several times
 def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
-    (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, problem.operand_channels, problem.itemsize
+    (t, r, s), (o, p, q), channels, size = problem.filter_size, problem.result_size, _pixel(problem), problem.itemsize
+    slices = t if problem.layout == "NHWC" else t * _channels(problem)  # that a tile meets
     _, stride_h, stride_w = problem.stride if problem.direction == "fprop" else (1, 1, 1)
     _, dilation_h, dilation_w = problem.dilation
     each, rows = WORD // size, TILE_PIXELS // config.COLUMNS
@@ -199,23 +210,34 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     lead = shift % each
     run = channels * (s if dilation_w == 1 else 1)
     row_words = ceil(lead + run, each)
-    words = t * r * (1 if dilation_w == 1 else s) * row_words
+    words = slices * r * (1 if dilation_w == 1 else s) * row_words
     steps = ceil(words, STEP_WORDS)
     patch_rows = (rows - 1) * stride_h + (r - 1) * dilation_h + 1
     columns = ((config.COLUMNS - 1) * stride_w + (s - 1) * dilation_w + 1) * channels
     pitch = ceil(shift + columns + each - 1, max(unit, each)) * max(unit, each)  # the last word may have an element behind the row
     table_at = steps * config.BLOCK_N * STEP_WORDS * WORD
     places_at = table_at + steps * STEP_WORDS * 2 * WORD
-    patch_at = ceil(places_at + t * r * s * channels * WORD, BANKS) * BANKS
-    nbytes = ceil(t * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
+    patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
+    nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
     copies = int(size == 2 and stride_w * channels % 2 == 1)
     stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes <= SHARED_BYTES else 1
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
+    chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
     return _Tile(
-        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, ceil(problem.result_channels, config.BLOCK_N), run, lead, row_words,
-        words, steps, patch_rows, t * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
+        rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
+        slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
         copies * stages * nbytes, patch_at + (stages + copies) * nbytes,
     )  # fmt: skip
+
+
+def _channels(problem: ConvProblem) -> int:
+    """Channels of the input of a group."""
+    return problem.operand_channels // problem.groups
+
+
+def _pixel(problem: ConvProblem) -> int:
+    """Elements of a pixel of the input that are neighbours."""
+    return problem.operand_channels if problem.layout == "NHWC" else 1
 
 
 def _low(problem: ConvProblem) -> tuple[int, ...]:
@@ -225,6 +247,11 @@ def _low(problem: ConvProblem) -> tuple[int, ...]:
     # the gradient is a convolution with the taps in reverse
     axes = zip(problem.padding_before, problem.filter_size, problem.dilation, strict=True)
     return tuple(pad - (taps - 1) * dilation for pad, taps, dilation in axes)
+
+
+def _run(problem: ConvProblem) -> int:
+    """Elements of a row of an NCHW result that a lane writes at once."""
+    return next(run for run in (8, 2, 1) if problem.result_size[2] % run == 0)
 
 
 def _resident(tile: _Tile) -> int:
@@ -242,38 +269,44 @@ def _workers(tile: _Tile, device: Device) -> int:
 
 def schedule(problem: ConvProblem, config: FewInputs, device: Device, noted: bool = False) -> Schedule:
     """The launches of `config`, which can run `problem`; they note no moments."""
-    _, k, c = filter_strides(problem)
+    group, k, c = filter_strides(problem)
     last = filter_last_strides(problem)
-    plain = Schedule.plain([[_launch(problem, config, device, (k, c, 1))]])
-    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, last)]])
+    plain = Schedule.plain([[_launch(problem, config, device, (group, k, c, 1))]])
+    return Schedule([], plain.steps, plain.whole, 0, 0, filter_last=[[_launch(problem, config, device, (group, *last))]])
 
 
-def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int]) -> KernelLaunch:
-    """The launch, of a filter with so many elements from one channel of the result, one of the input, and one tap to the next."""
+def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_steps: tuple[int, int, int, int]) -> KernelLaunch:
+    """The launch, of a filter with so many elements from one group, channel of the result, one of the input, and one tap to the next."""
     tile, forward = _tile(problem, config), problem.direction == "fprop"
     depth, height, width = problem.operand_size
     o, p, q = problem.result_size
-    taps, channels = math.prod(problem.filter_size), problem.operand_channels
-    w_k, w_c, w_tap = filter_steps
+    taps, channels = math.prod(problem.filter_size), _channels(problem)
+    w_group, w_k, w_c, w_tap = filter_steps
     if forward:
         order, outer, inner = int(w_tap > w_c), channels * taps, 1  # FilterOrder in the kernel
     else:
         order, outer, inner = 2 + int(w_tap > w_k), config.BLOCK_N * taps, taps if w_tap <= w_k else config.BLOCK_N
-    neighbours = 8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4
+    planes, pixel = problem.layout == "NCHW", _pixel(problem)
+    if planes:
+        wide = _run(problem)
+    else:
+        wide = int(problem.result_channels % (8 if problem.itemsize == 2 and config.BLOCK_N % 32 == 0 else 4) == 0)
     workers = _workers(tile, device)
     told = arguments(
         FewInputsArguments, workers=workers, tiles=tile.tiles, tiles_w=tile.tiles_w, tiles_h=tile.tiles_h, out_d=o,
-        column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels, steps=tile.steps, words=tile.words,
-        row_words=tile.row_words, run=tile.run, lead=tile.lead, tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2],
-        tap_r=problem.filter_size[1], c=channels, w_k=w_k, w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner,
-        filters=config.BLOCK_N * channels * taps, taps=taps, last_tap=-1 if forward else taps - 1, row_taps=tile.run // channels,
+        column_bits=config.COLUMNS.bit_length() - 1, rows=tile.rows, k=problem.result_channels // problem.groups, steps=tile.steps,
+        words=tile.words, row_words=tile.row_words, run=tile.run, lead=tile.lead,
+        tap_s=1 if problem.dilation[2] == 1 else problem.filter_size[2], tap_r=problem.filter_size[1], c=channels, pixel=pixel,
+        slices=problem.filter_size[0], groups=problem.groups, group_chunks=tile.chunks // problem.groups, w_group=w_group, w_k=w_k,
+        w_c=w_c, w_tap=w_tap, w_order=order, outer=outer, inner=inner, filters=config.BLOCK_N * channels * taps, taps=taps,
+        last_tap=-1 if forward else taps - 1, row_taps=tile.run // pixel, channel_words=tile.words // channels if planes else 0,
         depth=depth, height=height, width=width, patch=tile.patch, patch_rows=tile.patch_rows, pitch=tile.pitch, unit=tile.unit,
         units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
         **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=int(problem.result_channels % neighbours == 0), **finish(problem),
+        copy_at=tile.copy_at, wide=wide, **finish(problem),
     )  # fmt: skip
-    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N}
+    defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
     return KernelLaunch(
         "few_inputs", defines, workers * tile.chunks, 32 * WARPS, buffers, (), shared=tile.shared, arguments=told,
@@ -291,29 +324,32 @@ def sum_order(problem: ConvProblem, config: FewInputs) -> Hashable:
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
-    """A text for the type and the channels of a block."""
-    yield TextFamily("few_inputs", {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS})
+    """A text for the type, the channels of a block, and the layout."""
+    choices = {"TYPE": tuple(ELEMENTS.values()), "BLOCK_N": CHANNELS, "PLANES": FLAG}
+    yield TextFamily("few_inputs", choices, lambda d: not (d["PLANES"] and d["TYPE"] == FLOAT))
 
 
 # ---- the choice
 
-# Fitted to 480 times of 15 layers in float16 and TF32, all tiles: root mean square of the error 7%.
+# Fitted to 480 times of 15 layers in float16 and TF32, all tiles: root mean square of the error 7%. With channels last; of 70 times of 26
+# layers in NCHW on an H100 it is 14%, but for the cycles of pixels that are not written at once, which were counted there.
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 3.3  # microseconds of a launch with its first loads
-MEMORY = 3.3e6  # bytes a microsecond
+MEMORY, NARROW_MEMORY = 3.3e6, 2.7e6  # bytes a microsecond; of tiles that write 32 bytes of a row of planes
 STEP_CYCLES = 10.6  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
 EIGHT_CYCLES = 2.8
 LOAD_CYCLES = 13.5  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 5.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
+APART_CYCLES = {8: 5.0, 2: 50.0, 1: 200.0}  # the same in NCHW, of so many pixels at once
 TILE_CYCLES = 1600.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[FewInputs]:
     """The configurations worth comparing for `problem`: the widest blocks that its channels fill; none for many channels."""
-    if problem.operand_channels > MOST_CHANNELS or why_not(problem):
+    if _channels(problem) > MOST_CHANNELS.get(problem.layout, 0) or why_not(problem):
         return
-    channels = problem.result_channels
+    channels = problem.result_channels // problem.groups
     for block in sorted(CHANNELS, key=lambda block: (ceil(channels, block) * block, -block)):
         tiles = [FewInputs(block, columns) for columns in COLUMNS]
         found = [tile for tile in tiles if refusal(problem, tile) is None]
@@ -329,14 +365,14 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     words = tile.patch * tile.pitch * problem.itemsize // WORD
     again = words if tile.copy_at else words // 4 if problem.itemsize == WORD else 0  # to make a copy, or to round
     loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
-    storing = TILE_PIXELS // 16 * eights * STORE_CYCLES
+    storing = TILE_PIXELS // 16 * eights * (STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)])
     workers = _workers(tile, device)
     together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
     each = TILE_CYCLES + together * (products + loading + storing)
-    filled = together * config.BLOCK_N * problem.operand_channels * math.prod(problem.filter_size) * FILTER_CYCLES
+    filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    return BEGIN + max(us, moved / MEMORY)
+    return BEGIN + max(us, moved / (NARROW_MEMORY if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
