@@ -12,12 +12,13 @@
 //          With LAYER, all numbers are constants, except the batch, the sizes of images and what follows from them; AXES is then the number of
 //          spatial axes.
 // Order    A thread has several loads on their way: with UNROLLED those of a channel's taps, otherwise those of a tap's channels. It adds what
-//          they bring in that order. In float64 it first sums a tap or some channels by themselves, because short sums lose less.
+//          they bring in that order. It sums block_k filters by themselves where that costs few registers, and in
+//          float64 a tap or some channels, because short sums lose less.
 // Layout   y (the operand) [n][groups*kg][o][p][q], w [groups*kg][cg][t][r][s], x (the result) [n][groups*cg][d][h][w].
 // Mapping  block -> THREADS consecutive pixels of the batch, n*d*h*w + d*h*w + h*w + w, times BLOCK_C channels of one
 //          group, and one of `split` parts of the sum over filters; GID_0 = ((pixel tile * groups + g) * split + part) * c_tiles + c tile.
 //          thread -> one pixel times BLOCK_C channels.
-// Memory   shared (LOCAL_ROOM): the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums, of float64 twice.
+// Memory   shared (LOCAL_ROOM): the weights of block_k filters, [block_k*t*r*s][BLOCK_C]. Registers: BLOCK_C sums, with TOTALS twice.
 // Split    With split > 1 every part goes to a workspace [split][size of x] without the epilogue, and direct_reduce.cu adds them.
 //
 // By hand: nvcc -cubin cu/direct_dgrad.cu
@@ -53,18 +54,19 @@ typedef struct DgradArguments {
 #define CHANNELS_OUTSIDE for (int k = 0; k < k_end; ++k)
 #define CHANNELS_INSIDE
 #define END_OF_TAP
-#define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) ADD_UP
+#define END_OF_CHANNEL if (k % 4 == 3 || k == k_end - 1) { ADD_UP_OFTEN }
 #define UNROLL_TAPS _Pragma("unroll")
 #else
 #define CHANNELS_OUTSIDE
 #define CHANNELS_INSIDE _Pragma("unroll 8") for (int k = 0; k < k_end; ++k)
-#define END_OF_TAP ADD_UP
+#define END_OF_TAP ADD_UP_OFTEN
 #define END_OF_CHANNEL
 #define UNROLL_TAPS
 #endif
 #ifndef AXES
 #define AXES 3
 #endif
+#define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // more of float32 would cost registers
 
 // The first tap that a pixel meets along an axis, of `every` that differ; none meets it if that is the result. `at` is its place with the padding.
 WITHIN_KERNEL int first_tap(int at, int stride, int dil, int every) {
@@ -105,9 +107,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
   const int first_q = first_s < S ? (w0 - first_s * dil_w) / stride_w : 0;
   const index_t y_plane = (index_t)o_end * p_end * q_end, y_image = (n * (index_t)groups + g) * kg * y_plane;
 
-  acc_t sum[BLOCK_C];  // of float64: since they were added to `total`
+  acc_t sum[BLOCK_C];  // since they were added to `total`, where there is one
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = 0;
-#if DTYPE == 64
+#if TOTALS
   acc_t total[BLOCK_C];
   for (int j = 0; j < BLOCK_C; ++j) total[j] = 0;
 #define ADD_UP                                           \
@@ -117,6 +119,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
   }
 #else
 #define ADD_UP {}
+#endif
+#if DTYPE == 64
+#define ADD_UP_OFTEN ADD_UP
+#else
+#define ADD_UP_OFTEN
 #endif
 
   const int k_first = part * (int)arg.run, k_last = k_first + (int)arg.run < kg ? k_first + (int)arg.run : kg;
@@ -152,11 +159,12 @@ KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_d
           }
         END_OF_CHANNEL
       }
+      ADD_UP
     }
     local_barrier();
   }
 
-#if DTYPE == 64
+#if TOTALS
   for (int j = 0; j < BLOCK_C; ++j) sum[j] = total[j];
 #endif
   if (inside) {

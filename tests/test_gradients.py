@@ -14,7 +14,7 @@ import pycuda_conv as pc
 from pycuda_conv import ConvProblem, Plan
 from pycuda_conv.engines import direct
 from pycuda_conv.engines import implicit_gemm_sm90 as implicit_gemm
-from pycuda_conv.engines.direct import Wgrad
+from pycuda_conv.engines.direct import Dgrad, Wgrad
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
@@ -171,6 +171,16 @@ def test_sums_in_parts(device, config, groups):
     assert np.array_equal(first, second)
     ref = gradient("weight", x, w, dy, padding=1, groups=groups)
     assert_close(first, ref, bound("weight", x, w, dy, ref, "float32", padding=1, groups=groups))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_long_sums_of_few_channels_are_cut(device, stride):
+    """One chain of so many products would be off by more than twice as much."""
+    dy, w = (rng.standard_normal(shape).astype("f") for rng, shape in ((np.random.default_rng(1), (1, 2048, 6, 6)), (np.random.default_rng(2), (2048, 1, 3, 3))))
+    problem = ConvProblem.transposed(2, dy.shape, w.shape, stride=stride)
+    got = run(Plan(problem, device, config=Dgrad(128, 16, 1)), dy, w)
+    ref = torch.nn.functional.conv_transpose2d(*(torch.from_numpy(a).double() for a in (dy, w)), stride=stride).numpy()
+    assert np.linalg.norm(got - ref) < 5e-7 * np.linalg.norm(ref)
 
 
 @pytest.mark.parametrize(("c", "k", "size"), [(12, 12, (3, 3)), (6, 18, (5, 4)), (8, 8, (7, 9))])
