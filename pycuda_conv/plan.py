@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -19,6 +20,9 @@ from pycuda_conv.runtime import Device, get_device
 from pycuda_conv.runtime.compiler import CompileError
 from pycuda_conv.tune import Choice, lookup, tuned
 from pycuda_conv.typing import Array
+
+#: What a plan has launchers for: to pack the filter, and to compute with it packed, as it is, and lying in :attr:`Plan.filter_order`.
+PACK, WITH_PACKED, WHOLE, FILTER_LAST = range(4)
 
 
 class Plan:
@@ -124,7 +128,9 @@ class Plan:
         if self.empty:
             steps = [], [], [], []
         self.device.compile_all([launch for part in steps for step in part for launch in step])
-        self._pack, self._with_packed, self._whole, self._filter_last = map(self.device.schedule_launcher, steps)
+        # made when they are asked for, which they may never be, but for the one that most calls ask for
+        self._ways = [partial(self.device.schedule_launcher, part) for part in steps]
+        self._launchers: list[Any] = [None, None, self._ways[WHOLE](), None]
         #: calls of this plan that were made before
         self.made_before: quick.Table = {}
 
@@ -218,7 +224,13 @@ class Plan:
 
     def launcher(self, packed: bool, filter_last: bool) -> Any:
         """What :meth:`launch` calls: for a filter that is packed already, or one that lies in :attr:`filter_order`, or another."""
-        return self._with_packed if packed else self._filter_last if filter_last else self._whole
+        return self._launcher(WITH_PACKED if packed else FILTER_LAST if filter_last else WHOLE)
+
+    def _launcher(self, way: int) -> Any:
+        launchers = self._launchers
+        if launchers[way] is None:
+            launchers[way] = self._ways[way]()
+        return launchers[way]
 
     def launch(self, buffers: Sequence[Any], stream: Any = None, packed: int = 0, filter_last: bool = False) -> None:
         """Launch the kernels on (input, weight, bias, scale, residual, result, workspace): addresses, 0 for none, or OpenCL buffers.
@@ -237,7 +249,7 @@ class Plan:
 
     def pack(self, weight: int, packed: int, stream: Any = None) -> None:
         """Pack the filter at `weight` into the ``filter_bytes`` bytes at `packed`, for :meth:`launch`."""
-        self._pack((0, weight, 0, 0, 0, packed, 0, 0), stream)
+        self._launcher(PACK)((0, weight, 0, 0, 0, packed, 0, 0), stream)
 
     def __call__(
         self, input: Array, weight: Array, bias: Array | None = None, *, scale: Array | None = None, residual: Array | None = None,

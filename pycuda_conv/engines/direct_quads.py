@@ -172,29 +172,28 @@ def _tile(problem: ConvProblem, config: Quads) -> _Tile:
     across, channels = ceil(q, 4), CHANNELS * config.CHANNEL_WARPS
     group_tiles, planes = ceil(problem.result_channels // groups, channels), problem.operand_channels // groups * t
 
-    def of(tiles_w: int) -> _Tile:
+    def shape(tiles_w: int) -> tuple[int, int, int, int, int, int, int]:
+        """What such tiles cost, and how many there are, of which size."""
         quads = ceil(across, tiles_w)
-        rows = min(most // quads, p)
-        tiles_h = ceil(p, rows)
+        tiles_h = ceil(p, min(most // quads, p))
         rows = ceil(p, tiles_h)
         patch_rows, patch_columns = (rows - 1) * stride_h + (r - 1) * dilation_h + 1, (4 * quads - 1) * stride_w + s
-        phase = 4 * (quads + ceil(ceil(s, stride_w) - 1, 4))  # a quad's last vector may lie behind the row's end
-        pitch = min(s, stride_w) * phase
-        of_plane = r * s * (channels + PAD), patch_rows * pitch
-        at_once = max(1, min(planes, MOST_BUFFER // (4 * sum(of_plane))))
-        buffers = 1 if at_once == planes else 2
-        buffer = at_once * sum(of_plane)
-        blocks = problem.N * o * tiles_h * tiles_w * group_tiles * groups
-        return _Tile(
-            rows, quads, tiles_w, tiles_h, group_tiles, blocks, at_once, planes, patch_rows, patch_columns, phase, pitch,
-            at_once * of_plane[0], buffer, 4 * buffers * buffer,
-        )  # fmt: skip
-
-    def cost(tile: _Tile) -> int:
-        return tile.tiles_w * tile.tiles_h * (most * 4 * r * s * CHANNELS + LOADED * tile.patch_rows * tile.patch_columns)
+        cost = tiles_w * tiles_h * (most * 4 * r * s * CHANNELS + LOADED * patch_rows * patch_columns)
+        return cost, tiles_w, tiles_h, rows, quads, patch_rows, patch_columns
 
     fewest = ceil(across, most)
-    return min(map(of, range(fewest, min(across, fewest + MORE) + 1)), key=cost)
+    _, tiles_w, tiles_h, rows, quads, patch_rows, patch_columns = min(map(shape, range(fewest, min(across, fewest + MORE) + 1)))
+    phase = 4 * (quads + ceil(ceil(s, stride_w) - 1, 4))  # a quad's last vector may lie behind the row's end
+    pitch = min(s, stride_w) * phase
+    of_plane = r * s * (channels + PAD), patch_rows * pitch
+    at_once = max(1, min(planes, MOST_BUFFER // (4 * sum(of_plane))))
+    buffers = 1 if at_once == planes else 2
+    buffer = at_once * sum(of_plane)
+    blocks = problem.N * o * tiles_h * tiles_w * group_tiles * groups
+    return _Tile(
+        rows, quads, tiles_w, tiles_h, group_tiles, blocks, at_once, planes, patch_rows, patch_columns, phase, pitch,
+        at_once * of_plane[0], buffer, 4 * buffers * buffer,
+    )  # fmt: skip
 
 
 #: What a number of the patch costs, in multiplications of a thread: of tiles of a block the cheapest is taken. So many more of them along w

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
@@ -124,7 +124,7 @@ class KernelLaunch:
         one = self.arguments and not isinstance(self.arguments[0], tuple)
         return cast("tuple[tuple[int, ...], ...]", (self.arguments,) if one else self.arguments)
 
-    @property
+    @cached_property  # asked for several times
     def numbers(self) -> tuple[int, ...]:
         """All 64-bit integers that the kernel takes after its buffers, in the order in which they lie in memory."""
         return *(number for struct in self.structs for number in struct), *self.scalars

@@ -601,6 +601,9 @@ class CudaDevice(Device):
         if len(missing) > 1:
             with ThreadPoolExecutor(min(len(missing), cores())) as pool:
                 list(pool.map(self._function, missing.values()))
+        else:
+            for step in missing.values():
+                self._function(step)
 
     def launcher(self, step: KernelLaunch) -> Launcher:
         return self.schedule_launcher([[step]])
