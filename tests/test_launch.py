@@ -100,6 +100,19 @@ def test_both_launchers_ask_the_driver_for_the_same(fake, problem):
 
 
 @IN_C
+@pytest.mark.parametrize("problem", [PROBLEMS[2], PROBLEMS[5]], ids=["two kernels", "one kernel"])
+def test_a_plan_loads_all_kernels_and_makes_the_launchers_that_are_asked_for(fake, problem):
+    """So its first call may be captured, in which nothing may be loaded."""
+    plan = Plan(problem, fake.device("python"))
+    loaded = set(plan.device._modules)
+    assert loaded == {launch.source() for launch in behind.launches(plan.loaded)}
+    assert [made is not None for made in plan._launchers] == [False, False, True, False]
+    plan.launch(buffers(1 << 40), 0, 7 << 50)
+    plan.pack(1 << 45, 7 << 50)
+    plan.launch(buffers(1 << 40))
+    assert [made is not None for made in plan._launchers] == [True, True, True, False] and set(plan.device._modules) == loaded
+
+
 def test_what_is_compared_has_tensor_maps_packed_filters_structs_and_side_streams(fake):
     device = fake.device("c")
     layouts = [replace(p, dtype=dtype, layout=layout) for p in PROBLEMS[:8] for dtype in ("float32", "float16") for layout in ("NCHW", "NHWC")]
