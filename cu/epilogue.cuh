@@ -2,8 +2,9 @@
 //
 // Scale and bias belong to an output channel. The residual lies in memory as y does, and may be y itself: the thread that stores an element of y
 // has read that element of the residual before. The launch's arguments, `arg`, say which of the three there are; with LAYER they are constants.
-// One that there is not is never read. It counts as a factor of 1 or a summand of -0, which change no bit. CUDA's compiler rounds the product and
-// the first summand together; the first is the bias, or without one the residual.
+// One that there is not is never read. It counts as a factor of 1 or a summand of -0, which change no bit. On CUDA the product and the first summand
+// are rounded together; the first is the bias, or without one the residual. That is written out: left to the compiler, it depends on the branches
+// that it makes of the arguments, and a text with LAYER would give other bits.
 #pragma once
 
 #define EPILOGUE_FLAGS                                                                                            \
@@ -15,11 +16,10 @@
 #define BIAS_OF(channel) (has_bias ? LOAD(bias, channel) : NOTHING)
 #define RESIDUAL_AT(at) (has_residual ? LOAD(residual, at) : NOTHING)
 // all but the activation
-#define FINISH(v, scale_, bias_, residual_)   \
-  {                                           \
-    (v) *= (scale_);                          \
-    (v) += has_bias ? (bias_) : (residual_);  \
-    (v) += has_bias ? (residual_) : NOTHING;  \
+#define FINISH(v, scale_, bias_, residual_)                    \
+  {                                                            \
+    SCALE_AND_ADD(v, scale_, has_bias ? (bias_) : (residual_)) \
+    (v) += has_bias ? (residual_) : NOTHING;                   \
   }
 // the activation of v[0], ... v[count - 1], which are finished but for that
 #define ACTIVATE(v, count) ACTIVATE_SOME(activation, slope, v, count)

@@ -18,6 +18,7 @@
 //   OF_LAYER(NAME, member)  a member of the launch's arguments, `arg`; where LAYER is defined, NAME, which then has the same value: a
 //                           kernel that knows its layer's constants
 //   OVER(n, d, by)      n / d, 0 <= n < 2^31, for a d of OF_LAYER: `by` is the member with its prepared form
+//   SCALE_AND_ADD(v, factor, summand)  a statement: v times a factor, and a summand; in CUDA both are rounded together
 //   FINISH              what becomes of a sum before it is stored: epilogue.cuh
 // Every launch is one-dimensional: grids along x may have 2^31 - 1 blocks, along y and z only 65535.
 #pragma once
@@ -59,6 +60,7 @@
 #define GID_0 get_group_id(0)
 #define local_barrier() barrier(CLK_LOCAL_MEM_FENCE)
 #define HIDE(v)
+#define SCALE_AND_ADD(v, factor, summand) { (v) *= (factor); (v) += (summand); }
 #if DTYPE == 64
 #define BITS_TO_ACC(bits) as_double(bits)
 #else
@@ -82,6 +84,11 @@ typedef long long_t;
 #define GID_0 blockIdx.x
 #define local_barrier() __syncthreads()
 #define HIDE(v) asm volatile("" : "+r"(v));
+#if DTYPE == 64
+#define SCALE_AND_ADD(v, factor, summand) (v) = fma(v, factor, summand);
+#else
+#define SCALE_AND_ADD(v, factor, summand) (v) = fmaf(v, factor, summand);
+#endif
 #if DTYPE == 64
 #define BITS_TO_ACC(bits) __longlong_as_double(bits)
 #else
