@@ -42,6 +42,7 @@ from pycuda_conv.engines.schedule import (
     finish,
 )
 from pycuda_conv.engines.split_sum import reduce_launch, splits
+from pycuda_conv.engines.tensor_cores import fastest
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -556,6 +557,13 @@ def _lines(problem: ConvProblem, config: Dmma, form: _Form) -> float:
     return config.BLOCK_M + BLOCK_K * config.BLOCK_N * min(1, apart / 16)
 
 
+#: What another tile than the usual one has to gain, by the model's word: it is another text, for which a call may have to wait.
+USUAL, CLEARLY = (64, 64), 1.05
+
+
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Dmma] | None:
-    """The configuration that should be the fastest; None if none runs it."""
-    return min(((time(problem, config, device), config) for config in configs(problem, device)), key=lambda pair: pair[0], default=None)
+    """The configuration that should be the fastest, with the usual tile unless another is clearly faster; None if none runs it."""
+    timed = [(time(problem, config, device), config) for config in configs(problem, device)]
+    usual = fastest(one for one in timed if (one[1].BLOCK_M, one[1].BLOCK_N) == USUAL)
+    best = fastest(timed)
+    return usual if best and usual and usual[0] <= CLEARLY * best[0] else best
