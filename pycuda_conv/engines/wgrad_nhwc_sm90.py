@@ -523,7 +523,7 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 365 times of 28 problems, 16 bits and TF32, on an H100: root mean square of the error 12%.
+# Fitted to 365 times of 28 problems, 16 bits and TF32, on an H100: root mean square of the error 13%.
 AGAIN, MEMORY = 1.3, 2.75e6  # microseconds of each further round of blocks, which do not persist; bytes a microsecond
 # Bytes a microsecond and multiprocessor: sums that a cluster adds up, parts, and results, of one tap or of several, which lie apart.
 ADDED, PARTED, STORED, TAPPED = 11.2e3, 33.5e3, 38e3, 6.9e3
