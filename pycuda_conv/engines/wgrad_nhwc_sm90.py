@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases
 from pycuda_conv.engines.hopper import (
-    ADDED,
     BEGIN,
     CLOCK,
     ROW,
@@ -524,14 +523,16 @@ def _made(d: Mapping[str, int]) -> bool:
 
 # ---- the choice
 
-# Fitted to 136 times of 50 problems, 16 bits and TF32, on an H200: root mean square of the error 17%.
-AGAIN, MEMORY = 2.6, 2.4e6  # microseconds of each further round of blocks, which do not persist; bytes a microsecond
-STORED = 18.6e3  # bytes of a 16-bit result a microsecond and multiprocessor
-BESIDE = 0.8  # of the time of two small tiles one after the other, if they share a multiprocessor
-REDUCE, WAIT = 1.5, 0.15  # microseconds of the launch that adds the parts, and of a thread that waits for 8 of them, beside their bytes
+# Fitted to 365 times of 28 problems, 16 bits and TF32, on an H100: root mean square of the error 13%.
+AGAIN, MEMORY = 1.3, 2.75e6  # microseconds of each further round of blocks, which do not persist; bytes a microsecond
+# Bytes a microsecond and multiprocessor: sums that a cluster adds up, parts, and results, of one tap or of several, which lie apart.
+ADDED, PARTED, STORED, TAPPED = 11.2e3, 33.5e3, 38e3, 6.9e3
+BESIDE = 0.65  # of the time of two small tiles one after the other, if they share a multiprocessor
+REDUCE = 1.7  # microseconds of the launch that adds the parts, beside their bytes
 COPY = 1.6  # microseconds of a launch that folds, beside its bytes
 LEAST_STAGES = 4  # of a block that shares a sum
-PRODUCT = {2: 1 / 23, 4: 1 / 8}  # cycles of a stage for each of a tile's sums, by the bytes of an element
+#: By the bytes of an element: cycles of a stage for each of a tile's sums, and how many times as long loads take as pixel_cycles says.
+PRODUCT, LOADS = {2: 1 / 28, 4: 1 / 6.8}, {2: 1.0, 4: 1.8}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -567,7 +568,7 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 
 
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
-    """Microseconds that `config` should take: loads or arithmetic, sums that leave the block, rounds; or bytes from and to memory."""
+    """Microseconds that `config` should take: loads, arithmetic or bytes from memory; sums that leave the blocks, and rounds of these."""
     forward, size, block = forward_of(problem), problem.itemsize, _channels(problem)
     down, across = _tiles(problem, config)
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, block) * block)
@@ -577,18 +578,21 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         loads = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
         loads = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
-    step = max(PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, loads) / CLOCK
-    end = config.BLOCK_M * config.BLOCK_N * (4 / ADDED if config.CLUSTER > 1 else size / STORED)
-    work, blocks = _part(problem, config) * step + end, down * across * problem.groups * config.SPLIT * config.CLUSTER
-    slots = at_once(device, config.CLUSTER)
-    rounds = ceil(blocks, slots)
-    us = rounds * work * (BESIDE if _shares(config) and blocks > slots else 1) + AGAIN * (rounds - 1)
+    step = max(PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, LOADS[size] * loads) / CLOCK
+    blocks, slots = down * across * problem.groups * config.SPLIT * config.CLUSTER, at_once(device, config.CLUSTER)
+    rounds = ceil(blocks, slots) * (BESIDE if _shares(config) and blocks > slots else 1)
     moved = size * (math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
     copied = sum(COPY + 32 * told.words / MEMORY for _, told in _copies(problem))
-    if config.SPLIT == 1:
-        return copied + BEGIN + max(us, moved / MEMORY)
-    parts = 4 * config.SPLIT * _sums(problem)
-    return copied + BEGIN + max(us, (moved + parts) / MEMORY) + REDUCE + WAIT * ceil(config.SPLIT, 8) + parts / MEMORY
+    us = max(rounds * _part(problem, config) * step, moved / MEMORY)
+    us += rounds * _end(problem, config) + AGAIN * (ceil(blocks, slots) - 1)
+    return copied + BEGIN + us + (REDUCE + 4 * config.SPLIT * _sums(problem) / MEMORY if config.SPLIT > 1 else 0)
+
+
+def _end(problem: ConvProblem, config: WgradNhwc) -> float:
+    """Microseconds from the last product of a tile to the end of its block."""
+    sums, taps = config.BLOCK_M * config.BLOCK_N, math.prod(_loaded(problem).filter_size)
+    stored = 4 * sums / PARTED if config.SPLIT > 1 else problem.itemsize * sums / (STORED if taps == 1 else TAPPED)
+    return stored / config.CLUSTER + (4 * sums / ADDED if config.CLUSTER > 1 else 0)
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:
