@@ -12,7 +12,11 @@ from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
 from pycuda_conv.engines.depthwise_wgrad import DepthwisePlanesWgrad
 from pycuda_conv.engines.direct import Dgrad, Single, Tile
 from pycuda_conv.engines.direct_gemm import Gemm
+from pycuda_conv.engines.direct_quads import Quads
+from pycuda_conv.engines.few_inputs import FewInputs
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.lines_sm90 import Lines
+from pycuda_conv.engines.pointwise_sm90 import Pointwise
 from pycuda_conv.engines.via_nhwc import ViaNhwc
 from pycuda_conv.runtime.target import Target
 
@@ -43,7 +47,24 @@ def gemm(m, n, k=16, threads=(8, 8), blocks=2, split=1):
     return Gemm(m, n, k, *threads, blocks, split)
 
 
+def joined(n, c, k, size, taps, stride=1, transposed=False, **options):
+    """A layer to which a residual is added."""
+    options |= {"stride": stride, "padding": (taps - 1) // 2}
+    if transposed:
+        make, shapes = ConvProblem.transposed, ((n, c, *size), (c, k, taps, taps))
+    else:
+        make, shapes = ConvProblem.forward, ((n, c, *size), (k, c // options.get("groups", 1), taps, taps))
+    return make(2, *shapes, residual_shape=make(2, *shapes, **options).result_shape, **options)
+
+
 TAKEN = [
+    # residuals, which take as long to read as the result to write (H100)
+    (joined(8, 3, 64, (299, 598), 3, 2), Quads(2, 4), 134), (joined(64, 128, 128, (64, 67), 3, groups=16), Quads(2, 1), 286),
+    (joined(16, 64, 256, (32, 32), 3, transposed=True, precision="tf32"), Lines(64, 2, 32, STAGES=2, W_STAGES=8, CHUNKS=1), 36.1),
+    (joined(8, 192, 192, (40, 40), 1), Pointwise(32, 2, 5), 29.3), (joined(8, 192, 192, (40, 40), 1), ImplicitGemm(64, 64, 6), 30.9),
+    (joined(8, 1, 96, (128, 256), 7, dtype="float16", layout="NHWC"), FewInputs(48, 16), 78.0),
+    # phases of a result whose sectors each of them writes (H100)
+    (upsampling(8, 32, 128, 16, precision="tf32"), ImplicitGemm(128, 64, 6), 216), (upsampling(8, 32, 256, 8), ImplicitGemm(128, 64, 4), 120),
     # many phases of few blocks, of which four run at once
     (upsampling(8, 128, 32, 16), gemm(32, 128, 16, (4, 8), 4), 881), (upsampling(4, 32, 128, 8), gemm(128, 128), 617),
     (upsampling(1, 512, 3, 8, precision="tf32"), gemm(64, 64, 16, (8, 4), 4, 8), 269),

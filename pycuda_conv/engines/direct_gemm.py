@@ -236,6 +236,7 @@ SECTOR, SCATTERED = 32, 0.92e6  # bytes that memory writes at once; and those th
 PHASE_TIME = 1.8  # microseconds that the launch of a phase takes at the least, beside others
 QUEUED = 1.25  # times as long phases of few blocks take that wait for one another: few launches run side by side
 GRADIENT = 1.1  # times as long the gradient of a filter takes
+STORED = 3e6  # bytes of the result, and of a residual, a microsecond
 BEGIN, JOIN_TIME = 2.2, 1.7  # microseconds of a launch, and of one that adds the parts of a split sum
 CPU_TILE = Gemm(64, 64, 8, 4, 4, 1)
 #: float64 keeps twice the bytes in registers and shared memory.
@@ -308,7 +309,8 @@ def time(problem: ConvProblem, config: Gemm, device: Device) -> float | None:
     if config.SPLIT_K > 1:
         bytes_moved = math.prod(problem.result_shape) * accumulator_bytes(problem) * (2 * config.SPLIT_K + 1)
         us += JOIN_TIME + bytes_moved * min(len(blocks), 2) / 3e6  # at 3 TB/s
-    return us + BEGIN
+    written = problem.itemsize * math.prod(problem.result_shape) * (2 if problem.has_residual else 1)
+    return us + BEGIN + written / STORED
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, Gemm] | None:

@@ -341,6 +341,7 @@ EIGHT_CYCLES = 2.8
 LOAD_CYCLES = 13.5  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 5.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
 APART_CYCLES = {8: 5.0, 2: 50.0, 1: 200.0}  # the same in NCHW, of so many pixels at once
+RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
 TILE_CYCLES = 1600.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
 
@@ -365,7 +366,8 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     words = tile.patch * tile.pitch * problem.itemsize // WORD
     again = words if tile.copy_at else words // 4 if problem.itemsize == WORD else 0  # to make a copy, or to round
     loading = (tile.patch * tile.pitch // tile.unit + again) / 32 * LOAD_CYCLES
-    storing = TILE_PIXELS // 16 * eights * (STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)])
+    of_store = STORE_CYCLES if problem.layout == "NHWC" else APART_CYCLES[_run(problem)]
+    storing = TILE_PIXELS // 16 * eights * (of_store + (RESIDUAL_CYCLES if problem.has_residual else 0))
     workers = _workers(tile, device)
     together = ceil(workers * tile.chunks, device.multiprocessors)  # blocks of a multiprocessor
     each = TILE_CYCLES + together * (products + loading + storing)

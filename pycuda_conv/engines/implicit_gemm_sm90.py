@@ -924,14 +924,17 @@ RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split ther
 LYING, LYING_PRODUCT = (1860.0, 3.5, 1.2), 1.37
 PIXEL_CYCLES = {128: 2.1, 64: 1.6, 32: 2.0, 16: 2.0}
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
-LONGER, STRIDED = 1.15, 1.3  # times as long as that takes the gradient of a filter in 16 bits, and of a convolution with a stride
+#: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
+LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.3, (3, 4): 1.0}, 1.3
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.1  # the same of pixels of phases in NCHW, whose neighbours lie apart
+PARTS_OF_SECTORS = 2.4e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
 #: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
+JOINED_PLANES = 4.1e3  # elements of a residual that a microsecond adds to other tiles
 LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.4, 25e3, 12e3, 10e3, 4.5e3
 TILE_TIME = 0.8  # microseconds to start and drain a tile
 
@@ -1038,8 +1041,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         stores *= SCATTERED * min(walks[0].phase.step[2], SECTOR // problem.itemsize)  # elements one by one, so far apart
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         stores *= PHASED
-    if last and problem.has_residual:
-        stores += config.BLOCK_M * config.BLOCK_N / JOINED
+    if problem.has_residual and config.SPLIT == 1:
+        stores += config.BLOCK_M * config.BLOCK_N / (JOINED if last else JOINED_PLANES)
     between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / rates.clock, 0
@@ -1071,8 +1074,11 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if lying and problem.layout == "NHWC":
         moved = read_bytes(problem) + problem.itemsize * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
         us = max(us, launch_time + moved / MEMORY)
+    if problem.layout == "NCHW" and len(walks) > 1:  # memory writes a sector again for each phase that has a pixel in it
+        parts = min(walks[0].phase.step[2], SECTOR // problem.itemsize)
+        us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
     if problem.layout == "CNHW":
-        us *= (LONGER if problem.itemsize == 2 else 1.0) * (STRIDED if max(problem.dilation) > 1 else 1.0)
+        us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
     return us
 
 

@@ -354,6 +354,7 @@ CLOCK = {False: 1900.0, True: 1300.0}  # cycles a microsecond, of products besid
 FILL = 49e3  # bytes a microsecond to a multiprocessor, from the L2 cache
 STORED = {8: 24e3, 16: 34e3, 32: 38e3}  # and from it, by the pixels of a unit's rows
 LAUNCHES_TIME = {False: 3.1, True: 5.5}  # microseconds, the filter's among them
+RESIDUAL_RATE = 8.9e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
 TILE_TIME = 0.5  # of a tile beside all that
 
 
@@ -393,6 +394,8 @@ def time(problem: ConvProblem, config: Lines, device: Device) -> float:
     kept = config.W_STAGES == walk.steps
     written = 128 * units * config.PIXEL_QUADS * min(config.BLOCK_N, problem.result_channels)
     tile = max(cycles / CLOCK[config.FP16_OPERANDS], (x + (0 if kept else w)) / FILL) + written / STORED[config.WARP_TILE] + TILE_TIME
+    if problem.has_residual:
+        tile += written / RESIDUAL_RATE
     filters = (w / FILL if kept else 0) + math.prod(problem.weight_shape) * 12 / 3.5e6
     return LAUNCHES_TIME[config.FP16_OPERANDS] + ceil(tiles, grid // across) * tile + filters
 

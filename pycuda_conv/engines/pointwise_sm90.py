@@ -366,6 +366,7 @@ RAW_COLUMNS = {1: 32, 2: 64}
 # Fitted to 80 times on an H200: root mean square of the error 8%; what a raw filter takes, to 23 pairs on an H100.
 CLOCK, WAIT_CYCLES = 1400.0, 405  # cycles a microsecond, and of a stage beside its products
 FILL, MOVED = 56e3, 30e3  # bytes a microsecond to a multiprocessor, all of them at once: from the caches; from memory, and to it
+RESIDUAL_RATE = 12.8e3  # bytes of a residual a microsecond and multiprocessor that a tile reads and adds
 STORE_TIME = 1.4  # microseconds to store 256 rows x 64 columns
 SPLIT_CYCLES, SPLIT_TIME = 6.0, 1.0  # cycles of a stage to split a column of a raw filter; microseconds of the launch that this saves
 LAUNCHES_TIME = {False: 3.3, True: 3.0}  # microseconds of launches; of the gradient of a filter, before parts are added
@@ -404,6 +405,8 @@ def time(problem: ConvProblem, config: Pointwise, device: Device) -> float:
     written = rows * min(config.BLOCK_N, product.columns) * 4
     moved = steps * (of_rows / product.across + (of_columns / product.down if wgrad else 0)) + written
     tile = max(steps * step + STORE_TIME * rows * config.BLOCK_N / 2**14, moved / MOVED)
+    if problem.has_residual:
+        tile += written / RESIDUAL_RATE
     us = LAUNCHES_TIME[wgrad] + ceil(product.tiles, multiprocessors) * tile
     if config.SPLIT > 1:
         us += 2 + math.prod(problem.result_shape) * (8 * config.SPLIT + 4) / 3.5e6
