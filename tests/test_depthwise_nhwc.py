@@ -309,3 +309,9 @@ def test_the_gradient_of_many_filters_of_one_channel_is_chosen_by_its_model():
     """Tensor cores share their loads of x among the filters, which threads of single channels can't."""
     many, alike = (gradient_problem((16, c, 224, 224), (48, 1, 7, 7), (1, 1), (3, 3), (1, 1), "float16").launched for c in (1, 48))
     assert depthwise_nhwc.choose(many, GPU)[0] > 0 == depthwise_nhwc.choose(alike, GPU)[0]
+
+
+def test_strips_of_tall_images_of_few_channels_fill_the_machine():
+    problem = ConvProblem.forward(2, (1, 3, 2160, 512), (3, 1, 3, 3), padding=1, groups=3, layout="NHWC")
+    config = engines.choose(problem, GPU)
+    assert isinstance(config, DepthwiseStrips) and depthwise_nhwc._grid(problem, config) > GPU.multiprocessors > depthwise_nhwc._grid(problem, DepthwiseStrips(68))

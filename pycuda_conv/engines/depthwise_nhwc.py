@@ -208,6 +208,7 @@ PITCH = 64
 TILES = ((4, 4), (2, 4), (1, 4))
 OPENCL_TILES = TILES[1:2]  # one will do there, and no strips
 COLUMNS = 4  # of a thread that walks down the image
+FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 RING_LANES = (32, 16, 8, 4)  # threads along channels, a part of a warp, where rows come to shared memory
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
 UNROLLED = (3, 5, 7)
@@ -730,15 +731,17 @@ def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
     yield from (Depthwise(chunk, *tile) for tile in dict.fromkeys((best, *fitting)))
 
 
-def _rows(p: int) -> list[int]:
-    """Rows of strips that leave none much shorter than the others."""
-    return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32)}, reverse=True)
+def _rows(p: int, lanes: int) -> list[int]:
+    """Rows of strips that leave none much shorter than the others. So many threads walk down a strip: more strips where these are few."""
+    many = (strips for strips in (64, 128, 256) if p >= 8 * strips and 32 * lanes < FULL)
+    return sorted({ceil(max(p, 1), strips) for strips in (1, 2, 3, 4, 6, 8, 12, 16, 32, *many)}, reverse=True)
 
 
 def _strips(problem: ConvProblem) -> Iterator[Config]:
     """Configurations of strips, none lower than a tile."""
-    _, p, _ = problem.result_size
-    yield from (DepthwiseStrips(rows) for rows in _rows(p) if rows >= min(p, TILES[0][0]))
+    _, p, q = problem.result_size
+    lanes = problem.N * ceil(q, COLUMNS) * problem.K
+    yield from (DepthwiseStrips(rows) for rows in _rows(p, lanes) if rows >= min(p, TILES[0][0]))
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -749,7 +752,7 @@ def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:
         wanted = min(ceil(8 * device.multiprocessors, max(_grid(problem, one), 1)), 4 * device.multiprocessors)
         yield DepthwiseWgrad(4, ceil(rounds, ceil(rounds, wanted)) if rounds else 1)
         return
-    for rows in _rows(problem.filter_size[1]):
+    for rows in _rows(problem.filter_size[1], _images(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
         rounds = _walks(problem, DepthwiseWgrad(rows)).rounds
         for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds):
             yield DepthwiseWgrad(rows, parts)
@@ -760,7 +763,7 @@ def _rings(problem: ConvProblem) -> Iterator[Config]:
     """Configurations whose rows come to shared memory before they are needed."""
     if not _fits_ring(problem):
         return
-    for rows in _rows(problem.filter_size[1]):
+    for rows in _rows(problem.filter_size[1], _images(problem) * ceil(problem.filter_size[2], COLUMNS) * problem.K):
         rounds = _walks(problem, DepthwiseRing(rows)).rounds
         yield from (DepthwiseRing(rows, parts) for parts in dict.fromkeys(ceil(rounds, each) for each in (1, 2, 3, 4, 6, 8) if rounds))
 
