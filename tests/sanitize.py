@@ -23,6 +23,7 @@ import test_direct_quads as quads
 import test_dmma as doubles
 import test_epilogue as epilogue
 import test_few_channels as few
+import test_few_channels_wgrad as few_wgrad
 import test_few_inputs as first_layers
 import test_few_pixels as pixels
 import test_fft as fft
@@ -162,7 +163,7 @@ def main(pattern: str = "") -> int:
             good = run(Plan(problem, device, config=config), (*patches.operands(problem, np.ones, "float32"), None))
             print("ok " if good else "BAD", line, flush=True)
             bad += not good
-    for case, dtype, config in (*wgrad.RUNS[::7], *grouped_wgrad.RUNS[::19]) if device.capability == (9, 0) else ():
+    for case, dtype, config in (*wgrad.RUNS[::7], *grouped_wgrad.RUNS[::19], *few_wgrad.RUNS[::9]) if device.capability == (9, 0) else ():
         line = f"{config} gradient by the filter {case} {dtype}"
         if wanted(line):
             given = (np.moveaxis(a, 1, -1) for a in case.integers(dtype))

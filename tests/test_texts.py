@@ -44,6 +44,7 @@ LISTS = {
     },
     "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}},
     "grouped_nhwc_wgrad": {"TYPE": {16, 17}, "TAPS": {1, 9}, "WHOLE": FLAG},
+    "few_channels_wgrad": {"TYPE": {16, 17, 32}, "M_TILES": {1, 2, 4}, "N_TILES": {1, 2, 3, 4}},
     "patch_wgrad": {
         "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
         "CHANNELS_LAST": FLAG,

@@ -1,0 +1,199 @@
+"""Gradients of filters with few channels in or out, from channels-last arrays: the kernel's own text on the CPU (simt), compiled, and on a GPU."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import numpy as np
+import pytest
+import simt
+from reference import assert_close, assert_exact
+from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
+from test_kernels import check_refused
+from test_wgrad_nhwc import TYPES, Filter, ids_of, launched
+
+from pycuda_conv import Plan, engines
+from pycuda_conv.engines import few_channels_wgrad as fw
+from pycuda_conv.engines.few_channels_wgrad import FewChannelsWgrad
+from pycuda_conv.tools import families
+
+simulated = pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+
+#: First layers of one to four channels, with strides, dilation, uneven and wide padding; last layers, whose x is the dense array; channels that fill no
+#: sixteen; one tap, one axis; rows narrower than a group of pixels, and wider.
+CASES = [
+    Filter((2, 3, 13, 21), (24, 3, 3, 3), stride=(2,), padding=(1,)), Filter((1, 1, 9, 35), (16, 1, 3, 3), padding=(1,)),
+    Filter((2, 4, 20, 9), (40, 4, 5, 4), stride=(2, 3), padding=(2, 1)), Filter((1, 3, 12, 40), (8, 3, 7, 7), stride=(2,), padding=(3,)),
+    Filter((2, 3, 8, 8), (72, 3, 4, 4), stride=(4,)), Filter((1, 2, 10, 18), (16, 2, 3, 3), padding=((2, 0), (0, 1)), dilation=(2,)),
+    Filter((2, 16, 7, 19), (2, 16, 3, 3), padding=(1,)), Filter((1, 40, 9, 10), (3, 40, 5, 3), padding=(2, 3)), Filter((3, 24, 5, 6), (1, 24, 1, 1)),
+    Filter((1, 8, 6, 9), (4, 8, 3, 2), padding=((2, 0), (0, 1)), dilation=(1, 2)), Filter((2, 1, 90), (16, 1, 10), stride=(5,), padding=(4,)),
+    Filter((1, 5, 6, 17), (16, 5, 3, 3), padding=(5, 4)),
+]  # fmt: skip
+
+#: Of each number of channels and of columns; warps side by side and one after the other; one row and several; one part and several.
+TILES = (
+    FewChannelsWgrad(1, 1, 1, 4, 16), FewChannelsWgrad(2, 2, 2, 2, 16, 2), FewChannelsWgrad(4, 3, 8, 1, 32), FewChannelsWgrad(1, 4, 4, 8, 16, 2),
+    FewChannelsWgrad(2, 3, 1, 2, 48), FewChannelsWgrad(4, 1, 2, 3, 16),
+)  # fmt: skip
+RUNS = [(case, dtype, config) for case in CASES for dtype in TYPES for config in TILES if fw.refusal(case.problem(dtype).launched, config) is None]
+SOME = [(case, dtype, config) for case, dtype, config in RUNS if (CASES.index(case) + TYPES.index(dtype) + TILES.index(config)) % 4 == 0]
+
+
+@simulated
+@pytest.mark.parametrize(("case", "dtype", "config"), SOME, ids=ids_of(SOME))
+def test_the_kernel_computes_the_gradient(case, dtype, config):
+    arrays = case.integers(dtype)
+    assert_exact(simt.computed(case.problem(dtype), config, *arrays, seeds=(1 + SOME.index((case, dtype, config)) % 3,)), case.reference(*arrays), config)
+
+
+def test_every_kind_is_among_them():
+    launches = [fw.schedule(case.problem(dtype).launched, config, H200).whole[0][0] for case, dtype, config in SOME]
+    assert {(step.defines["M_TILES"], step.defines["N_TILES"]) for step in launches} == {(c.M_TILES, c.N_TILES) for c in TILES}
+    told = [step.structs[0] for step in launches]
+    assert {one.flipped for one in told} == {0, 1} and {one.warps_n for one in told} == set(fw.WARPS_N) and any(one.blocks_n > 1 for one in told)
+    assert any(one.blocks_m > 1 for one in told) and any(one.tiles_q > 1 for one in told) and any(one.tiles_p > 1 for one in told)
+
+
+@simulated
+def test_numbers_at_random():
+    """Within the bound of an honest sum."""
+    for case, dtype, config in RUNS[5::40]:
+        arrays = case.normals(dtype)
+        ref = case.reference(*arrays)
+        assert_close(simt.computed(case.problem(dtype), config, *arrays), ref, case.bound(*arrays, ref), config)
+
+
+NOT_FINITE = (Filter((2, 3, 5, 7), (16, 3, 3, 3), padding=(1,)), Filter((2, 16, 5, 7), (3, 16, 3, 3), padding=(1,)))
+
+
+def check_not_finite(case: Filter, run) -> None:
+    """Such numbers reach the results that they are part of, and no others."""
+    x, dy = case.integers("float16", seed=1)
+    clean = run(case, x, dy)
+    assert_exact(clean, case.reference(x, dy))
+    for value in (np.inf, -np.inf, np.nan):
+        for of_x in (True, False):
+            bad, marked = (np.ones_like(x), np.ones_like(dy)), (np.ones_like(x), np.ones_like(dy))
+            marked[not of_x][:] = 0
+            for arrays, one in ((bad, value), (marked, 1)):
+                arrays[not of_x][1, 2, 0, 6] = one  # in the last column of the first row: some taps never meet it
+            met = case.reference(*marked) != 0
+            assert np.array_equal(~np.isfinite(run(case, *bad)), met) and met.any() and not met.all()
+
+
+@simulated
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_what_is_not_finite(case):
+    check_not_finite(case, lambda case, x, dy: simt.computed(case.problem(), FewChannelsWgrad(1, 2, 2, 2, 16, 2), x, dy))
+
+
+@simulated
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (("to[number] = word;", "to[number ^ 1] = word;"), "elements differ"), (("slot ^= 1", "slot ^= 0"), "elements differ"),
+        (("    __syncthreads();  // it has been read, its place is taken next\n", ""), "elements differ"),
+        (("    __syncthreads();\n    if (of_warp.quotient == 0) {", "    if (of_warp.quotient == 0) {"), "elements differ"),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_broken_kernel_is_noticed(broken, message):
+    arrays = CASES[0].integers("float16")
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=message):
+        for seed in range(12):
+            got = simt.computed(CASES[0].problem(), FewChannelsWgrad(1, 1, 1, 1, 16), *arrays, seeds=(seed,), broken=broken)
+            assert_exact(got, CASES[0].reference(*arrays))
+
+
+# ---- what is legal, and the choice
+
+BASE = CASES[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "layout", "config", "reason"),
+    [
+        (BASE, "float16", "NCHW", FewChannelsWgrad(), "in the layouts CHWN"), (BASE, "float64", "NHWC", FewChannelsWgrad(), "float16 and bfloat16"),
+        (Filter((2, 16, 9, 11), (32, 4, 3, 3), groups=4), "float16", "NHWC", FewChannelsWgrad(), "of one group"),
+        (Filter((0, 3, 9, 11), (32, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "nothing to compute"),
+        (Filter((2, 3, 4, 4, 4), (32, 3, 3, 3, 3)), "float16", "NHWC", FewChannelsWgrad(), "two spatial axes"),
+        (Filter((2, 3, 4, 4), (20, 3, 1, 1)), "float16", "NHWC", FewChannelsWgrad(), "by 16 bytes"),
+        (Filter((2, 24, 4, 4), (32, 24, 1, 1)), "float16", "NHWC", FewChannelsWgrad(), "at most 16 channels"),
+        (Filter((2, 32, 4, 4), (3, 32, 1, 1), stride=(2,)), "float16", "NHWC", FewChannelsWgrad(), "by 16 bytes"),
+        (BASE, "float16", "NHWC", FewChannelsWgrad(3), "M_TILES must be one of"), (BASE, "float32", "NHWC", FewChannelsWgrad(4, 4), "of 12 products"),
+        (BASE, "float16", "NHWC", FewChannelsWgrad(TILE_Q=8), "multiple of 16"), (BASE, "float16", "NHWC", FewChannelsWgrad(1, 1, 1, 64, 64), "there is room for"),
+        (Filter((2, 1, 99, 99), (64, 1, 1, 1)), "float16", "NHWC", FewChannelsWgrad(4, 1, 1, 16, 48), "bytes of shared memory"),
+        (BASE, "float16", "NHWC", FewChannelsWgrad(1, 1, 1, 8, 16, 3), "each part"),
+    ],
+    ids=lambda v: str(v)[:40],
+)  # fmt: skip
+def test_a_configuration_says_why_it_cannot(case, dtype, layout, config, reason):
+    check_refused(lambda *given: engines.refusal(*given, H200), lambda *given: engines.schedule(*given, H200), case.problem(dtype, layout), config, reason)
+
+
+def test_older_gpus_do_not_have_it():
+    for capability, backend, runs in (((8, 0), "cuda", True), ((10, 0), "cuda", True), ((7, 5), "cuda", False), ((0, 0), "opencl", False)):
+        device = type(H200)(**{**vars(H200), "capability": capability, "backend": backend})
+        assert (engines.refusal(BASE.problem(), TILES[0], device) is None) == runs
+
+
+def test_the_choice_is_legal_and_its_texts_are_listed():
+    """Of random first and last layers: what is chosen, and each candidate's launch."""
+    r, met, listed = random.Random(3), 0, list(fw.texts(H200))
+    for _ in range(24):
+        problem = families.problem(families.layer(r, r.choice(("first", "last"))), "wgrad", r.choice(("float16", "float32")), "tf32", "NHWC").launched
+        found = list(fw.configs(problem, H200))
+        assert len(set(found)) < 60
+        for config in found[::5]:
+            assert fw.refusal(problem, config) is None and 0 < fw.time(problem, config, H200) < 1e6
+            assert any(fw.schedule(problem, config, H200).whole[0][0] in family for family in listed)
+        chosen = fw.choose(problem, H200)
+        assert (chosen is None) == (not found) and (chosen is None or chosen[1] in found)
+        met += bool(found)
+    assert met > 15
+
+
+def test_steps_fit_their_kernel():
+    for case, dtype, config in RUNS[::19]:
+        check_steps(fw.schedule(case.problem(dtype).launched, config, H200), "few_channels_wgrad")
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not installed")
+def test_the_kernels_compile_and_do_not_spill():
+    steps = {}
+    for dtype, config in (("float16", FewChannelsWgrad(4, 3, 4, 2, 16)), ("float32", FewChannelsWgrad(4, 3, 8, 2, 16)), ("bfloat16", FewChannelsWgrad(1, 1, 1, 2, 16))):
+        launch = fw.schedule(BASE.problem(dtype).launched, config, H200).whole[0][0]
+        steps[launch.source()] = launch, str(config)
+    check_compiled(steps)
+
+
+# ---- on a GPU
+
+LARGE = Filter((3, 3, 150, 130), (48, 3, 7, 7), stride=(2,), padding=(3,))
+GPU_RUNS = [*RUNS, *((LARGE, dtype, config) for dtype in TYPES for config in (FewChannelsWgrad(1, 3, 8, 4, 32, 20), FewChannelsWgrad(2, 3, 8, 8, 16, 33)))]
+
+
+@cache
+def plans() -> dict:
+    """The plans of all runs."""
+    return side_by_side("few channels' gradients", lambda run: Plan(run[0].problem(run[1]), "cuda", config=run[2]), GPU_RUNS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", GPU_RUNS, ids=ids_of(GPU_RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    case, dtype, _ = run
+    plan = plans()[str(run)]
+    arrays = case.integers(dtype)
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    arrays = case.normals(dtype)
+    ref, got = case.reference(*arrays), launched(torch, plan, *arrays)
+    assert_close(got, ref, case.bound(*arrays, ref), plan)
+    assert got.tobytes() == launched(torch, plan, *arrays).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", NOT_FINITE, ids=str)
+def test_what_is_not_finite_on_the_gpu(torch, case):  # noqa: F811
+    check_not_finite(case, lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=FewChannelsWgrad(1, 2, 2, 2, 16, 2)), x, dy))
