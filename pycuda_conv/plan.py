@@ -412,7 +412,7 @@ def _pays(problem: ConvProblem, device: Device, found: Choice | None) -> bool:
     if (chosen is not None and chosen <= converted) or engines.uses_tensor_cores(engines.choose(replace(problem, layout="NCHW"), device)):
         return True
     predicted = (us for us, config in engines.predictions(problem, device) if engines.uses_tensor_cores(config))
-    return (found.us if found else next(predicted)) <= converted
+    return (found.us if found else next(predicted)) <= converted or _gains(problem, device, found)
 
 
 def _gains(problem: ConvProblem, device: Device, found: Choice | None) -> bool:

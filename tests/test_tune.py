@@ -584,7 +584,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_anything_is_measured
     assert (status, out, err.count("\n")) == (UNUSABLE, "", 1) and words in err and output in err and not imaginary
 
 
-BENCHED = list(dict.fromkeys(core() + gradients(None)))  # in NCHW float32
+BENCHED = list(dict.fromkeys(core() + gradients()))  # in NCHW float32
 
 
 def test_without_a_gpu_it_says_so(command):
