@@ -11,8 +11,8 @@ from test_gradients import bound, gradient
 from pycuda_conv import ConvProblem, Plan, engines
 from pycuda_conv.engines import direct, patch_wgrad, registry, split_sum
 from pycuda_conv.engines.direct import Wgrad
+from pycuda_conv.engines.few_channels_wgrad import FewChannelsWgrad
 from pycuda_conv.engines.patch_wgrad import RUN, TILES, PatchWgrad
-from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.target import Target
 
@@ -149,7 +149,7 @@ def test_empty_arrays_are_planned_for_a_gpu(x, w, layout):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_channels_last_are_read_as_they_lie_where_that_gains(dtype):
     first = problem(((8, 3, 224, 224), (64, 3, 3, 3), {"padding": 1, "stride": 2}), "NHWC", dtype)
-    assert as_called(first, H200) == first and isinstance(engines.choose(first, H200), PatchWgrad if dtype == "float32" else WgradNhwc)
+    assert as_called(first, H200) == first and isinstance(engines.choose(first, H200), PatchWgrad if dtype == "float32" else FewChannelsWgrad)
     dense = problem(((64, 256, 28, 28), (256, 256, 3, 3), {"padding": 1}), "NHWC", dtype)
     assert not isinstance(engines.choose(as_called(dense, H200), H200), PatchWgrad)
     assert not isinstance(engines.choose(replace(dense, layout="NCHW"), H200), PatchWgrad)
