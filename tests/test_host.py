@@ -1660,14 +1660,14 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
     plan.problem = plan.config = plan.device = None
     monkeypatch.setattr(engines, "predicted", lambda *_: None)
 
-    def numbers(expected, real, calls, of=plan):
+    def numbers(expected, real, calls, of=plan, later=None):
         monkeypatch.setattr(host, "_taken", weakref.WeakKeyDictionary())
         monkeypatch.setattr(host, "paces", lambda *_: {n: host.Pace(0.0, s / 2 / x.nbytes) for n, s in expected.items()})
         used = []
         for i in range(calls):
             count, took = host.gpus_that_pay(of, simulated, x, x, None)
             used.append(count)
-            took(real[count] + (5.0 if i == 0 else 0.0))  # the first call compiles
+            took((later if later and i >= 10 else real)[count] + (5.0 if i == 0 else 0.0))  # the first call compiles
         return used
 
     assert numbers({1: 1.0, 2: 0.5}, {1: 1.0, 2: 0.5}, 6) == [2] * 6  # the other one is too far off
@@ -1677,6 +1677,10 @@ def test_calls_correct_what_was_expected_of_gpus(simulated, monkeypatch):
     assert numbers({1: 1.0, 2: 1.1}, {1: 0.3, 2: 0.2}, 12)[3:] == [2] * 9  # a host that is faster than it was
     assert numbers({1: 1.0, 2: 1.0, 4: 1.0}, {1: 1.0, 2: 0.99, 4: 0.9}, 12)[9:] == [4] * 3
     assert numbers({1: 1.0, 2: 1.0}, {1: 1.0, 2: 0.99}, 12)[6:] == [1] * 6  # the same
+    again = numbers({1: 1.0, 2: 0.9}, {1: 1.0, 2: 1.2}, 100)
+    assert [i for i, count in enumerate(again) if count == 2] == [0, 1, 2, 16, 17, 18, 64, 65, 66]
+    busy = numbers({1: 1.0, 2: 0.9}, {1: 1.0, 2: 1.2}, 100, later={1: 1.0, 2: 0.9})  # the host was busy at first
+    assert busy[3:16] == [1] * 13 and busy[16:64] == [2] * 48 and busy[67:] == [2] * 33
 
 
 def test_the_pace_of_copies_is_measured_once_and_leaves_nothing(simulated, monkeypatch):

@@ -71,6 +71,8 @@ PACE_BYTES, PACE_ROUNDS = 256 << 20, 3
 #: What counts as the same time; calls of a plan by which a number of GPUs is judged, and how much longer than the best it may be expected
 #: to take if it is to be tried.
 WORTH, TRIES, NEAR = 1.03, 3, 1.25
+#: Calls of a plan before which all but the best number is forgotten, and tried again: the host may have been busy before.
+AGAIN = frozenset(16 * 4**i for i in range(16))
 #: Shorter runs of bytes that lie together are left to numpy.
 LEAST_RUN_BYTES = 64
 
@@ -842,8 +844,16 @@ def _kernel_seconds(plan: Plan) -> float:
     return (engines.predicted(plan.problem, plan.config, plan.device) or 0.0) * 1e-6
 
 
-#: What the last calls of plans took on each number of GPUs, by the GPUs and by what memory the arrays are in.
-_taken: WeakKeyDictionary[Plan, dict[Hashable, dict[int, deque[float]]]] = WeakKeyDictionary()
+@dataclass
+class _Taken:
+    """What the last calls of a plan took on each number of GPUs, in seconds, and how many calls there were."""
+
+    seconds: dict[int, deque[float]]
+    calls: int = 0
+
+
+#: What calls of plans have taken, by the GPUs and by what memory the arrays are in.
+_taken: WeakKeyDictionary[Plan, dict[Hashable, _Taken]] = WeakKeyDictionary()
 
 
 def gpus_that_pay(
@@ -852,7 +862,7 @@ def gpus_that_pay(
     """How many of `gpus` to use for a call, and what is to be told how long it took.
 
     As many as take the least time; if it is all the same, fewer. At first that is what is expected of them by :func:`paces`, and then what
-    the plan's own calls took: numbers that are expected to be near the best are tried.
+    the plan's own calls took: numbers that are expected to be near the best are tried, and tried again after 16, 64, 256 ... calls.
     """
     nbytes = y.nbytes + sum(a.nbytes for a in (x, residual) if a is not None)
     if nbytes < LEAST_SHARED_BYTES:
@@ -863,9 +873,14 @@ def gpus_that_pay(
     expected = {
         count: pace.start + max(pace.seconds(nbytes) - pace.start, kernels / count) for count, pace in paces(gpus, *ordinary).items()
     }
-    taken = _taken.setdefault(plan, {}).setdefault((tuple(gpus), *ordinary), {count: deque(maxlen=TRIES) for count in expected})
-    count = _best(expected, taken)
-    return count, taken[count].append
+    of_plan = _taken.setdefault(plan, {})
+    taken = of_plan.setdefault((tuple(gpus), *ordinary), _Taken({count: deque(maxlen=TRIES) for count in expected}))
+    count = _best(expected, taken.seconds)
+    taken.calls += 1
+    if taken.calls in AGAIN:
+        for other in taken.seconds.keys() - {count}:
+            taken.seconds[other].clear()
+    return count, taken.seconds[count].append
 
 
 def _best(expected: Mapping[int, float], taken: Mapping[int, Sequence[float]]) -> int:
