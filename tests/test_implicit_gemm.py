@@ -1313,7 +1313,7 @@ PUBLIC = [
     (fprop((8, 128, 300), (256, 128, 5), padding=2), "fp32"), (fprop((2, 32, 12, 14, 16), (64, 32, 3, 3, 3), padding=1, bias=False), "tf32"),
     (dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1), "fp32"), (dgrad((8, 128, 14, 14), (128, 64, 4, 4), stride=2, padding=1), "fp16 last"),
     (fprop((8, 256, 28, 28), (256, 64, 3, 3), padding=1, groups=4), "fp32 last"), (fprop((16, 64, 28, 28), (128, 64, 3, 3), padding=((0, 2), (1, 1))), "bf16"),
-    (fprop((4, 3, 112, 112), (64, 3, 7, 7), stride=2, padding=3), "fp16"),
+    (fprop((4, 8, 112, 112), (64, 8, 7, 7), stride=2, padding=3), "fp16"),
 ]  # fmt: skip
 PUBLIC = [(case, mode) for case, mode in PUBLIC if mode in MODES]
 
