@@ -764,6 +764,30 @@ def test_a_thread_that_does_something_else_after_its_launches_holds_nobody_up(wa
         assert sorted(one.result(300) for one in coming) == [0, 1, 2, 3]
 
 
+def test_a_thread_that_waits_for_anothers_launches_has_no_turn(warm):
+    """As for those of torch's engine: then a call takes no longer after another thread's than after one of its own."""
+    turns, spent = [threading.Lock(), threading.Lock()], [[], []]
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w))
+    turns[1].acquire()
+
+    def work(which):
+        with warm.device, torch.no_grad():
+            for _ in range(60):
+                assert turns[which].acquire(timeout=300)
+                for after in spent:
+                    start = time.thread_time_ns()
+                    pc.conv2d(x, w)
+                    after.append(time.thread_time_ns() - start)
+                turns[1 - which].release()
+
+    with ThreadPoolExecutor(2) as pool:
+        for one in [pool.submit(work, i) for i in range(2)]:
+            one.result(600)
+    of_another, of_own = map(sorted, spent)
+    assert of_another[60] - of_own[60] < 5000, "it waited for the other one to launch again, which takes 10 us"
+
+
 def test_threads_that_make_call_after_call_take_turns(warm):
     """None of them waits until another one is through."""
     with torch.no_grad():

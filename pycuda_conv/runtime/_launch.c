@@ -297,6 +297,9 @@ typedef int64_t Number;
 // from theirs: one of them awake, which has the next turn, the rest asleep for `next_turn`. That lock is held by who waits, never while the
 // driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
 // more, or waits for the driver.
+//
+// A thread whose turn it is may also let go of the GIL elsewhere. So does one that waits for torch's engine, which launches a backward pass from
+// a thread of its own. A thread that finds the GIL free in this way takes the turn at once: nobody would make use of it.
 enum {
   TURN_NS = 200000,   // a turn, while others wait
   AWAY_NS = 20000,    // a thread that is not met for so long does something else
@@ -305,6 +308,7 @@ enum {
 
 static Flag turn = 1;                 // its number
 static Flag on_the_way;               // whether a thread that has launched has the GIL again
+static int is_back;                   // whether the thread that launched last has had it again; read and written with the GIL
 static Flag met;                      // how often the threads whose turn it was were back from launches
 static Number begun;                  // when the turn began
 static THREAD_LOCAL long own_turn;    // the last one that this thread had
@@ -319,7 +323,14 @@ static int64_t now(void) {
 // Not where the clock was set in between, either.
 static int lasts(int64_t since, int64_t until, int64_t most) { return until - since >= 0 && until - since <= most; }
 
+static void take_turn(void) {
+  own_turn = ADD(&turn, 1) + 1;
+  PUT(begun, now());
+}
+
 static PyThreadState* let_go(void) {
+  if (is_back && GET(turn) != own_turn) take_turn();
+  is_back = 0;
   PyThreadState* state = PyEval_SaveThread();
   SET(&on_the_way, 0);
   return state;
@@ -344,15 +355,15 @@ static void take_again(PyThreadState* state) {
   if (GET(turn) == own_turn && TAKE(&on_the_way)) {
     ADD(&met, 1);
     PyEval_RestoreThread(state);
-    return;
+  } else {
+    PyThread_acquire_lock(next_turn, 1);
+    wait_for_turn();
+    take_turn();
+    PyThread_release_lock(next_turn);
+    PyEval_RestoreThread(state);
+    SET(&on_the_way, 1);
   }
-  PyThread_acquire_lock(next_turn, 1);
-  wait_for_turn();
-  own_turn = ADD(&turn, 1) + 1;
-  PUT(begun, now());
-  PyThread_release_lock(next_turn);
-  PyEval_RestoreThread(state);
-  SET(&on_the_way, 1);
+  is_back = 1;
 }
 
 // Make all operations. 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
