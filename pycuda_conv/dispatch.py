@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from pycuda_conv import execute, quick
-from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, same_kind
+from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
@@ -40,7 +40,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         Whether the arrays' library knows of the call.
     """
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and quick.possible()
+    repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
     if repeatable:
         made = quick.call(quick.table, asked, recorded, *operands, out)
         if made is not None:

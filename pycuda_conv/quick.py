@@ -57,14 +57,16 @@ holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:
-    """Whether a call may be one that was made before: C can launch, torch is there, and torch.compile does not follow the call."""
-    torch = sys.modules.get("torch")
-    return _native is not None and torch is not None and not torch.compiler.is_dynamo_compiling()
+    """Whether a call of tensors may be one that was made before: C can launch, and torch.compile does not follow the call."""
+    import torch  # here: torch is there where there are tensors. torch.compile would copy all of sys.modules to ask it
+
+    return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
 def autocasts(input: Any) -> bool:
     """Whether ``torch.autocast`` casts the operands of a call whose first is this, a plain tensor."""
-    torch = sys.modules["torch"]
+    import torch
+
     return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
 
 
