@@ -298,8 +298,8 @@ typedef int64_t Number;
 // driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
 // more, or waits for the driver.
 //
-// A thread whose turn it is may also let go of the GIL elsewhere. So does one that waits for torch's engine, which launches a backward pass from
-// a thread of its own. A thread that finds the GIL free in this way takes the turn at once: nobody would make use of it.
+// A thread whose turn it is may also let go of the GIL elsewhere: so does one that waits for torch's engine, which launches a backward pass from
+// a thread of its own. A thread that has the GIL then takes the turn at once if no other one waits for it.
 enum {
   TURN_NS = 200000,   // a turn, while others wait
   AWAY_NS = 20000,    // a thread that is not met for so long does something else
@@ -308,7 +308,8 @@ enum {
 
 static Flag turn = 1;                 // its number
 static Flag on_the_way;               // whether a thread that has launched has the GIL again
-static int is_back;                   // whether the thread that launched last has had it again; read and written with the GIL
+static Flag waiting;                  // threads that wait for their turn
+static int is_back;                   // whether the thread that launched last has had the GIL again; read and written with the GIL
 static Flag met;                      // how often the threads whose turn it was were back from launches
 static Number begun;                  // when the turn began
 static THREAD_LOCAL long own_turn;    // the last one that this thread had
@@ -329,7 +330,7 @@ static void take_turn(void) {
 }
 
 static PyThreadState* let_go(void) {
-  if (is_back && GET(turn) != own_turn) take_turn();
+  if (is_back && GET(turn) != own_turn && !GET(waiting)) take_turn();
   is_back = 0;
   PyThreadState* state = PyEval_SaveThread();
   SET(&on_the_way, 0);
@@ -356,10 +357,12 @@ static void take_again(PyThreadState* state) {
     ADD(&met, 1);
     PyEval_RestoreThread(state);
   } else {
+    ADD(&waiting, 1);
     PyThread_acquire_lock(next_turn, 1);
     wait_for_turn();
     take_turn();
     PyThread_release_lock(next_turn);
+    ADD(&waiting, -1);
     PyEval_RestoreThread(state);
     SET(&on_the_way, 1);
   }
@@ -669,7 +672,8 @@ static int read_maker(PyObject* from, Maker* to) {
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
-// keywords); workspace is None where there are no bytes of it. `recorded(input, weight, bias, result)` tells torch of a call.
+// keywords); workspace is None where there are no bytes of it. `recorded` is None or a list, whose one member, (input, weight, bias, (result,)) -> result, tells
+// torch of a call; it may put another in its place.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
@@ -847,9 +851,11 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   result = make_call(r, addresses, out, addresses[OPERANDS]);
   if (!result && !PyErr_Occurred()) goto unknown;
   if (result && told) {
-    PyObject* made = result;
-    result = PyObject_CallFunctionObjArgs(r->recorded, tensors[0], tensors[1], tensors[2], made, NULL);
-    Py_DECREF(made);
+    PyObject *made = Py_BuildValue("(N)", result), *tell = PyList_GetItem(r->recorded, 0);
+    Py_XINCREF(tell);
+    result = made && tell ? PyObject_CallFunctionObjArgs(tell, tensors[0], tensors[1], tensors[2], made, NULL) : NULL;
+    Py_XDECREF(tell);
+    Py_XDECREF(made);
   }
   Py_DECREF(found);
   return result;
