@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,7 +83,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
-        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_Recorded(call) if plain else None)
+        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return result
 
 
@@ -93,19 +93,17 @@ def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
     return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
-class _Recorded:
-    """Tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
+def _recorded(call: Call) -> list[Callable[..., Any]]:
+    """What tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._again: Any = None
+    def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
+        from pycuda_conv.nn import autograd
 
-    def __call__(self, input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        if self._again is None:
-            from pycuda_conv.nn import autograd
+        tell[0] = autograd.told_again(call, input.shape, weight.shape)
+        return tell[0](input, weight, bias, made)
 
-            self._again = autograd.Again(self._call, input.shape, weight.shape)
-        return self._again(input, weight, bias, made)
+    tell: list[Callable[..., Any]] = [first]
+    return tell
 
 
 def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:

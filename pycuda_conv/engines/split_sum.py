@@ -57,6 +57,21 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
 
 
+def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
+    """Two launches of ``direct_reduce.cu`` as one, with the same bits; None where they are others, or an epilogue follows a sum."""
+    if not first.kernel == second.kernel == "direct_reduce" or first.defines != second.defines:
+        return None
+    given = first.arguments, second.arguments
+    assert isinstance(given[0], ReduceArguments) and isinstance(given[1], ReduceArguments)
+    if any(one.has_scale or one.has_bias or one.has_residual or one.activation for one in given):
+        return None
+    (parts, *_, result), (other_parts, *_, other_result) = first.buffers, second.buffers
+    buffers = parts, other_parts, result, other_result
+    return KernelLaunch(
+        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=given
+    )
+
+
 def _lanes(split: int) -> int:
     """Threads that share an element's parts: a power of two."""
     return min(MOST_LANES, 1 << (ceil(split, LONGEST) - 1).bit_length())
