@@ -399,12 +399,40 @@ def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, "gradient_by_first", None)
+            monkeypatch.setattr(autograd_module.Again, "gradients", None)
         gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, w.stride())]
     assert lines[0] and lines[0] == lines[1] == lines[2]
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["conv2d", "groups", "transposed"])
+@pytest.mark.parametrize("by_first", [True, False])
+def test_python_has_no_part_in_a_gradient_that_is_made_again(warm, monkeypatch, name, by_first):
+    xs, ws = x.clone().requires_grad_(by_first), w.clone().requires_grad_(not by_first)
+    lines = []
+    for again in range(3):
+        made = GRADIENTS[name](xs, ws, b)
+        warm.asked()
+        if again == 2:
+            monkeypatch.setattr(autograd_module.Again, f"gradient_by_{'first' if by_first else 'second'}", None)
+        (gradient,) = torch.autograd.grad(made, xs if by_first else ws, torch.ones_like(made))
+        lines.append(named_by_turns(warm.asked(), 0))
+        assert gradient.shape == (xs if by_first else ws).shape
+    assert lines[0] and lines[0] == lines[1] == lines[2]
+
+
+def test_a_saved_operand_that_was_written_since_is_noticed(warm):
+    xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+    for _ in range(3):
+        torch.autograd.grad(pc.conv2d(xs, ws), (xs, ws), torch.ones(2, 24, 7, 7))
+    made = pc.conv2d(xs, ws)
+    assert type(made.grad_fn).__name__ == "_AgainBackward"
+    with torch.no_grad():
+        ws.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
 
 
 @pytest.mark.parametrize("most", [0, 1 << 30])

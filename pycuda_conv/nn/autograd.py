@@ -352,6 +352,9 @@ class _Function(torch.autograd.Function):
         return _tangent(ctx, first, second, bias)
 
 
+#: Whether torch.compile follows the call, as it may follow a backward pass.
+_is_followed = torch.compiler.is_dynamo_compiling
+
 #: Both gradients of convolutions by their keys, as the launcher in C makes them.
 _both: quick.Table = {}
 launches_are_in(_both.clear)
@@ -380,6 +383,8 @@ class Again:
             more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
             if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
+        #: what the launcher in C knows of it
+        self.known = _both, self.both, quick.table, self.by_first, self.by_second, self.transposed
 
     def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
         """Those by both operands, by one row of launches where they were made so before."""
@@ -447,6 +452,9 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        made = None if _is_followed() else quick.gradients(ctx, grad)
+        if made is not None:
+            return made
         first, second = ctx.saved_tensors
         again = ctx.again
         _, by_first, by_second, by_bias, _ = ctx.needs_input_grad

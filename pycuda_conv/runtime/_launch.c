@@ -483,7 +483,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known, *name_saved;
   long least;  // ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // likewise, memory without an object of Python's
@@ -876,6 +876,52 @@ static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return Py_BuildValue("");
 }
 
+static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, PyObject* second) {
+  PyObject* const args[] = {table, options, Py_False, first, second, Py_None, Py_None, Py_None, Py_None};
+  return call(NULL, args, sizeof args / sizeof *args);
+}
+
+static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n);
+
+// gradients(ctx, gradient of the result) -> what the backward pass of torch's node returns, or None where Python has to make it
+//
+// `ctx` is that of a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed, and
+// ctx.again.known is (table, options of both gradients, table of calls, options of either, whether the gradient goes before the first operand).
+static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 2) return PyErr_Format(PyExc_TypeError, "gradients takes 2 arguments, got %zd", n);
+  PyObject *made = NULL, *dx = NULL, *dw = NULL, *saved = NULL;
+  if (!torch.tensor) return Py_BuildValue("");
+  PyObject *needs = PyObject_GetAttr(args[0], torch.name_needs), *own = needs ? PyObject_GetAttr(args[0], torch.name_again) : NULL;
+  PyObject* known = own ? PyObject_GetAttr(own, torch.name_known) : NULL;
+  int usual = known && PyTuple_Check(needs) && PyTuple_Size(needs) == 5 && PyTuple_Check(known) && PyTuple_Size(known) == 6;
+  usual = usual && PyTuple_GetItem(needs, 3) == Py_False && is_true(torch.differentiates, NULL) == 0;
+  if (usual && (saved = PyObject_GetAttr(args[0], torch.name_saved)) && PyTuple_Check(saved) && PyTuple_Size(saved) == 2) {
+    const int by_first = PyTuple_GetItem(needs, 1) == Py_True, by_second = PyTuple_GetItem(needs, 2) == Py_True;
+    PyObject *first = PyTuple_GetItem(saved, 0), *second = PyTuple_GetItem(saved, 1), *grad = args[1];
+    const int before = PyTuple_GetItem(known, 5) == Py_True;
+    if (by_first && by_second) {
+      PyObject* const of_both[] = {PyTuple_GetItem(known, 0), PyTuple_GetItem(known, 1), first, second, grad};
+      made = again(self, of_both, sizeof of_both / sizeof *of_both);
+      if (made && made != Py_None) {
+        dx = PyTuple_GetItem(made, 1), dw = PyTuple_GetItem(made, 2);
+        Py_INCREF(dx), Py_INCREF(dw);
+      }
+    } else if (by_first) {
+      made = dx = call_of(PyTuple_GetItem(known, 2), PyTuple_GetItem(known, 3), grad, second);
+      Py_XINCREF(dx);
+    } else if (by_second) {
+      made = dw = call_of(PyTuple_GetItem(known, 2), PyTuple_GetItem(known, 4), before ? grad : first, before ? first : grad);
+      Py_XINCREF(dw);
+    }
+  }
+  Py_XDECREF(needs), Py_XDECREF(own), Py_XDECREF(known), Py_XDECREF(saved);
+  PyObject* result = NULL;
+  if (made && made != Py_None) result = PyTuple_Pack(5, Py_None, dx ? dx : Py_None, dw ? dw : Py_None, Py_None, Py_None);
+  else if (!PyErr_Occurred()) result = Py_BuildValue("");
+  Py_XDECREF(dx), Py_XDECREF(dw), Py_XDECREF(made);
+  return result;
+}
+
 // again(table, options, operand, ...) -> (what stands behind the key, result, ...), or None where Python has to make the call
 //
 // What stands behind the key is made by ready(), or is a tuple whose first item is.
@@ -974,8 +1020,10 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
-  torch.name_version = PyUnicode_InternFromString("_version");
-  if (!torch.name_shape || !torch.name_type || !torch.name_requires_grad || !torch.name_level || !torch.name_version) return NULL;
+  torch.name_version = PyUnicode_InternFromString("_version"), torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
+  torch.name_again = PyUnicode_InternFromString("again"), torch.name_saved = PyUnicode_InternFromString("saved_tensors");
+  torch.name_known = PyUnicode_InternFromString("known");
+  if (PyErr_Occurred()) return NULL;
   for (int i = 0; i < 11; i++) {
     PyObject* before = *places[i];
     Py_INCREF(given[i]);
@@ -1005,6 +1053,7 @@ static PyMethodDef methods[] = {
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
+    {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, gradient): what the node's backward pass returns, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},
