@@ -672,8 +672,8 @@ static int read_maker(PyObject* from, Maker* to) {
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
-// keywords); workspace is None where there are no bytes of it. `recorded` is None or a list, whose one member, (input, weight, bias, (result,)) -> result, tells
-// torch of a call; it may put another in its place.
+// keywords); workspace is None where there are no bytes of it. `recorded` is None or a list. Its one member tells torch of a call, as
+// (input, weight, bias, (result,)) -> result; it may put another in its place.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
@@ -876,6 +876,7 @@ static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   return Py_BuildValue("");
 }
 
+// A call of two operands, of which torch need not know.
 static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, PyObject* second) {
   PyObject* const args[] = {table, options, Py_False, first, second, Py_None, Py_None, Py_None, Py_None};
   return call(NULL, args, sizeof args / sizeof *args);
@@ -886,7 +887,8 @@ static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n);
 // gradients(ctx, gradient of the result) -> what the backward pass of torch's node returns, or None where Python has to make it
 //
 // `ctx` is that of a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed, and
-// ctx.again.known is (table, options of both gradients, table of calls, options of either, whether the gradient goes before the first operand).
+// ctx.again.known is (table, options of both gradients, table of calls, options of one, of the other, whether the result's gradient goes before
+// the first operand).
 static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (n != 2) return PyErr_Format(PyExc_TypeError, "gradients takes 2 arguments, got %zd", n);
   PyObject *made = NULL, *dx = NULL, *dw = NULL, *saved = NULL;
