@@ -28,9 +28,10 @@ ADDING_THREADS = 1024
 ADDED, LANES = 8, (32, 512)
 #: Of an array, for each multiprocessor, which runs 2048 threads at once, or fewer where they need many registers.
 BLOCKS = 16
-#: Items of a channel in NCHW up to which a block takes all of it: a pass is one launch then. On an H100 that takes 0.45 to 0.8 of the
-#: time of two or three, for 98 to 3136 items of 32 to 2048 channels; with 4096 items of 3 channels it takes 1.3 times as long.
-MOST_WHOLE = 3200
+#: Items of a channel in NCHW up to which a block takes all of it: a pass is one launch then. On an H100 that takes 0.4 to 0.9 of the
+#: time of two or three, for up to 1568 items of 16 to 2048 channels and 3136 of 128 and more. Fewer channels have half of that: with 3136
+#: items of 8 channels a backward pass takes 1.5 times as long.
+MOST_WHOLE, MANY_CHANNELS = 3200, 128
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ class Pixels:
     @property
     def whole(self) -> bool:
         """Whether a block takes all of a channel, so that a pass is one launch: :func:`whole_forward` and :func:`whole_backward`."""
-        return not self.channels_last and self.N * self.plane <= MOST_WHOLE * _vector(self) and not _index_64(self)
+        most = MOST_WHOLE if self.K >= MANY_CHANNELS else MOST_WHOLE // 2
+        return not self.channels_last and self.N * self.plane <= most * _vector(self) and not _index_64(self)
 
 
 class Walk(NamedTuple):
