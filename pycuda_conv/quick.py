@@ -117,7 +117,7 @@ def remember(
     if name is None or name in table or plan.device.capturing():
         return
     turned = layout not in ("", plan.problem.layout)
-    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, packed, recorded))
+    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, out, packed, recorded))
 
 
 def put(table: Table, name: bytes, ready: Any) -> None:
@@ -187,18 +187,19 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     )
 
 
-def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
+def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: Callable[..., Any] | None) -> Any:
     """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
-    launcher = plan.launcher(packed is not None, filter_last)
+    writes_last = plan.lays_filter_last(kind, out)
+    launcher = plan.launcher(packed is not None, filter_last or writes_last)
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
     place = 0 if packed is None else kind.pointer(packed)
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
     workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
-    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.result_order)
+    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.filter_order if writes_last else plan.result_order)
     return device.ready(
         launcher, kind._current_stream, input.get_device(), 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes),
         plan.operand_bytes, plan.result_bytes, recorded, packed,

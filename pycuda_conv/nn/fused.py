@@ -253,13 +253,19 @@ class _Backward(NamedTuple):
     pixels: batch_norm.Pixels
     by_x: Plan | None
     by_weight: Plan | None
-    #: whether the filter has to lie with its channels last, as it does then
+    #: whether the filter has to lie with its channels last, as it does then; and whether its gradient is written so
     filter_last: bool
+    writes_last: bool
 
     @property
     def filter_order(self) -> _Order:
         """The order in which the filter has to lie."""
         return self.by_x.filter_order if self.by_x is not None and self.filter_last else None
+
+    @property
+    def gradient_order(self) -> _Order:
+        """The order in which the filter's gradient is written."""
+        return self.by_weight.filter_order if self.by_weight is not None and self.writes_last else None
 
 
 @remember_launches
@@ -282,6 +288,7 @@ def _backward_launches(
         plan = dispatch.plan_for_call(call, TORCH, (x, y, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_weight = plan if plan.problem.layout == layout and not plan.empty else None
+    writes_last = by_weight is not None and by_weight.writes_filter_last and filter_last
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
@@ -290,10 +297,10 @@ def _backward_launches(
         if by_x is not None:
             by_x.launch((dy, w, 0, 0, more, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
-            by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream)
+            by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream, filter_last=writes_last)
 
     most = max(workspace, *(plan.workspace_bytes for plan in (by_x, by_weight) if plan is not None), 0)
-    return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last)
+    return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last, writes_last)
 
 
 def _backward_of(
@@ -322,7 +329,7 @@ def _backward(
         found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, spec)
         by_x, by_weight = found.by_x is not None, found.by_weight is not None
         dx = TORCH.empty(x.shape, x, None, order) if by_x else None
-        dweight = weight.new_empty(weight.shape) if by_weight else None
+        dweight = TORCH.empty(weight.shape, weight, None, found.gradient_order) if by_weight else None
         given = (
             y, TORCH.as_kernel_input(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
             None if out is None else TORCH.as_kernel_input(out, order), TORCH.as_kernel_input(x, order) if by_weight else None,
@@ -539,8 +546,8 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spe
             steps += quick.steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none), none if added is None else ap)
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
         if found.by_weight is not None and dw is not None:
-            steps += quick.steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
-            results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, None))
+            steps += quick.steps_of(found.by_weight, found.writes_last, (ax, dy, none, dw, scratch, none))
+            results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not makes_dy and (not of_x or _order(x) == order)
     quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
@@ -689,7 +696,8 @@ def _fused_conv_bn_relu_backward(
     """As :func:`_backward`; gradients that are not asked for are without elements."""
     given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _LayerSpec.of(spec)
     dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
-    return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
+    dweight = weight.new_empty(0) if dweight is None else TORCH.as_kernel_input(dweight, _order(weight))
+    return x.new_empty(0) if dx is None else dx, dweight, sums
 
 
 @_fused_conv_bn_relu_backward.register_fake
@@ -697,7 +705,8 @@ def _(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
-    return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
+    dweight = _empty_like(weight, weight.shape, weight.dim() - 2) if of_weight else weight.new_empty(0)
+    return dx, dweight, _new_statistics(y)
 
 
 def _no_second_derivatives(ctx: Any, *gradients: Tensor) -> None:
