@@ -7,16 +7,6 @@
 
 DEVICE int cluster_rank() { return CLUSTER == 1 ? 0 : blockIdx.x % CLUSTER; }
 
-// What wgmma left in the registers of a consumer, of which the 64 rows behind those of the consumers before it are.
-template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count], float* sums) {
-  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
-#pragma unroll
-  for (int i = 0; i < count / 4; ++i)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      *(float2*)(sums + (row + 8 * half) * pitch + 8 * i + column) = make_float2(sum[4 * i + 2 * half], sum[4 * i + 2 * half + 1]);
-}
-
 #if CLUSTER > 1
 DEVICE void cluster_barrier() { asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory"); }
 // the same where nobody reads what this thread has written: it waits for no store

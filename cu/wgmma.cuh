@@ -162,3 +162,13 @@ template <int count> DEVICE void wgmma_tf32(float (&d)[count], const uint32_t (&
 template <int count> DEVICE void wgmma_f16(float (&d)[count], const uint32_t (&a)[4], uint64_t b, int accumulate) {
   WGMMA_OF_REGISTERS_(16, "f16", ", 0")
 }
+
+// Leaves a product of the block's consumer warpgroups in shared memory, as rows of `pitch` floats: 64 rows of each, one behind the other.
+template <int pitch, int count> DEVICE void leave_sums(const float (&sum)[count], float* sums) {
+  const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
+#pragma unroll
+  for (int i = 0; i < count / 4; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      *(float2*)(sums + (row + 8 * half) * pitch + 8 * i + column) = make_float2(sum[4 * i + 2 * half], sum[4 * i + 2 * half + 1]);
+}

@@ -1,7 +1,7 @@
 // wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32.
 //
 //   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
-//   gemm m: channel of dy | gemm n: (block of CHANNELS channels of x, tap), tap fastest, then the channel in it | gemm k: position (n,o,p,q) of dy
+//   gemm m: channel of dy | gemm n: (tap, channel of x in blocks of CHANNELS) | gemm k: position (n,o,p,q) of dy
 //
 // Nothing is packed: a row of TMA is CHANNELS channels of a position, 128 bytes. wgmma takes 16-bit operands so, with k not the fastest axis. It does
 // not take TF32 operands so: for these warps load fragments from the same rows for mma.sync, and TMA rounds float32 on the way.
@@ -9,7 +9,7 @@
 // Planes   PLANES: 1x1 filters without stride on 16-bit NCHW arrays as they lie. A row of TMA is BLOCK_K pixels of a channel of an image, so
 //          wgmma's operands lie along k. A stage belongs to one image; zeros fill up an image's last stage.
 //
-// Mapping  CLUSTER blocks -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions, each block over a part of the run.
+// Mapping  block -> a tile of BLOCK_M x BLOCK_N sums over one of `splits` runs of positions.
 //          A block has DOWN x ACROSS consumer warpgroups, each with PRODUCTS x 64 rows of WGMMA_N columns, and behind them one more warp. One thread
 //          of that, the producer, asks for dy and x. If a consumer has 2 x 64 rows, the producer's warp is a whole warpgroup, which hands most of
 //          its registers over.
@@ -22,7 +22,8 @@
 //          are not written.
 // TF32     a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
 //          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
-// Result   With one run of positions it is dw. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu adds.
+// Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu
+//          adds for the former, and wgrad_nhwc_add.cu for the latter.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/wgrad_nhwc_sm90.cu
 #ifndef BLOCK_M
@@ -31,7 +32,6 @@
 #define WGMMA_N 192  // columns of a consumer
 #define STAGES 5
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
-#define CLUSTER 1  // blocks that share a tile
 #define PLANES 0   // NCHW
 #endif
 #if TYPE == 17
@@ -46,7 +46,6 @@
 #define WGMMA_MN_MAJOR_A "1"
 #define WGMMA_MN_MAJOR_B "1"
 #endif
-#include "cluster.cuh"
 #include "fragments.cuh"
 #include "ring.cuh"
 #include "truncation.cuh"
@@ -61,7 +60,7 @@ constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTE
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
 constexpr int BEHIND = STAGES > 2 ? 1 : 0;                      // stages whose products may go on while the next one is waited for
 constexpr int PITCH = BLOCK_N + 8;                              // floats of a row of sums
-constexpr int WARPS = 4 * CONSUMERS, ROWS = BLOCK_M / CLUSTER;  // that write; rows of the tile that a block writes
+constexpr int WARPS = 4 * CONSUMERS;                            // that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || TYPE != 32, "16-bit numbers");
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROSS == 1), "as many registers as there are");
@@ -70,17 +69,18 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROS
 struct WgradNhwcArguments {
   long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // of a group
   long long groups, by_groups, splits;                        // runs of positions
-  long long stages, part;                                     // of all positions, and of a block's part of a run
+  long long stages, part;                                     // of all positions, and of a run
   long long rows, columns;                                    // channels of a group of dy, and of x
   long long column_blocks;                                    // blocks of CHANNELS channels of a group of x, for all taps
-  long long taps, by_taps, tap_r, by_tap_r, tap_s, by_tap_s;  // all; along r and s
+  long long tap_blocks, by_tap_blocks;                        // the same for one tap
+  long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
-  long long rank;                                             // spatial axes of the loads
+  long long rank;                                             // spatial axes of the loads; 0: position n of dy meets pixel n of x
   long long load_plane, by_load_plane;                        // positions of an image, as x is loaded,
   long long load_pq, by_load_pq, load_q, by_load_q;           // of a slice and of a row
   long long stride_d, stride_h, stride_w;                     // x of position (o, p, q), tap 0: o * stride_d + low_d and so on
   long long low_d, low_h, low_w;
-  long long size;                                             // elements of dw
+  long long size, taps_fastest;                               // of dw: elements, and whether its taps are fastest, or the channels
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
@@ -88,7 +88,7 @@ struct WgradNhwcArguments {
 struct Tile {
   int split, group, row, block, dy_blocks, x_blocks;
   DEVICE Tile(const WgradNhwcArguments& arg) {
-    const Divided across(blockIdx.x / CLUSTER, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
+    const Divided across(blockIdx.x, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
     const Divided of_group(down.quotient, arg.groups, arg.by_groups);
     split = of_group.quotient;
     group = of_group.rest;
@@ -104,7 +104,7 @@ struct Range {
   int first, last;
   DEVICE Range(const WgradNhwcArguments& arg, const Tile& of) {
     const int part = (int)arg.part;
-    first = (int)min((long long)(of.split * CLUSTER + cluster_rank()) * part, arg.stages);
+    first = (int)min((long long)of.split * part, arg.stages);
     last = min(first + part, (int)arg.stages);
   }
 };
@@ -113,9 +113,9 @@ struct Range {
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
-    const Divided of(block, arg.taps, arg.by_taps);
-    tap = of.rest;
-    channel = of.quotient * CHANNELS;
+    const Divided of(block, arg.tap_blocks, arg.by_tap_blocks);
+    tap = of.quotient;
+    channel = of.rest * CHANNELS;
   }
 };
 
@@ -167,29 +167,31 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
       if (i < of.dy_blocks) load_box(dy + i * BLOCK_BYTES, map_dy, arrived, k + CHANNELS * i, step * BLOCK_K, 0);
 #pragma unroll
     for (int i = 0; i < X_BLOCKS; ++i)
-      if (i < of.x_blocks)
+      if (i < of.x_blocks && rank == 0)
+        load_box(x + i * BLOCK_BYTES, map_x, arrived, c[i], step * BLOCK_K, 0);
+      else if (i < of.x_blocks)
         load_im2col(rank, x + i * BLOCK_BYTES, map_x, arrived, c[i], base, offsets[i] & 0xffff, offsets[i] >> 16 & 0xff, offsets[i] >> 24);
     at.next();
   }
 }
 #endif
 
-// ---- sums to dw, or to a part of it: ROWS rows, the first at `sums`, channel `row` of the group; a warp every WARPS-th of them
+// ---- sums to dw, or to a part of it: a warp writes every WARPS-th row
 
-// [k][tap][c]: a lane has one or two channels of each block of columns.
+// [k][tap][c], a part or dw: a lane has one or two channels of each block of columns.
 template <class T>
-DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, int row, T* to) {
+DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
   constexpr int EACH = CHANNELS / 32;
   struct alignas(EACH * sizeof(T)) Neighbours {
     T v[EACH];
   };
-  const int lane = threadIdx.x % 32, rows = min(ROWS, (int)arg.rows - row);
+  const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.columns;
   for (int i = 0; i < of.x_blocks; ++i) {
     const Column column(arg, of.block + i);
     const int c = column.channel + EACH * lane;
     if (c >= (int)arg.columns) continue;
-    T* const at = to + (of.group * arg.rows + row) * pitch + column.tap * arg.columns + c;
+    T* const at = to + (of.group * arg.rows + of.row) * pitch + column.tap * arg.columns + c;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS) {
       const float* const sum = sums + down * PITCH + CHANNELS * i + EACH * lane;
@@ -202,15 +204,15 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
 }
 
 // [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which mostly are neighbouring taps of it.
-DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, int row, data_t* dw) {
-  const int lane = threadIdx.x % 32, rows = min(ROWS, (int)arg.rows - row);
+DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, data_t* dw) {
+  const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.columns;
   for (int first = lane; first < BLOCK_N; first += 32) {
     const int block = first % X_BLOCKS, inside = first / X_BLOCKS;
     const Column column(arg, of.block + block);
     const int c = column.channel + inside;
     if (block >= of.x_blocks || c >= (int)arg.columns) continue;
-    data_t* const at = dw + (of.group * arg.rows + row) * pitch + c * arg.taps + column.tap;
+    data_t* const at = dw + (of.group * arg.rows + of.row) * pitch + c * arg.taps + column.tap;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS)
       at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
@@ -340,32 +342,16 @@ DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& 
   multiply_stages(summed, range, ring);
   named_barrier(1, CONSUMER_THREADS);  // the ring has been read
   leave(summed, sums);
-  float* const own = sums + cluster_rank() * ROWS * PITCH;
-#if CLUSTER > 1
-  cluster_barrier();
-  for (int down = threadIdx.x / 32; down < ROWS; down += WARPS)
-    for (int column = threadIdx.x % 32 * 4; column < BLOCK_N; column += 128) {
-      float* const four = own + down * PITCH + column;  // which no other block reads
-      *(float4*)four = add_of_ranks(shared_address(four));
-    }
-  __syncwarp();
-#else
   named_barrier(1, CONSUMER_THREADS);  // all sums are there
-#endif
-  const int row = of.row + cluster_rank() * ROWS;
   if (arg.splits > 1)
-    store_rows(own, arg, of, row, (float*)to + of.split * arg.size);
-  else if (PLANES || arg.taps == 1)
-    store_rows(own, arg, of, row, (data_t*)to);
+    store_rows(sums, arg, of, (float*)to + of.split * arg.size);
+  else if (arg.taps_fastest)
+    store_taps(sums, arg, of, (data_t*)to);
   else
-    store_taps(own, arg, of, row, (data_t*)to);
+    store_rows(sums, arg, of, (data_t*)to);
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
     wgrad_nhwc_sm90(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
                     const __grid_constant__ WgradNhwcArguments arg) {
   extern __shared__ uint8_t dynamic[];
@@ -387,12 +373,5 @@ __launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
   } else {
     if constexpr (PRODUCTS == 2) registers_down<56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
-#if CLUSTER > 1
-    __syncwarp();
-    cluster_barrier();
-#endif
   }
-#if CLUSTER > 1
-  cluster_barrier();  // shared memory must outlive what other blocks read of it
-#endif
 }

@@ -79,7 +79,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         if stream is not None:
             raise ConvArgumentError(f"stream and devices exclude each other, but got stream={brief(stream)} and devices={brief(devices)}")
     if call.function == "weight":
-        layout = ""  # the gradient of a filter is in C order
+        layout = ""  # the gradient of a filter lies as the kernels write it
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None

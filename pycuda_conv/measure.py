@@ -103,7 +103,7 @@ def trials(problem: ConvProblem, device: CudaDevice, compiler: Compiler | None =
 def device_times(plans: Sequence[Plan]) -> list[float]:
     """Microseconds that each of `plans`, all of one problem, takes on the GPU, the packing of the filter included.
 
-    Where the images' channels are last, so are the filter's, if the plan reads them so. Results are compared first.
+    Where the images' channels are last, so are the filter's, if the plan reads or writes them so. Results are compared first.
     """
     device: Any = plans[0].device
     with device:
@@ -121,7 +121,7 @@ def device_times(plans: Sequence[Plan]) -> list[float]:
 
 
 def _way(plan: Plan, buffers: Sequence[Any], stream: Any) -> Callable[[int], None]:
-    filter_last = plan.reads_filter_last and plan.problem.layout == "NHWC"
+    filter_last = (plan.reads_filter_last or plan.writes_filter_last) and plan.problem.layout == "NHWC"
     return lambda i: plan.launch(buffers[i], stream, filter_last=filter_last)
 
 

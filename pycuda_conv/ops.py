@@ -404,13 +404,14 @@ def conv2d_weight(
     stride, padding, dilation, groups
         Those of the convolution.
     out, precision, device, stream, tune
-        As for :func:`conv2d`. `out` is C-contiguous. Both host arrays must fit the device's memory at the same time.
+        As for :func:`conv2d`. `out` is C-contiguous, or lies as the result would. Both host arrays must fit the device's memory at the
+        same time.
 
     Returns
     -------
     array of shape (K, C/groups, R, S)
-        The gradient, of the kind and dtype of `input`, C-contiguous. It has the same bits on every run, because the parts of a sum are
-        added in order.
+        The gradient, of the kind and dtype of `input`. It is C-contiguous, or channels last where `input` is a tensor that is and the
+        kernels can write it so. It has the same bits on every run, because the parts of a sum are added in order.
 
     Raises
     ------

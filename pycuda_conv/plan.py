@@ -107,7 +107,9 @@ class Plan:
         if behind.has_constants(known):
             self._await_constants()
         #: whether the kernels can read a filter whose axes lie in memory in :attr:`filter_order`, None being C order
-        self.reads_filter_last = bool(schedule.filter_last) and not self.empty
+        self.reads_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction != "wgrad"
+        #: the same of a filter that is written, the gradient
+        self.writes_filter_last = bool(schedule.filter_last) and not self.empty and problem.direction == "wgrad"
         self.filter_order = channels_last(problem.ndim + 2, problem.ndim) if math.prod(problem.filter_size) > 1 else None
         # asked for on every call
         self.order, self.weight_order, self.result_order = problem.order, problem.weight_order, problem.result_order
@@ -222,6 +224,10 @@ class Plan:
         """Whether later calls will launch the same kernels as the last one did."""
         return not self.empty and self._behind is None and self.better is None
 
+    def lays_filter_last(self, kind: Any, out: Any) -> bool:
+        """Whether a gradient of a filter is written in :attr:`filter_order`: where the kernels can, unless `out` lies otherwise."""
+        return self.writes_filter_last and (out is None or kind.is_laid_out_as(out, self.filter_order))
+
     def launcher(self, packed: bool, filter_last: bool) -> Any:
         """What :meth:`launch` calls: for a filter that is packed already, or one that lies in :attr:`filter_order`, or another."""
         return self._launcher(WITH_PACKED if packed else FILTER_LAST if filter_last else WHOLE)
@@ -237,8 +243,8 @@ class Plan:
 
         The device must be current (``with plan.device:``) and `stream` one of the device's own. `packed` is the address of
         a filter that :meth:`pack` has packed; without one, filters that have to be are packed into the workspace. With
-        `filter_last`, for plans of :attr:`reads_filter_last`, the filter lies in :attr:`filter_order`. The residual
-        may be the result's memory unless the plan :attr:`redoes` parts of that.
+        `filter_last`, for plans of :attr:`reads_filter_last` or :attr:`writes_filter_last`, the filter, or its gradient, lies in
+        :attr:`filter_order`. The residual may be the result's memory unless the plan :attr:`redoes` parts of that.
         """
         input, weight, bias, scale, residual, result, workspace = buffers
         place = packed or (workspace + self.schedule.workspace_bytes if self.filter_bytes else 0)

@@ -180,7 +180,7 @@ class ConvProblem:
         The arithmetic asked for float32 arrays.
     layout : {"NCHW", "NHWC", "CNHW", "CHWN"}
         How the arrays of images lie in memory: ``"NHWC"`` is channels last. Shapes are the same. A filter and its gradient lie in
-        C order. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
+        C order, unless a plan can take another. ``"CNHW"`` and ``"CHWN"`` are for :attr:`launched` alone.
     has_scale, has_residual : bool
     activation : str, ("leaky_relu", float) or None
         What is done with the sums: see :func:`pycuda_conv.conv2d`. The residual lies in memory as the result does.

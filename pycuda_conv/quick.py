@@ -125,7 +125,7 @@ def remember(
     if name is None or name in table or plan.device.capturing():
         return
     turned = layout not in ("", plan.problem.layout)
-    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, packed, recorded))
+    put(table, name, None if turned else _ready(cast("TorchKind", kind), plan, operands, out, packed, recorded))
 
 
 def put(table: Table, name: bytes, ready: Any) -> None:
@@ -170,6 +170,13 @@ def moved(steps: Sequence[Sequence[KernelLaunch]], places: Sequence[tuple[int, i
     return [[one(launch) for launch in step] for step in steps]
 
 
+def _steps(plan: Plan, filter_last: bool) -> list[list[KernelLaunch]]:
+    """A plan's launches, for a filter whose channels are last, or one as it comes."""
+    steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
+    assert steps is not None
+    return steps
+
+
 def steps_of(
     plan: Plan, filter_last: bool, places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None
 ) -> list[list[KernelLaunch]]:
@@ -178,16 +185,14 @@ def steps_of(
     The filter is read as it is, and lies in the plan's ``filter_order`` if `filter_last`. The packed one, if there is one, is put behind
     the plan's own workspace.
     """
-    steps = plan.loaded.filter_last if filter_last else plan.loaded.whole
-    assert steps is not None
     *five, none = places
     workspace, start = places[4]
-    return moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
+    return moved(_steps(plan, filter_last), (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
 
 
-def behind_each_other(first: Plan, first_last: bool, second: Plan) -> int | None:
+def behind_each_other(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int | None:
     """Where the second plan's workspace begins if one launch adds the parts of both plans' sums; None where each adds its own."""
-    ends = [steps[-1] if steps else [] for steps in ((first.loaded.filter_last if first_last else first.loaded.whole), second.loaded.whole)]
+    ends = [steps[-1] if steps else [] for steps in (_steps(first, first_last), _steps(second, second_last))]
     start = -(-first.workspace_bytes // 512) * 512
     if any(len(end) != 1 for end in ends) or start + second.workspace_bytes > MOST_TOGETHER:
         return None
@@ -195,24 +200,24 @@ def behind_each_other(first: Plan, first_last: bool, second: Plan) -> int | None
 
 
 def in_a_row(
-    first: Plan, first_last: bool, first_places: Sequence[tuple[int, int]], second: Plan, second_places: Sequence[tuple[int, int]],
-    residual: tuple[int, int] | None = None,
+    first: Plan, first_last: bool, first_places: Sequence[tuple[int, int]], second: Plan, second_last: bool,
+    second_places: Sequence[tuple[int, int]], residual: tuple[int, int] | None = None,
 ) -> list[list[KernelLaunch]]:
     """The launches of two plans as :func:`steps_of` has them, which share a workspace of :func:`bytes_of_row`."""
     steps = steps_of(first, first_last, first_places, residual)
-    start = behind_each_other(first, first_last, second)
+    start = behind_each_other(first, first_last, second, second_last)
     if start is None:
-        return steps + steps_of(second, False, second_places)
+        return steps + steps_of(second, second_last, second_places)
     *others, (workspace, offset), none = second_places
-    more = steps_of(second, False, (*others, (workspace, offset + start), none))
+    more = steps_of(second, second_last, (*others, (workspace, offset + start), none))
     together = reduce_two(steps[-1][0], more[-1][0])
     assert together is not None
     return [*steps[:-1], *more[:-1], [together]]
 
 
-def bytes_of_row(first: Plan, first_last: bool, second: Plan) -> int:
+def bytes_of_row(first: Plan, first_last: bool, second: Plan, second_last: bool) -> int:
     """Of the workspace that :func:`in_a_row` needs."""
-    start = behind_each_other(first, first_last, second)
+    start = behind_each_other(first, first_last, second, second_last)
     return max(first.workspace_bytes, second.workspace_bytes) if start is None else start + second.workspace_bytes
 
 
@@ -226,18 +231,19 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     )
 
 
-def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: list[Any] | None) -> Any:
+def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], out: Any, packed: Any, recorded: list[Any] | None) -> Any:
     """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)
-    launcher = plan.launcher(packed is not None, filter_last)
+    writes_last = plan.lays_filter_last(kind, out)
+    launcher = plan.launcher(packed is not None, filter_last or writes_last)
     if not fits(kind, plan, operands, filter_last) or not isinstance(launcher, LauncherInC):
         return None
     device: Any = plan.device
     place = 0 if packed is None else kind.pointer(packed)
     nbytes = plan.schedule.workspace_bytes + (0 if place else plan.filter_bytes)
     workspace = kind.maker((nbytes,), sys.modules["torch"].uint8, input.device, None) if nbytes else None
-    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.result_order)
+    result = kind.maker(plan.result_shape, input.dtype, input.device, plan.filter_order if writes_last else plan.result_order)
     return device.ready(
         launcher, kind._current_stream, input.get_device(), 0, (result,), workspace, nbytes, (place, plan.schedule.workspace_bytes),
         plan.operand_bytes, plan.result_bytes, recorded, packed,

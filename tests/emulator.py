@@ -42,7 +42,10 @@ def named(step):
 class Memory:
     """The plan's buffers: exactly as many bytes as they have to have, all NaN."""
 
-    def __init__(self, problem, program, x, w, b, scale, residual):
+    def __init__(self, problem, program, x, w, b, scale, residual, filter_last: bool = False):
+        self.filter_last = filter_last  # whether the filter's second axis is last in memory
+        if filter_last and problem.direction != "wgrad":
+            w = np.moveaxis(w, 1, -1)
         if problem.layout == "NHWC":
             x, residual = (None if a is None else np.moveaxis(a, -problem.ndim - 1, -1) for a in (x, residual))
             w = np.moveaxis(w, -problem.ndim - 1, -1) if problem.direction == "wgrad" else w
@@ -88,6 +91,8 @@ class Memory:
         shape = list(problem.result_shape)
         if problem.layout == "CNHW":
             return found.reshape(shape[1], shape[0], *shape[2:])
+        if problem.direction == "wgrad" and self.filter_last:
+            return np.moveaxis(found.reshape(shape[0], *shape[2:], shape[1]), -1, 1)
         if problem.layout == "NCHW" or problem.direction == "wgrad":
             return found.reshape(shape)
         channels = shape.pop(-problem.ndim - 1)
@@ -940,39 +945,41 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
 
 
 def wgrad_product(step, memory: Memory) -> None:
-    """Block after block; what a cluster's blocks have summed is added."""
+    """Block after block."""
     s, define, (dy_map, x_map) = named(step), step.defines, step.maps
-    rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
+    rows, columns = define["BLOCK_M"], define["BLOCK_N"]
     kind, wide = ELEMENT[define["TYPE"]], block_of(step)
     for described in step.maps:
         check_map(described, memory)
         assert described.span == 128 and described.dtype == ("tfloat32" if kind == "float32" else kind)
-    assert dy_map.box == (wide, wide, 1) and (x_map.box == dy_map.box if define["PLANES"] else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2)
+    assert dy_map.box == (wide, wide, 1)
+    assert x_map.box == dy_map.box if define["PLANES"] or s.rank == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
     assert step.block == threads.get(rows, {}).get(columns, 2 * rows + 32) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
     assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if rows == 64 and columns <= 192 else MOST_SHARED)
-    assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits * cluster and s.part == ceil(s.stages, s.splits * cluster)
-    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps
+    assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits and s.part == ceil(s.stages, s.splits)
+    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == s.tap_blocks * s.taps and s.tap_blocks == ceil(s.columns, wide)
     place, parted = step.buffers[0], s.splits > 1
     assert (place[0] == WORKSPACE) if parted else (place == RESULT)
     out = memory.view(place, "float32" if parted else kind)
-    for number in range(step.grid // cluster):
+    for number in range(step.grid):
         rest, across = divmod(number, s.tiles_n)
         rest, down = divmod(rest, s.tiles_m)
         split, group = divmod(rest, s.groups)
         total = np.zeros((rows, columns))
-        for rank in range(cluster):
-            first = min((split * cluster + rank) * s.part, s.stages)
-            for stage in range(first, min(first + s.part, s.stages)):
-                wgrad_stage(s, memory, dy_map, x_map, stage, group, down * rows, across * columns // wide, total)
+        first = min(split * s.part, s.stages)
+        for stage in range(first, min(first + s.part, s.stages)):
+            wgrad_stage(s, define["PLANES"], memory, dy_map, x_map, stage, group, down * rows, across * columns // wide, total)
         k = down * rows + np.arange(rows)
         for i in range(columns // wide):
             block = across * columns // wide + i
-            c, tap = block // s.taps * wide + np.arange(wide), block % s.taps
+            c, tap = block % s.tap_blocks * wide + np.arange(wide), block // s.tap_blocks
             mine = np.ix_(k < s.rows, (c < s.columns) & (block < s.column_blocks))
             at_k, at_c = (group * s.rows + k)[k < s.rows][:, None], c[(c < s.columns) & (block < s.column_blocks)]
-            at = (at_k * s.taps + tap) * s.columns + at_c + split * s.size if parted else (at_k * s.columns + at_c) * s.taps + tap
+            at = (at_k * s.taps + tap) * s.columns + at_c + split * s.size
+            if s.taps_fastest and not parted:
+                at = (at_k * s.columns + at_c) * s.taps + tap
             store(out, at, total[:, wide * i : wide * i + wide][mine].astype(out.dtype))
             memory.count(place, at)
 
@@ -982,10 +989,10 @@ def block_of(step) -> int:
     return 32 if step.defines["TYPE"] == 32 else 64
 
 
-def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: int, block: int, total: np.ndarray) -> None:
+def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, group: int, row: int, block: int, total: np.ndarray) -> None:
     """The products of a stage's positions; sums of channels and taps that there are not are NaN."""
     wide = dy_map.box[0]
-    if x_map.box == dy_map.box:  # PLANES
+    if planes:
         image, pixel = stage // s.image_stages, stage % s.image_stages * wide
         a, b = np.full((len(total), wide), np.nan), np.full((total.shape[1], wide), np.nan)
         for to, described, channels, first in (a, dy_map, s.rows, row), (b, x_map, s.columns, block * wide):
@@ -1004,12 +1011,14 @@ def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: i
             a[:, i : i + wide] = boxed(dy_map, memory, (group * s.rows + row + i, wide * stage, 0))[0]
     loads = []
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
-        tap = number % s.taps
+        tap = number // s.tap_blocks
         offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
         assert not any(offsets[s.rank :]), "a tap is lost"
-        loads.append((group * s.columns + number // s.taps * wide, offsets[: s.rank]))
-    if loads:
+        loads.append((group * s.columns + number % s.tap_blocks * wide, offsets[: s.rank]))
+    if loads and s.rank:
         b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
+    for i, (channel, _) in enumerate(loads if s.rank == 0 else ()):
+        b[:, i * wide : (i + 1) * wide] = boxed(x_map, memory, (channel, wide * stage, 0))[0]
     with np.errstate(invalid="ignore", over="ignore"):
         total += a.T @ b
 
@@ -1017,6 +1026,7 @@ def wgrad_stage(s, memory: Memory, dy_map, x_map, stage: int, group: int, row: i
 def wgrad_reduce(step, memory: Memory) -> None:
     s, kind = named(step), ELEMENT[step.defines["TYPE"]]
     assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.pitch % 2 == 0 <= s.pitch - s.channels
+    assert s.range * 32 >= s.splits
     assert step.grid * s.taps * s.pitch == s.size * s.tiles_c * s.tiles_t
     source, to = step.buffers
     assert s.own * s.folds == s.channels
@@ -1031,6 +1041,18 @@ def wgrad_reduce(step, memory: Memory) -> None:
         store(dw, at, total.astype(kind))
         np.add.at(met, at.ravel(), 1)
     assert (met == 1).all(), "elements were written twice or not at all"
+
+
+def wgrad_add(step, memory: Memory) -> None:
+    s, kind, each = named(step), ELEMENT[step.defines["TYPE"]], step.defines["EACH"]
+    lanes = step.block >> s.width
+    assert step.block == 256 and s.range * (lanes - 1) < s.splits <= s.range * lanes and s.size % (each * s.pitch) == 0 <= each * s.pitch - s.channels
+    assert step.grid == ceil(s.size, each << s.width)
+    source, to = step.buffers
+    parts, dw = memory.view(source, "float32"), memory.view(to, kind)
+    row, c = np.arange(s.size // (each * s.pitch))[:, None], np.arange(s.channels)
+    total = sum(inside(parts, split * s.size + row * each * s.pitch + c).astype(float) for split in range(s.splits))
+    store(dw, row * s.channels + c, total.astype(kind))
 
 
 def fold_channels(step, memory: Memory) -> None:
@@ -1373,7 +1395,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 def launch(stages, memory: Memory, finite: bool) -> None:
     kernels = {"pack": pack, "finalize_scales": finalize_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
-    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "fold_channels": fold_channels}
+    kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "wgrad_nhwc_add": wgrad_add, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:
             assert 1 <= step.grid < 2**31
@@ -1454,7 +1476,7 @@ def emulate(
         if mended is not None:
             mended.append(memory.mended)
     if program.filter_last:
-        memory = Memory(problem, program, x, np.moveaxis(w, 1, -1), b, scale, residual)
+        memory = Memory(problem, program, x, w, b, scale, residual, filter_last=True)
         if not any(step.kernel == "transpose_filter" or (step.kernel == "pack" and named(step).filter_rows) for stage in program.filter_last for step in stage):
             memory.buffers[PACKED] = np.zeros(0, np.uint8)
         launch(program.filter_last, memory, finite)

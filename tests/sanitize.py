@@ -46,11 +46,13 @@ from pycuda_conv.runtime import get_device
 
 
 def run(plan, arrays) -> bool:
-    """Launch `plan` once, and with its filter's channels last if it reads such; whether all of the result was written, and with numbers."""
+    """Launch `plan` once, and with its filter's channels last if it reads or writes such; whether all of the result was written, and with numbers."""
     good = launched(plan, arrays, False)
     if plan.reads_filter_last:
         x, w, *more = arrays
         good &= launched(plan, (x, np.moveaxis(w, 1, -1), *more), True)
+    if plan.writes_filter_last:
+        good &= launched(plan, arrays, True)
     return good
 
 

@@ -126,6 +126,23 @@ def test_a_call_is_made_again(warm, name):
         assert made[0].stride() == made[1].stride() and made[0].shape == made[1].shape and made[0].data_ptr() != made[1].data_ptr()
 
 
+def test_the_gradient_of_a_filter_lies_as_the_kernels_write_it_or_as_out_does(warm):
+    call = CALLS["weight channels last"]
+    with torch.no_grad():
+        assert call().is_contiguous(memory_format=channels_last)
+        written = []
+        for form in (channels_last, torch.contiguous_format):
+            out = torch.empty(w.shape, dtype=torch.float16).contiguous(memory_format=form)
+            assert call(out=out) is out
+            first, second = warm.again(lambda: call(out=out))  # noqa: B023 -- it is called here
+            first, second = (named_by_turns(lines, 0) for lines in (first, second))
+            assert first == second
+            written.append(first)
+        assert written[0] != written[1] and len(written[0]) == len(written[1])
+        with pytest.raises(ConvArgumentError, match="out must be C-contiguous"):
+            call(out=torch.empty(16, 24, 3, 3, dtype=torch.float16).transpose(0, 1))
+
+
 def test_slopes_are_told_apart(warm):
     with torch.no_grad():
         for known, slope in ((0, 0.2), (1, 0.25), (2, 0.2)):
@@ -402,7 +419,7 @@ def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
             monkeypatch.setattr(autograd_module.Again, "gradients", None)
         gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
-        assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, w.stride())]
+        assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, ws.stride())]
     assert lines[0] and lines[0] == lines[1] == lines[2]
     monkeypatch.undo()
 
@@ -576,6 +593,11 @@ def named_by_turns(lines, told_apart):
     return found
 
 
+def steps_of(tensor):
+    """Its strides where they matter."""
+    return [step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1]
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 @pytest.mark.parametrize("name", FUSED)
 def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
@@ -608,7 +630,7 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
         forward = warm.asked()
         made.backward(dy)
         versions = [now._version - then for now, then in zip(layer.buffers(), before, strict=True)]
-        gradients = [None if p.grad is None else (p.grad.shape, p.grad.stride(), p.grad.dtype) for p in (images, *layer.parameters())]
+        gradients = [None if p.grad is None else (p.grad.shape, steps_of(p.grad), p.grad.dtype) for p in (images, *layer.parameters())]
         assert struct.pack("<Q", made.data_ptr()).hex() in forward[-1].replace(" ", "")
         # what is written last may have been workspace before
         told_apart = (0, 0) if isinstance(layer, Passing) else (len(forward) - 1, lines[-1])  # of one layer

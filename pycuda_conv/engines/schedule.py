@@ -65,7 +65,8 @@ class Schedule:
     """The launches of a plan.
 
     `prepare` packs the filter into a buffer of `filter_bytes`, and `steps` do the rest with `workspace_bytes` of scratch. `whole` does
-    both. `filter_last`, if there is one, does the same as `whole` for a filter whose second axis is last in memory.
+    both. `filter_last`, if there is one, does the same as `whole` for a filter, or the gradient of one, whose second axis is last in
+    memory.
     Steps follow one another; the launches of one step don't depend on each other. With `redoes`, later launches may write parts of
     the result once more, so a residual must not lie in the result's memory. `moments` says what is noted of the result, if that was
     asked for and the kernels can.

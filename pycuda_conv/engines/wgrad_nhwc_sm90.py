@@ -1,8 +1,9 @@
 """Gradients of filters from channels-last arrays as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
 The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Of 1x1 filters, 16-bit arrays may be NCHW too. Gradients are long
-sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions, and the blocks of a cluster
-share a run. What several runs give is added by a second launch, ``cu/wgrad_nhwc_reduce.cu``.
+sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions. What several runs give is
+added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the gradient's channels are fastest in memory, as the parts' are, and
+``cu/wgrad_nhwc_reduce.cu`` where its taps are.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
 few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
@@ -19,11 +20,9 @@ from typing import Any, NamedTuple
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil, forward_of, phases
 from pycuda_conv.engines.hopper import (
-    BEGIN,
     CLOCK,
     ROW,
     SHARED_BYTES,
-    at_once,
     image_map,
     load_base,
     map_type,
@@ -33,7 +32,6 @@ from pycuda_conv.engines.hopper import (
 )
 from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing
 from pycuda_conv.engines.schedule import GRID_LIMIT, INPUT, RESULT, WEIGHT, WORKSPACE, Arena, Schedule
-from pycuda_conv.engines.split_sum import reduce_launch
 from pycuda_conv.engines.tensor_cores import BFLOAT, ELEMENTS, FLOAT, HALF, fastest, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -47,29 +45,26 @@ __all__ = [
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have, by the bytes of an element: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
-    2: {64: (64, 128, 192, 384), 128: (64, 128, 192), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
+    2: {64: (64, 128, 192, 384), 128: (64, 128, 192, 256), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
 }  # fmt: skip
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
-CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
-#: Of the largest tile that is chosen with clusters, by the bytes of an element: its sums. Larger ones fill the machine.
-MOST_SHARED_SUMS = {2: 128 * 192, 4: 64 * 128}
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
-#: The tiles and clusters for NCHW arrays: clusters took 3 us longer than as many parts, and other tiles won nothing.
+ADD_THREADS = 256  # of a block of wgrad_nhwc_add.cu
+LONGEST, MOST_LANES = 8, 32  # runs that a thread adds before others share its results, and threads that do
+#: The tiles for NCHW arrays: others won nothing.
 PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
-PLANES_CLUSTERS = (1,)
 FOLD_THREADS = 256  # of a block that folds
 
 
 @dataclass(frozen=True)
 class WgradNhwc(Config):
-    """One tile of ``wgrad_nhwc_sm90.cu``: its channels of dy, its columns (channels of x of some taps), the stages of its ring, the
-    blocks that share it, and the runs of positions."""
+    """One tile of ``wgrad_nhwc_sm90.cu``: its channels of dy, its columns (channels of x of some taps), the stages of its ring, and the
+    runs of positions."""
 
     BLOCK_M: int = 128
     BLOCK_N: int = 192
     STAGES: int = 4
-    CLUSTER: int = 1
     SPLIT: int = 1
 
 
@@ -126,7 +121,7 @@ def _level(problem: ConvProblem) -> int:
         loading = blocks * _positions(problem) * pixel_cycles(problem.itemsize * folded.C) / CLOCK / 132
         size = math.prod(folded.input_shape)
         return loading + (
-            0 if folded.C == forward.C and not level else COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / MEMORY
+            0 if folded.C == forward.C and not level else COPY + problem.itemsize * (math.prod(forward.input_shape) + 2 * size) / COPIED
         )
 
     few = not _planes(problem) and forward.groups == 1 and forward.C < _channels(problem) and 0 not in forward.result_shape
@@ -147,6 +142,12 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
     (whole,) = phases(forward)
     walk = phase_addressing(forward, whole, lying)
     return None if walk is None else (lying, walk)
+
+
+def _flat(problem: ConvProblem) -> bool:
+    """Whether position n of dy meets pixel n of x, as in 1x1 filters without stride and padding: then loads of x walk nothing."""
+    form = _form(problem)
+    return form is not None and form[1].flat
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -202,18 +203,10 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
         return f"a tile has {shown}"
     if config.SPLIT == 1 and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    clusters = _clusters(problem)
-    if config.CLUSTER not in clusters:
-        return f"a tile is shared by {', '.join(map(str, clusters))} blocks"
-    tiles = math.prod(_tiles(problem, config)) * problem.groups * config.CLUSTER * config.SPLIT
+    tiles = math.prod(_tiles(problem, config)) * problem.groups * config.SPLIT
     if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config), config.SPLIT)
-
-
-def _clusters(problem: ConvProblem) -> tuple[int, ...]:
-    """How many blocks may share a tile."""
-    return PLANES_CLUSTERS if _planes(problem) else CLUSTERS
 
 
 def _shares(config: WgradNhwc) -> bool:
@@ -271,8 +264,9 @@ class WgradNhwcArguments(NamedTuple):
     rows: int
     columns: int
     column_blocks: int
+    tap_blocks: int
+    by_tap_blocks: int
     taps: int
-    by_taps: int
     tap_r: int
     by_tap_r: int
     tap_s: int
@@ -294,8 +288,21 @@ class WgradNhwcArguments(NamedTuple):
     low_h: int
     low_w: int
     size: int
+    taps_fastest: int
     image_stages: int
     by_image_stages: int
+
+
+class WgradNhwcAddArguments(NamedTuple):
+    """The struct of ``wgrad_nhwc_add.cu``, which says what its members are."""
+
+    size: int
+    splits: int
+    width: int
+    range: int
+    pitch: int
+    by_pitch: int
+    channels: int
 
 
 class WgradNhwcReduceArguments(NamedTuple):
@@ -303,6 +310,7 @@ class WgradNhwcReduceArguments(NamedTuple):
 
     size: int
     splits: int
+    range: int
     taps: int
     channels: int
     pitch: int
@@ -352,10 +360,16 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
         places[buffer] = place = scratch.take(16 * told.words)
         grid = ceil(told.words, FOLD_THREADS)
         copies.append(KernelLaunch("fold_channels", {"BYTES": problem.itemsize}, grid, FOLD_THREADS, (buffer, place), (), arguments=told))
-    steps = [[copy] for copy in copies] + [[_product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts)]]
-    if parts:
-        steps.append([_reduce(problem, config, parts)])
-    return Schedule.plain(steps, scratch.used)
+
+    def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
+        product = _product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts, taps_fastest)
+        reduce = _reduce if taps_fastest else _add
+        return [*([copy] for copy in copies), [product], *([[reduce(problem, config, parts)]] if parts else [])]
+
+    if math.prod(problem.result_size) == 1:
+        return Schedule.plain(steps(False), scratch.used)
+    whole = steps(True)
+    return Schedule([], whole, whole, scratch.used, 0, filter_last=steps(False))
 
 
 @lru_cache(maxsize=1024)
@@ -392,7 +406,7 @@ def _sums(problem: ConvProblem) -> int:
     return forward_of(problem).K * (loaded.C // loaded.groups) * math.prod(loaded.filter_size)
 
 
-def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None) -> KernelLaunch:
+def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None, taps_fastest: bool) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
     forward, loaded = forward_of(problem), _loaded(problem)
     stages, (down, across) = _stages(problem), _tiles(problem, config)
@@ -401,14 +415,14 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
         part=_part(problem, config), rows=forward.K // forward.groups, columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r, tap_s=tap_s,
-        **walked, size=_sums(problem), image_stages=_image_stages(problem),
+        column_blocks=_column_blocks(problem), tap_blocks=_tap_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r,
+        tap_s=tap_s, **walked, size=_sums(problem), taps_fastest=int(taps_fastest), image_stages=_image_stages(problem),
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "CLUSTER": config.CLUSTER, "PLANES": int(_planes(problem)),
+        "TYPE": ELEMENTS[problem.dtype], "PLANES": int(_planes(problem)),
     }
-    grid = down * across * problem.groups * config.SPLIT * config.CLUSTER
+    grid = down * across * problem.groups * config.SPLIT
     return KernelLaunch(
         "wgrad_nhwc_sm90", defines, grid, _threads(config), (parts or RESULT,), (), maps=maps,
         shared=_shared_bytes(config), arch="sm_90a", arguments=told,
@@ -424,6 +438,10 @@ def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tu
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
     map_x = replace(image_map(loaded, of_x[0], lying, walk, _channels(problem)), offset=of_x[1])
     map_dy = TensorMap(*of_dy, *sizes, (_channels(problem), _channels(problem), 1), ROW, map_type(problem))
+    if _flat(problem):
+        sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
+        map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
+        return by_axis("dilation_", walk.dilation) | load_base(loaded, walk) | {"rank": 0}, (map_dy, map_x)
     return by_axis("dilation_", walk.dilation) | load_base(loaded, walk), (map_dy, map_x)
 
 
@@ -441,21 +459,40 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
-    """The launch that adds the parts."""
+    """The launch that adds the parts, where the taps of the result are fastest."""
     loaded, own = _loaded(problem), problem.N
     taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
     folds = math.prod(problem.result_size) // taps
-    if taps * folds == 1 and pitch == own:
-        return reduce_launch(problem, config.SPLIT, parts)
     channels = own * folds
     tiles_t = ceil(taps, REDUCE_TAPS)
     told = arguments(
-        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch,
-        own=own, folds=folds, tile_taps=ceil(taps, tiles_t), tiles_c=ceil(channels, REDUCED_CHANNELS), tiles_t=tiles_t,
+        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, range=ceil(config.SPLIT, _lanes(config)), taps=taps,
+        channels=channels, pitch=pitch, own=own, folds=folds, tile_taps=ceil(taps, tiles_t),
+        tiles_c=ceil(channels, REDUCED_CHANNELS), tiles_t=tiles_t,
     )  # fmt: skip
     grid = problem.K * told.tiles_c * told.tiles_t
     defines = {"TYPE": ELEMENTS[problem.dtype]}
     return KernelLaunch("wgrad_nhwc_reduce", defines, grid, 32 * told.tile_taps, (parts, RESULT), (), arguments=told)
+
+
+def _add(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
+    """The launch that adds the parts, where the channels of the result are fastest."""
+    loaded = _loaded(problem)
+    taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, _sums(problem)
+    each = 4 if pitch % 4 == 0 else 2
+    lanes = _lanes(config)
+    width = ADD_THREADS // lanes
+    told = arguments(
+        WgradNhwcAddArguments, size=size, splits=config.SPLIT, width=width.bit_length() - 1, range=ceil(config.SPLIT, lanes),
+        pitch=pitch // each, channels=problem.N * math.prod(problem.result_size) // taps,
+    )  # fmt: skip
+    defines = {"TYPE": ELEMENTS[problem.dtype], "EACH": each}
+    return KernelLaunch("wgrad_nhwc_add", defines, ceil(size, each * width), ADD_THREADS, (parts, RESULT), (), arguments=told)
+
+
+def _lanes(config: WgradNhwc) -> int:
+    """Into how many ranges the runs are cut, whose sums are added: a power of two."""
+    return min(MOST_LANES, 1 << (ceil(config.SPLIT, LONGEST) - 1).bit_length())
 
 
 def _positions(problem: ConvProblem) -> int:
@@ -478,13 +515,18 @@ def _stages(problem: ConvProblem) -> int:
 
 def _part(problem: ConvProblem, config: WgradNhwc) -> int:
     """Stages of a block."""
-    return ceil(_stages(problem), config.SPLIT * config.CLUSTER)
+    return ceil(_stages(problem), config.SPLIT)
 
 
 def _column_blocks(problem: ConvProblem) -> int:
     """Blocks of channels of a group of x, for all taps."""
+    return _tap_blocks(problem) * math.prod(_loaded(problem).filter_size)
+
+
+def _tap_blocks(problem: ConvProblem) -> int:
+    """Blocks of channels of a group of x."""
     loaded = _loaded(problem)
-    return ceil(loaded.C // loaded.groups, _channels(problem)) * math.prod(loaded.filter_size)
+    return ceil(loaded.C // loaded.groups, _channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
@@ -498,7 +540,7 @@ def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
 
 def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
     """Where a sum is cut: its stages follow one another in all tiles."""
-    return config.SPLIT, config.CLUSTER
+    return config.SPLIT
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -509,30 +551,33 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "CLUSTER": CLUSTERS if _may_share(rows, columns, size) else (1,), "PLANES": FLAG if size == 2 else (0,),
+                    "TYPE": types, "PLANES": FLAG if size == 2 else (0,),
                 }  # fmt: skip
                 yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
+    yield TextFamily("wgrad_nhwc_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
     yield TextFamily("fold_channels", {"BYTES": tuple(TILES)})
 
 
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
-    return not d["PLANES"] or (d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ()) and d["CLUSTER"] in PLANES_CLUSTERS)
+    return not d["PLANES"] or d["BLOCK_N"] in PLANES_TILES.get(d["BLOCK_M"], ())
 
 
 # ---- the choice
 
-# Fitted to 365 times of 28 problems, 16 bits and TF32, on an H100: root mean square of the error 13%.
-AGAIN, MEMORY = 1.3, 2.75e6  # microseconds of each further round of blocks, which do not persist; bytes a microsecond
-# Bytes a microsecond and multiprocessor: sums that a cluster adds up, parts, and results, of one tap or of several, which lie apart.
-ADDED, PARTED, STORED, TAPPED = 11.2e3, 33.5e3, 38e3, 6.9e3
-BESIDE = 0.65  # of the time of two small tiles one after the other, if they share a multiprocessor
-REDUCE = 1.7  # microseconds of the launch that adds the parts, beside their bytes
-COPY = 1.6  # microseconds of a launch that folds, beside its bytes
+# Fitted to 3300 times of 115 layers, 16 bits and TF32, on H100s: root mean square of the error 9%.
+FIRST, AGAIN = 2.8, 0.9  # microseconds of a launch, and of each further round of blocks, which do not persist
+MEMORY = 2.8e6  # bytes a microsecond
+PARTED, STORED = 85e3, 18.5e3  # bytes a microsecond and multiprocessor: parts, and results
+#: How many times as long loads take as pixel_cycles says: those that walk nothing, and im2col.
+BOXED, WALKED = 1.5 / 3.1, 2.1 / 3.1
+WAIT, STEP = 860, 280  # cycles until a load is there, and of a stage beside its products
+REDUCE, ADDED = 1.7, 2.3e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
+COPY, COPIED = 1.6, 2.75e6  # the same of a launch that folds
 LEAST_STAGES = 4  # of a block that shares a sum
-#: By the bytes of an element: cycles of a stage for each of a tile's sums, and how many times as long loads take as pixel_cycles says.
-PRODUCT, LOADS = {2: 1 / 28, 4: 1 / 6.8}, {2: 1.0, 4: 1.8}
+#: By the bytes of an element: cycles of a stage for each of a tile's sums, and how many times as long loads take as those of 16 bits.
+PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8}, {2: 1.0, 4: 1.4}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -543,23 +588,15 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     tiles_of = _tiles_of(problem)
     for rows in _useful(tuple(tiles_of), problem.K // problem.groups):
         for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
-            for cluster in _clusters(problem) if _may_share(rows, columns, problem.itemsize) else (1,):
-                config = WgradNhwc(rows, columns, _most_stages(rows, columns), cluster)
-                blocks = math.prod(_tiles(problem, config)) * problem.groups * cluster
-                filling = at_once(device, cluster) * (1 + _shares(config)) // blocks
-                tried = (1, ceil(filling, 4), ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
-                most = stages // (LEAST_STAGES * cluster)
-                for split in sorted({max(min(split, most), least) for split in tried}):
-                    if split * cluster > least and split > most:
-                        continue
-                    one = replace(config, SPLIT=split)
-                    if refusal(problem, one) is None:
-                        yield one
-
-
-def _may_share(rows: int, columns: int, itemsize: int) -> bool:
-    """Whether blocks that share such a tile are among those that are chosen from."""
-    return rows <= 128 and columns <= PAIRED and rows * columns <= MOST_SHARED_SUMS[itemsize]
+            config = WgradNhwc(rows, columns, _most_stages(rows, columns))
+            tiles = math.prod(_tiles(problem, config)) * problem.groups
+            filling = device.multiprocessors * (1 + _shares(config)) // tiles
+            tried = (1, ceil(filling, 4), ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
+            most = max(stages // LEAST_STAGES, least)
+            for split in sorted({max(min(split, most), least) for split in tried}):
+                one = replace(config, SPLIT=split)
+                if refusal(problem, one) is None:
+                    yield one
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
@@ -569,30 +606,43 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads, arithmetic or bytes from memory; sums that leave the blocks, and rounds of these."""
-    forward, size, block = forward_of(problem), problem.itemsize, _channels(problem)
+    forward, loaded, size, block = forward_of(problem), _loaded(problem), problem.itemsize, _channels(problem)
     down, across = _tiles(problem, config)
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, block) * block)
     columns = min(config.BLOCK_N, _column_blocks(problem) * block)
-    loaded = _loaded(problem)
+    flat = _planes(problem) or _flat(problem)
     if _planes(problem):
-        loads = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
+        cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
-        loads = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
-    step = max(PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, LOADS[size] * loads) / CLOCK
-    blocks, slots = down * across * problem.groups * config.SPLIT * config.CLUSTER, at_once(device, config.CLUSTER)
-    rounds = ceil(blocks, slots) * (BESIDE if _shares(config) and blocks > slots else 1)
-    moved = size * (math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
-    copied = sum(COPY + 32 * told.words / MEMORY for _, told in _copies(problem))
-    us = max(rounds * _part(problem, config) * step, moved / MEMORY)
-    us += rounds * _end(problem, config) + AGAIN * (ceil(blocks, slots) - 1)
-    return copied + BEGIN + us + (REDUCE + 4 * config.SPLIT * _sums(problem) / MEMORY if config.SPLIT > 1 else 0)
+        cycles = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
+    loads = LOADS[size] * (BOXED if flat else WALKED) * cycles
+    products, sums = PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
+    end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
+
+    def taken(blocks: int) -> float:
+        """By blocks that are all there at once."""
+        beside = ceil(blocks, device.multiprocessors)
+        step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
+        return _part(problem, config) * step + beside * end
+
+    blocks, slots = down * across * problem.groups * config.SPLIT, device.multiprocessors * (1 + _shares(config))
+    again = ceil(blocks, slots) - 1
+    us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
+    added = REDUCE + 4 * config.SPLIT * _sums(problem) / ADDED if config.SPLIT > 1 else 0
+    copied = sum(COPY + 32 * told.words / COPIED for _, told in _copies(problem))
+    return FIRST + _together(us, _moved(problem) / MEMORY) + added + copied
 
 
-def _end(problem: ConvProblem, config: WgradNhwc) -> float:
-    """Microseconds from the last product of a tile to the end of its block."""
-    sums, taps = config.BLOCK_M * config.BLOCK_N, math.prod(_loaded(problem).filter_size)
-    stored = 4 * sums / PARTED if config.SPLIT > 1 else problem.itemsize * sums / (STORED if taps == 1 else TAPPED)
-    return stored / config.CLUSTER + (4 * sums / ADDED if config.CLUSTER > 1 else 0)
+def _together(*parts: float) -> float:
+    """What limits go on at the same time take: somewhat longer than the longest of them."""
+    return float(sum(part**3 for part in parts) ** (1 / 3))
+
+
+def _moved(problem: ConvProblem) -> float:
+    """Bytes that are read and written, but for pixels of x that no tap meets."""
+    forward = forward_of(problem)
+    met = math.prod(min(1.0, taps / stride) for taps, stride in zip(forward.filter_size, forward.stride, strict=True))
+    return problem.itemsize * (met * math.prod(forward.input_shape) + math.prod(forward.result_shape) + math.prod(problem.result_shape))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, WgradNhwc] | None:

@@ -46,8 +46,11 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
             copies["scale"] = scale
         if residual is not None and (r % ALIGNMENT or not kind.is_laid_out_as(residual, order)):
             copies["residual"] = residual
+        result_order = plan.result_order
+        if plan.lays_filter_last(kind, out):
+            filter_last, result_order = True, plan.filter_order
         if out is not None:
-            residual_is_out = _check_out(kind, out, plan, plan.result_order, operands, (x, w, b, s, r), copies)
+            residual_is_out = _check_out(kind, out, plan, result_order, operands, (x, w, b, s, r), copies)
             if residual_is_out and plan.redoes:
                 copies["residual"] = residual
         if copies:
@@ -57,7 +60,7 @@ def convolve(kind: DeviceKind, plan: Plan, operands: Operands, out: Any, stream:
             copies = {name: kind.copy(a, orders.get(name)) for name, a in copies.items()}
             named = zip(Operands._fields, (x, w, b, s, r), strict=True)
             x, w, b, s, r = (pointer(copies[name]) if name in copies else at for name, at in named)
-        result = kind.empty(plan.result_shape, input, device, plan.result_order) if out is None else out
+        result = kind.empty(plan.result_shape, input, device, result_order) if out is None else out
         if not plan.empty:
             for name, at, array in ("input", x, input), ("weight", w, weight):
                 if not at and 0 not in array.shape:

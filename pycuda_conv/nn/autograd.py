@@ -416,15 +416,21 @@ class Again:
         if not (of_first.settles and of_second.settles) or of_first.device.capturing():
             return
         ready = None
-        filter_last = of_first.reads_filter_last and TORCH.is_laid_out_as(second, of_first.filter_order)
+        filter_last, last = (
+            able and TORCH.is_laid_out_as(second, plan.filter_order)
+            for able, plan in ((of_first.reads_filter_last, of_first), (of_second.writes_filter_last, of_second))
+        )
         fit = alike and layout == of_first.problem.layout == of_second.problem.layout
         if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
             # first, second, gradient of the result | gradients of first and second | workspace | none
             x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
             places = (dy, w, none, dx, scratch, none), (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none)
-            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, places[1])
-            nbytes = quick.bytes_of_row(of_first, filter_last, of_second)
-            results = [TORCH.maker(plan.result_shape, grad.dtype, grad.device, plan.result_order) for plan in plans]
+            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, last, places[1])
+            nbytes = quick.bytes_of_row(of_first, filter_last, of_second, last)
+            orders = of_first.result_order, of_second.filter_order if last else None
+            results = [
+                TORCH.maker(plan.result_shape, grad.dtype, grad.device, order) for plan, order in zip(plans, orders, strict=True)
+            ]
             ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
         quick.put(_both, name, ready)
 
@@ -532,8 +538,7 @@ def _fake(operator: Operator, first: Any, second: Any, bias: Any, size: Any, *fl
     """A tensor without numbers that has the result's shape and strides."""
     settings = _from_flat(*flat)
     _check(operator, settings, first, second, bias, None, None, size, None)
-    shape = operator.shape(settings, first.shape, second.shape, size)
-    return first.new_empty(shape) if operator is CONV_WEIGHT else _empty_like(first, shape, settings.ndim)
+    return _empty_like(first, operator.shape(settings, first.shape, second.shape, size), settings.ndim)
 
 
 def _empty_like(first: Any, shape: Sequence[int], ndim: int) -> Any:
@@ -591,7 +596,11 @@ def _vmap(
 
 def _register(operator: Operator) -> None:
     def compute(first: Any, second: Any, bias: Any, size: Any, *flat: Any) -> Any:
-        return operator.compute(_from_flat(*flat), first, second, bias, size)
+        settings = _from_flat(*flat)
+        made = operator.compute(settings, first, second, bias, size)
+        if operator is CONV_WEIGHT and _layout(first, settings.ndim) == "NHWC":  # some kernels write it in C order nevertheless
+            made = TORCH.as_kernel_input(made, channels_last(made.dim(), settings.ndim))
+        return made
 
     def setup(ctx: Any, inputs: Any, output: Any) -> None:
         _save(ctx, operator, _from_flat(*inputs[4:]), *inputs[:2])

@@ -255,13 +255,19 @@ class _Backward(NamedTuple):
     pixels: batch_norm.Pixels
     by_x: Plan | None
     by_weight: Plan | None
-    #: whether the filter has to lie with its channels last, as it does then
+    #: whether the filter has to lie with its channels last, as it does then; and whether its gradient is written so
     filter_last: bool
+    writes_last: bool
 
     @property
     def filter_order(self) -> _Order:
         """The order in which the filter has to lie."""
         return self.by_x.filter_order if self.by_x is not None and self.filter_last else None
+
+    @property
+    def gradient_order(self) -> _Order:
+        """The order in which the filter's gradient is written."""
+        return self.by_weight.filter_order if self.by_weight is not None and self.writes_last else None
 
 
 @remember_launches
@@ -284,6 +290,7 @@ def _backward_launches(
         plan = dispatch.plan_for_call(call, TORCH, (x, y, None, None, None), device, layout, tune)
         plan = plan.better or plan
         by_weight = plan if plan.problem.layout == layout and not plan.empty else None
+    writes_last = by_weight is not None and by_weight.writes_filter_last and filter_last
     filter_last = by_x is not None and by_x.reads_filter_last and (filter_last or by_x.filter_order is None)
 
     def launch(buffers: Sequence[Any], stream: Any) -> None:
@@ -292,10 +299,10 @@ def _backward_launches(
         if by_x is not None:
             by_x.launch((dy, w, 0, 0, more, dx, scratch), stream, filter_last=filter_last)
         if by_weight is not None:
-            by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream)
+            by_weight.launch((x, dy, 0, 0, 0, dw, scratch), stream, filter_last=writes_last)
 
     most = max(workspace, *(plan.workspace_bytes for plan in (by_x, by_weight) if plan is not None), 0)
-    return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last)
+    return _Backward(own, launch, most, pixels, by_x, by_weight, filter_last, writes_last)
 
 
 def _backward_of(
@@ -324,7 +331,7 @@ def _backward(
         found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, spec)
         by_x, by_weight = found.by_x is not None, found.by_weight is not None
         dx = TORCH.empty(x.shape, x, None, order) if by_x else None
-        dweight = weight.new_empty(weight.shape) if by_weight else None
+        dweight = TORCH.empty(weight.shape, weight, None, found.gradient_order) if by_weight else None
         given = (
             y, TORCH.as_kernel_input(dout, order), *statistics.unbind(), _like_sums(gamma, y), _like_sums(beta, y),
             None if out is None else TORCH.as_kernel_input(out, order), TORCH.as_kernel_input(x, order) if by_weight else None,
@@ -529,7 +536,7 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spe
         scratch, none, *_ = more
         nbytes, by_x, by_weight = found.workspace, found.by_x, found.by_weight
         if by_x is not None and by_weight is not None:
-            nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight))
+            nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight, found.writes_last))
         if dy is None:  # then it is workspace
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
@@ -544,15 +551,15 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spe
         for_dx, for_dw = (dy, aw, none, dx or none, scratch, none), (ax, dy, none, dw or none, scratch, none)
         residual = None if added is None else ap
         if by_x is not None and by_weight is not None:
-            steps += quick.in_a_row(by_x, found.filter_last, for_dx, by_weight, for_dw, residual)
+            steps += quick.in_a_row(by_x, found.filter_last, for_dx, by_weight, found.writes_last, for_dw, residual)
         elif by_x is not None:
             steps += quick.steps_of(by_x, found.filter_last, for_dx, residual)
         elif by_weight is not None:
-            steps += quick.steps_of(by_weight, False, for_dw)
+            steps += quick.steps_of(by_weight, found.writes_last, for_dw)
         if by_x is not None:
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
         if by_weight is not None:
-            results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, None))
+            results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not makes_dy and (not of_x or _order(x) == order)
     quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
@@ -701,7 +708,8 @@ def _fused_conv_bn_relu_backward(
     """As :func:`_backward`; gradients that are not asked for are without elements."""
     given = dout, x, weight, gamma, beta, y, None, statistics, of_x, of_weight, _LayerSpec.of(spec)
     dx, dweight, sums, _ = _backward_again(*given) or _backward(*given)
-    return x.new_empty(0) if dx is None else dx, weight.new_empty(0) if dweight is None else dweight, sums
+    dweight = weight.new_empty(0) if dweight is None else TORCH.as_kernel_input(dweight, _order(weight))
+    return x.new_empty(0) if dx is None else dx, dweight, sums
 
 
 @_fused_conv_bn_relu_backward.register_fake
@@ -709,7 +717,8 @@ def _(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Any, beta: Any, y: Tensor, statistics: Any, of_x: bool, of_weight: bool, spec: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = _empty_like(x, x.shape, x.dim() - 2) if of_x else x.new_empty(0)
-    return dx, weight.new_empty(weight.shape if of_weight else 0), _new_statistics(y)
+    dweight = _empty_like(weight, weight.shape, weight.dim() - 2) if of_weight else weight.new_empty(0)
+    return dx, dweight, _new_statistics(y)
 
 
 def _no_second_derivatives(ctx: Any, *gradients: Tensor) -> None:

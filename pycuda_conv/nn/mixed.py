@@ -219,8 +219,9 @@ def _remember_gradients(options: tuple[Any, ...], ctx: Any, grad: Any, x16: Any,
             results.append(TORCH.maker(tuple(x_shape), torch.float32 if ready.narrows else grad.dtype, grad.device, order))
         if by_second is not None and dw is not None:
             to = room.take(2 * math.prod(w_shape))
-            steps += quick.steps_of(by_second, False, (ax, ag, none, to, scratch, none))
-            if ctx.last and casting.turns(w_shape):
+            writes_last = ctx.last and by_second.writes_filter_last
+            steps += quick.steps_of(by_second, writes_last, (ax, ag, none, to, scratch, none))
+            if ctx.last and not writes_last and casting.turns(w_shape):
                 steps.append([casting.widen_filter(word, w_shape, to, dw)])
             else:
                 narrow_ones.append((math.prod(w_shape), to, dw))

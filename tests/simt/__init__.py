@@ -214,7 +214,7 @@ def computed(
     stages = program.filter_last if filter_last else (*program.prepare, *program.steps) if kept else program.whole
     results = []
     for seed in seeds:
-        memory = emulator.Memory(problem, program, x, np.moveaxis(w, 1, -1) if filter_last else w, b, scale, residual)
+        memory = emulator.Memory(problem, program, x, w, b, scale, residual, filter_last)
         run(stages, memory, seed, broken=broken)
         results.append(memory.result(problem, x.dtype.name))
     assert len({result.tobytes() for result in results}) == 1, "the order in which threads run changes the result"
