@@ -15,6 +15,8 @@
 // Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
 //          16-bit types, where plane or K is a multiple of it: loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
 //          is `total` items, cut in slices of `per`.
+//          batch_norm_forward and batch_norm_backward count items from the end: the launch before them has read or written the end
+//          last, so that is in the L2 cache, and the launch behind them finds the beginning there.
 //          block -> one slice of `across` columns; GID_0 = slice * tiles + tile. A column is a channel in NCHW, where `across` is 1,
 //          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
 //          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
@@ -84,6 +86,7 @@ typedef struct Walk {
 #define FIRST(j) (column * PLANE)
 #define VALUES(items) ((items) * VEC)
 #endif
+#define FROM_END(i) ITEM(total - 1 - (i))
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -302,8 +305,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
 #pragma unroll
     for (int u = 0; u < FORWARD_UNROLL; ++u)
       if (i + u * down < end) {
-        FETCH(ys[u], y, ITEM(i + u * down));
-        if (GIVEN(residual)) FETCH(residuals[u], residual, ITEM(i + u * down));
+        FETCH(ys[u], y, FROM_END(i + u * down));
+        if (GIVEN(residual)) FETCH(residuals[u], residual, FROM_END(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < FORWARD_UNROLL; ++u)
@@ -317,7 +320,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
           if (!BEYOND_RELU && activation && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
         if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
-        STORE_ITEM(out, ITEM(i + u * down), v);
+        STORE_ITEM(out, FROM_END(i + u * down), v);
       }
   }
 }
@@ -423,8 +426,8 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        FETCH(ys[u], y, ITEM(i + u * down));
-        FETCH(gs[u], dout, ITEM(i + u * down));
+        FETCH(ys[u], y, FROM_END(i + u * down));
+        FETCH(gs[u], dout, FROM_END(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
@@ -435,7 +438,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
         for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
         THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) g[e] = a[OF(e)] * g[e] - less[OF(e)] - rate[OF(e)] * v[e];
-        STORE_ITEM(dy, ITEM(i + u * down), g);
+        STORE_ITEM(dy, FROM_END(i + u * down), g);
       }
   }
 }
