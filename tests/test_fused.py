@@ -1,5 +1,6 @@
 """The fused layer against torch's three modules, in float64; the kernels under it alone; the gradient of a bias."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -1137,6 +1138,38 @@ def test_no_more_memory_than_the_modules_take():
         del out, x
     (peak, kept), (peak_of_modules, kept_by_modules) = found
     assert peak < 1.01 * peak_of_modules and kept <= kept_by_modules + 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
+def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(summed):
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    fused = CLASSES[2](32, 32, 3, padding=1).cuda()
+    torch.manual_seed(0)
+    x, residual, dout = torch.randn(3, 64, 32, 64, 64, device="cuda")
+    given = [x.requires_grad_(), *fused.parameters()] + [residual.requires_grad_()] * summed
+
+    def found(hooks=None, **options):
+        with contextlib.nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks):
+            out = fused(x, residual) if summed else fused(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        made = torch.autograd.grad(out, given, dout, **options)
+        again = torch.autograd.grad(out, given, dout) if options else made
+        return made, again, torch.cuda.max_memory_allocated() - start
+
+    saved = []
+    for turn in range(3):  # the first makes the launches, others repeat them
+        plain, _, peak = found()
+        kept, again, peak_of_kept = found(retain_graph=True)
+        hooked, _, _ = found((lambda one: saved.append((one, one.clone())) or one, lambda one: one))
+        for gradients in (kept, again, hooked):
+            assert all(map(torch.equal, plain, gradients))
+        assert saved and all(torch.equal(one, before) for one, before in saved)
+        if turn:
+            assert peak <= peak_of_kept - 0.99 * x.nbytes
 
 
 def test_docstring_examples():
