@@ -405,10 +405,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     }
 }
 
+// dy may be written over y: each item is read and written by one thread.
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t activation,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const Walk walk, const long_t activation,
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
