@@ -90,7 +90,7 @@ class Kernels:
 @pytest.fixture(params=[16, 1], ids=["many slices", "few slices"])
 def slices(request, monkeypatch):
     """Few slices make threads go around their loops several times."""
-    monkeypatch.setattr(batch_norm, "BLOCKS", request.param)
+    monkeypatch.setattr(batch_norm, "BLOCKS", dict.fromkeys(batch_norm.BLOCKS, request.param))
     compiled.cache_clear()
     yield
     compiled.cache_clear()
@@ -192,7 +192,7 @@ def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two of them."""
     pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
-    activation = beyond[(2 * run + turn + 4 * (batch_norm.BLOCKS == 1)) % len(beyond)]
+    activation = beyond[(2 * run + turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = -6 * kernels.of_channel(3), kernels.of_channel(4)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
@@ -344,7 +344,7 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     pixels = Pixels("float32", layout, n, k, plane)
     (step,), _ = batch_norm.forward(pixels, 132, "relu")
     few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
-    assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
+    assert step.grid >= min(132 * batch_norm.BLOCKS[layout] / 2, few / 4)
     total, per = step.arguments.total, step.arguments.per
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 

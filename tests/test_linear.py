@@ -24,8 +24,10 @@ def operands(rows, features, outputs, bias=True, dtype=torch.float64, device="cp
     return made if bias else [*made[:2], None]
 
 
+@pytest.mark.parametrize("most_rows", [2, 2**13], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("rows, bias", [((3,), False), ((2, 1, 2), True)], ids=str)
-def test_products_are_those_of_a_linear_layer(monkeypatch, rows, bias):
+def test_products_are_those_of_a_linear_layer(monkeypatch, rows, bias, most_rows):
+    monkeypatch.setattr(linear, "MOST_ROWS", most_rows)
     monkeypatch.setattr(linear, "pc", TORCHS)
     monkeypatch.setattr(linear, "_is_worth_it", lambda *_: True)
     given = operands(rows, 3, 2, bias)
@@ -80,7 +82,7 @@ def off(found, exact):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, features, outputs, bias", [((2, 32, 32), 96, 384, True), ((8, 50), 768, 512, False), ((1030,), 130, 1002, True)])
+@pytest.mark.parametrize("rows, features, outputs, bias", [((2, 48, 96), 96, 384, True), ((8, 50), 768, 512, False), ((1100,), 130, 1002, True)])
 def test_on_a_gpu(rows, features, outputs, bias):
     given = operands(rows, features, outputs, bias, torch.float32, "cuda")
     layer = torch.nn.Linear(features, outputs, bias).cuda()

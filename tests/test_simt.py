@@ -148,14 +148,14 @@ CHANGED = {
 }
 
 
-#: Each alone, and with a residual or an activation by turns; those that blocks add in one of both ways.
+#: Each alone, and with a scale and a residual or an activation by turns; those that blocks add in one of both ways.
 MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].takes_turns else "residual")) if run not in JOINED or i % 2 == j]
 
 
 @pytest.mark.parametrize(("case", "mode", "config", "how"), MENDED_HOW, ids=[f"{how}-{id}" for (*_, how), id in zip(MENDED_HOW, ids([run[:3] for run in MENDED_HOW]), strict=True)])
 def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
     problem = asked(case, mode)
-    problem = replace(problem, has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
+    problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
     assert set(kernels) <= {"pack", "finalize_scales", "implicit_gemm_sm90"}
     number = MENDED.index((case, mode, config))
@@ -165,11 +165,13 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
         x, w, b = case.normals("float32", seed)
         change(x, w, rng)
         residual = rng.normal(size=problem.result_shape).astype("float32") if problem.has_residual else None
+        scale = rng.normal(size=case.channels).astype("float32") if problem.has_scale else None
         with np.errstate(all="ignore"):
-            want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
-            want = activated(want if residual is None else want + residual, problem.activation)
-            size = size if residual is None else size + np.abs(residual)
-        y = simt.computed(problem, config, x, w, b, None, residual, seeds=(seed,))
+            of_channel = [None if one is None else one.astype(float).reshape(-1, *(1,) * case.ndim) for one in (scale, b)]
+            factor, *summands = (0 if one is None else one for one in (1 if scale is None else of_channel[0], of_channel[1], residual))
+            want, size = case.reference(x, w) * factor + sum(summands), case.reference(np.abs(x), np.abs(w)) * np.abs(factor) + sum(map(np.abs, summands))
+            want = activated(want, problem.activation)
+        y = simt.computed(problem, config, x, w, b, scale, residual, seeds=(seed,))
         rounded = 2.0**-9 if mode.startswith("tf32") else 3e-6
         with np.errstate(all="ignore"):
             wrong = ~((np.abs(y - want) <= rounded * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))

@@ -1,7 +1,8 @@
 """``nn.Linear`` of float32 as a 1x1 convolution: torch multiplies float32 on plain cores, and this package on tensor cores, as exactly.
 
 All but the last axis of the input count as the pixels of one image whose channels are last. The gradient of the weight is dy^T x. That is
-the product of a transposed 1x1 convolution whose channels are the rows: x is its input of `features` pixels, and dy its filter.
+the product of a transposed 1x1 convolution whose channels are the rows: x is its input of `features` pixels, and dy its filter. Filters
+take long to pack, so where rows are many that product is torch's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pycuda_conv.nn.autograd import _differentiated, _traced
 
 #: The fewest multiplications, rows, and features in or out that are worth it.
 LEAST_PRODUCTS, LEAST_ROWS, LEAST_FEATURES = 2**27, 256, 32
+#: The most rows with which our product is the gradient of the weight.
+MOST_ROWS = 2**13
 
 
 def linear(x: Any, weight: Any, bias: Any) -> Any:
@@ -51,6 +54,9 @@ class _Function(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Any) -> Any:
         (x, weight), (of_x, of_weight, of_bias) = ctx.saved_tensors, ctx.needs_input_grad
-        dx = pc.conv_transpose1d(dy.t()[None], weight[:, :, None])[0].t() if of_x else None
-        dweight = pc.conv_transpose1d(x[None], dy[:, :, None])[0] if of_weight else None
+        dx = dweight = None
+        if of_x:
+            dx = pc.conv_transpose1d(dy.t()[None], weight[:, :, None])[0].t()
+        if of_weight:
+            dweight = dy.t() @ x if x.shape[0] > MOST_ROWS else pc.conv_transpose1d(x[None], dy[:, :, None])[0]
         return dx, dweight, pc.conv1d_bias(dy.t()[None]) if of_bias else None
