@@ -415,7 +415,7 @@ def _in_training(torch: Any, base: Any, mode: str, ours: bool) -> Any:
 
     dtype = getattr(torch, _dtype(mode))
     model = copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype).to(memory_format=_format(torch, mode)).train()
-    return convert(model, precision=_precision(mode), fuse_training=True) if ours else model
+    return convert(model, precision=_precision(mode), fuse_training=True, linear=True) if ours else model
 
 
 def _data(torch: Any, case: Case, place: str, size: int) -> tuple[Any, Any]:
