@@ -217,72 +217,81 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
     const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
   const index_t channel = (index_t)GID_0 * beside + own;
-  acc_t n = 0, sum = 0, m2 = 0;
 #if NOTED
-#define SETS sets
-#define SHIFT 0
+  // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
+  acc_t shift = 0;
+  double sum = 0, square = 0;
   int again = 0;
   for (long_t i = LID_0; i < blocks; i += THREADS) again |= redone[i];
+  if (channel < channels) {
+    const int each = (int)((total + per - 1) / per), slices = (int)sets * each, step = 2 * (int)channels;
+    const GLOBAL_MEM acc_t* const parts = part + channel;
+    const acc_t last = (acc_t)(total - (long_t)(each - 1) * per);
+    shift = parts[0];
+#pragma unroll 8
+    for (int slice = lane; slice < slices; slice += LANES) {
+      const double count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - shift;
+      sum += count * off;
+      square += parts[(index_t)slice * step + channels] + count * off * off;
+    }
+  }
   if (__syncthreads_or(again)) {
+    sum = square = shift = 0;
     if (channel < channels)
       for (long_t i = lane; i < images * plane; i += LANES) {
-        const acc_t v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
-        COMBINE(n, sum, m2, (acc_t)1, v, (acc_t)0);
-        n += 1;
+        const double v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
+        sum += v;
+        square += v * v;
       }
-  } else {
-    // slices are many: first their mean, relative to one of them, then the squares of what they are off by it
-    const int each = (int)((total + per - 1) / per), slices = channel < channels ? (int)sets * each : 0, step = 2 * (int)channels;
-    const GLOBAL_MEM acc_t* const parts = part + channel;
-    const acc_t one = slices ? parts[0] : 0, last = (acc_t)(total - (long_t)(each - 1) * per);
-#pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
-      const acc_t count = (slice + 1) % each ? (acc_t)per : last;
-      sum += count * (parts[(index_t)slice * step] - one);
-    }
-    means[LID_0] = sum;
-    FOLD(LANES, (int)beside, { means[to] += means[from]; })
-    local_barrier();
-    const acc_t centre = one + means[own] / ((acc_t)total * sets);
-    local_barrier();
-    sum = 0;
-#pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
-      const acc_t count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - centre;
-      m2 += parts[(index_t)slice * step + channels] + count * off * off;
-      n += count;
-    }
-    sum = centre;
   }
+  for (int mask = 16; mask >= (int)beside; mask /= 2) {  // a warp's lanes of a channel
+    sum += __shfl_xor_sync(~0u, sum, mask);
+    square += __shfl_xor_sync(~0u, square, mask);
+  }
+  __shared__ double sums[THREADS], squares[THREADS];
+  if (LID_0 % 32 < (int)beside) {
+    sums[LID_0 / 32 * (int)beside + own] = sum;
+    squares[LID_0 / 32 * (int)beside + own] = square;
+  }
+  local_barrier();
+  if (lane == 0) {
+    sum = square = 0;
+#pragma unroll 8
+    for (int i = own; i < THREADS / 32 * (int)beside; i += (int)beside) {
+      sum += sums[i];
+      square += squares[i];
+    }
+  }
+  const double all = (double)total * sets, left = square - sum * (sum / all);
+  const acc_t m = (acc_t)all, centre = (acc_t)(shift + sum / all), m2 = left < 0 ? 0 : (acc_t)left;  // a NaN stays one
 #else
-#define SETS 1
-#define SHIFT LOAD(y, channel * (index_t)apart)
+  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
+  acc_t n = 0, sum = 0, square = 0;
   if (channel < channels)
 #pragma unroll 4
     for (long_t slice = lane; slice * per < total; slice += LANES) {
       const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
-      COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
+      COMBINE(n, sum, square, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
       n += count;
     }
-#endif
   counts[LID_0] = n;
   means[LID_0] = sum;
-  squares[LID_0] = m2;
+  squares[LID_0] = square;
   FOLD(LANES, (int)beside, {
     COMBINE(counts[to], means[to], squares[to], counts[from], means[from], squares[from]);
     counts[to] += counts[from];
   })
+  const acc_t m = values * total, centre = channel < channels ? means[LID_0] + LOAD(y, channel * (index_t)apart) : 0, m2 = squares[LID_0];
+#endif
   if (channel < channels && lane == 0) {
-    const acc_t m = values * total * SETS, centre = means[LID_0] + SHIFT;
     mean[channel] = centre;
-    invstd[channel] = 1 / sqrt(squares[LID_0] / m + BITS_TO_ACC(eps));
+    invstd[channel] = 1 / sqrt(m2 / m + BITS_TO_ACC(eps));
     if (running_mean) {
       const acc_t share = tracked ? 1 / (acc_t)tracked[0] : BITS_TO_ACC(momentum);
       running_mean[channel] = (1 - share) * running_mean[channel] + share * centre;
-      running_var[channel] = (1 - share) * running_var[channel] + share * (squares[LID_0] / (m - 1));
+      running_var[channel] = (1 - share) * running_var[channel] + share * (m2 / (m - 1));
     }
     if (counted && channel == 0) counted[0] += 1;
   }

@@ -310,16 +310,19 @@ def launched(made, *arrays):
     return memory.buffers
 
 
-def test_statistics_of_moments_that_a_convolution_noted():
-    """The launch that adds them, and counts the batch."""
+@pytest.mark.parametrize("redone", [False, True], ids=["", "results were computed again"])
+def test_statistics_of_moments_that_a_convolution_noted(redone):
+    """The launch that adds them, and counts the batch; or that reads the results."""
     pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
-    y = np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1
+    given = (np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1).astype(pixels.dtype)
+    y = given.astype(float)
     parts = np.array([[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32)
-    workspace = np.concatenate([np.zeros(64, np.float32), parts.ravel()])  # nothing was computed again
+    workspace = np.concatenate([np.zeros(64, np.float32), np.nan * parts.ravel() if redone else parts.ravel()])
+    workspace.view(np.int32)[1] = redone  # the second block has
     moments = Moments(1, len(y), per, pixels.K, parts=256, redone=0, blocks=2)
     (launch,), nothing = batch_norm.statistics(pixels, 3, 1e-5, 0.1, moments)
     empty = np.full(4 * pixels.K, 0xFF, np.uint8)
-    buffers = [None, None, empty, empty.copy(), None, None, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
+    buffers = [given.view(np.uint8), None, empty, empty.copy(), None, None, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
     simt.run([[launch]], SimpleNamespace(buffers=buffers), 1)
     assert nothing == 0 and buffers[6].view(np.int64)[0] == 42
     assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))
