@@ -239,6 +239,7 @@ def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: in
     with torch.no_grad():  # where rounding decides on which side of its bend a ReLU is, a gradient says nothing of accuracy
         clear = copy.deepcopy(double)[:-1](x64).abs() > (BEND if coarse else 1e-4)
     dy = (torch.randn_like(reference, dtype=torch.float32) * clear * MAGNITUDE).to(dtype)
+    dy = dy.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else dy  # float64's results may lie otherwise
 
     def step(layer: Any, _: int = 0) -> list[Any]:
         return list(torch.autograd.grad(result(layer), [x, *layer.parameters()], dy))
