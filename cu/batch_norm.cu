@@ -34,6 +34,9 @@
 #ifndef VEC  // the launches that add slices take all shapes
 #define NHWC 0
 #define VEC 4
+#define ADDING 1
+#else
+#define ADDING 0
 #endif
 // Whether a sum with a residual follows, in batch_norm_forward and gradient_sums; and whether the activation is none and no ReLU. On CUDA
 // both are defines. On OpenCL one text asks the arguments.
@@ -86,7 +89,7 @@ typedef struct Walk {
 #define FIRST(j) (column * PLANE)
 #define VALUES(items) ((items) * VEC)
 #endif
-#define FROM_END(i) ITEM(total - 1 - (i))
+#define FROM_END(i) ITEM((index_t)walk.total - 1 - (i))
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -151,11 +154,10 @@ typedef struct { acc_t of[VEC]; } item_t;
     }                                                                \
   }
 
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
-                                                            const Walk walk) {
-  AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
-  STAND;
+// The moments of the block's items, where the first lane of each column stands: means relative to the channels' first values.
+WITHIN_KERNEL void find_moments(
+    const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
+    const index_t start, const index_t end, LOCAL_MEM_POINTER acc_t* counts, LOCAL_MEM_POINTER acc_t* means, LOCAL_MEM_POINTER acc_t* squares) {
   acc_t n = 0, mean[OWN], m2[OWN], shift[OWN];
   for (int j = 0; j < OWN; ++j) {
     mean[j] = m2[j] = 0;
@@ -194,6 +196,33 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
       COMBINE(counts[to], means[j + to], squares[j + to], counts[from], means[j + from], squares[j + from]);
     counts[to] += counts[from];
   })
+}
+
+// A channel's mean and 1 / sqrt(variance + eps) for the backward pass, of m values whose squared deviations are m2 in sum; and the running
+// statistics, where there are some. They move towards this batch's by `momentum`, or with `tracked`, the number of batches so far, by a
+// share that makes them the mean over batches. `counted` is that number too, where this launch is to count the batch.
+WITHIN_KERNEL acc_t settle(
+    const index_t channel, const acc_t centre, const acc_t m2, const acc_t m, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean,
+    GLOBAL_MEM acc_t* invstd, GLOBAL_MEM acc_t* running_mean, GLOBAL_MEM acc_t* running_var, GLOBAL_MEM long_t* counted, const long_t eps,
+    const long_t momentum) {
+  const acc_t deviation = 1 / sqrt(m2 / m + BITS_TO_ACC(eps));
+  mean[channel] = centre;
+  invstd[channel] = deviation;
+  if (running_mean) {
+    const acc_t share = tracked ? 1 / (acc_t)tracked[0] : BITS_TO_ACC(momentum);
+    running_mean[channel] = (1 - share) * running_mean[channel] + share * centre;
+    running_var[channel] = (1 - share) * running_var[channel] + share * (m2 / (m - 1));
+  }
+  if (counted && channel == 0) counted[0] += 1;
+  return deviation;
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM acc_t* RESTRICT part,
+                                                            const Walk walk) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t counts[THREADS], means[OWN * THREADS], squares[OWN * THREADS];
+  STAND;
+  find_moments(y, walk, column, lane, down, inside, start, end, counts, means, squares);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = means[j * THREADS + LID_0];
@@ -202,8 +231,6 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void channel_moments(const GLOBAL_MEM dat
 }
 
 // The slices of channel_moments together, of so many channels, whose first values are `apart`; an item has `values` of a channel.
-// Running statistics, where there are some, move towards this batch's by `momentum`, or with `tracked`, the number of batches so
-// far, by a share that makes them the mean over batches. `counted` is that number too, where this launch is to count the batch.
 // NOTED    the convolution noted the slices while it had its sums at hand (implicit_gemm_sm90.cu): `sets` times `total` items, slices
 //          of one set each; no means are relative to first values. Where `redone` says that results were computed again since, which is
 //          rare (direct_gemm.cu), all y is read here: `images` of `plane` pixels.
@@ -286,29 +313,15 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
   const acc_t m = values * total, centre = channel < channels ? means[LID_0] + LOAD(y, channel * (index_t)apart) : 0, m2 = squares[LID_0];
 #endif
   if (channel < channels && lane == 0) {
-    mean[channel] = centre;
-    invstd[channel] = 1 / sqrt(m2 / m + BITS_TO_ACC(eps));
-    if (running_mean) {
-      const acc_t share = tracked ? 1 / (acc_t)tracked[0] : BITS_TO_ACC(momentum);
-      running_mean[channel] = (1 - share) * running_mean[channel] + share * centre;
-      running_var[channel] = (1 - share) * running_var[channel] + share * (m2 / (m - 1));
-    }
-    if (counted && channel == 0) counted[0] += 1;
+    settle(channel, centre, m2, m, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
   }
 }
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
-    const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
-    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation, const long_t slope) {
-  AFTER_LAST_LAUNCH
-  STAND;
-  acc_t centre[OWN], a[OWN], b[OWN];
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
-  }
+// out = activation((y - centre) * a + b + residual)
+WITHIN_KERNEL void normalise(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const Walk walk,
+    const int column, const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a,
+    const acc_t* b, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * FORWARD_UNROLL) {
     item_t ys[FORWARD_UNROLL], residuals[FORWARD_UNROLL];
 #pragma unroll
@@ -332,6 +345,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
         STORE_ITEM(out, FROM_END(i + u * down), v);
       }
   }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_forward(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM acc_t* RESTRICT mean, const GLOBAL_MEM acc_t* RESTRICT invstd,
+    const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta, const GLOBAL_MEM data_t* RESTRICT residual,
+    GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation, const long_t slope) {
+  AFTER_LAST_LAUNCH
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN];
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+  }
+  normalise(y, residual, out, walk, column, lane, down, start, end, centre, a, b, activation, slope);
 }
 
 // The same where mean and variance are given, as a factor and a summand of a convolution without its bias. A thread is a channel.
@@ -363,22 +391,15 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_fold(
       if (!((v)[e] * a[OF(e)] + b[OF(e)] > 0)) (g)[e] = 0;                     \
   }
 
-// dbeta and dgamma of each slice. Of a sum with a residual the mask is read off `out`, and g is written to `masked`.
-KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
-    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const Walk walk,
-    const long_t activation, const long_t slope) {
-  AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t sums[2 * OWN * THREADS];
-  STAND;
-  acc_t centre[OWN], a[OWN], b[OWN], sum[2 * OWN];
+// The sums of g and g * (y - mean) over the block's items, where the first lane of each column stands. Of a sum with a residual the mask is
+// read off `out`, and g is written to `masked`.
+WITHIN_KERNEL void sum_gradients(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM data_t* RESTRICT out,
+    GLOBAL_MEM data_t* RESTRICT masked, const Walk walk, const int column, const int lane, const int down, const index_t start,
+    const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b, const long_t activation, const long_t slope,
+    LOCAL_MEM_POINTER acc_t* sums) {
+  acc_t sum[2 * OWN];
   for (int j = 0; j < 2 * OWN; ++j) sum[j] = 0;
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
-  }
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
     item_t ys[UNROLL_TWO], gs[UNROLL_TWO], outs[UNROLL_TWO];
 #pragma unroll
@@ -407,6 +428,24 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
   }
   for (int j = 0; j < 2 * OWN; ++j) sums[j * THREADS + LID_0] = sum[j];
   FOLD(down, ACROSS, { for (int j = 0; j < 2 * OWN * THREADS; j += THREADS) sums[j + to] += sums[j + from]; })
+}
+
+// dbeta and dgamma of each slice.
+KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* RESTRICT masked, GLOBAL_MEM acc_t* RESTRICT part, const Walk walk,
+    const long_t activation, const long_t slope) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t sums[2 * OWN * THREADS];
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN];
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+  }
+  sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, centre, a, b, activation, slope, sums);
   if (inside && lane == 0)
     for (int j = 0; j < OWN; ++j) {
       part[slice * 2 * K + CHANNEL(j)] = sums[j * THREADS + LID_0];
@@ -414,23 +453,11 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     }
 }
 
-// dy may be written over y: each item is read and written by one thread.
-KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
-    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
-    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const Walk walk, const long_t activation,
-    const long_t slope, const long_t of_batch) {
-  AFTER_LAST_LAUNCH
-  STAND;
-  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], rate[OWN];  // dy = a * g - less - rate * (y - mean)
-  for (int j = 0; j < OWN && inside; ++j) {
-    centre[j] = mean[CHANNEL(j)];
-    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
-    b[j] = PARAMETER(beta, 0);
-    const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
-    less[j] = share * sums[CHANNEL(j)];
-    rate[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
-  }
+// dy = a * g - less - rate * (y - centre). It may be written over y: each item is read and written by one thread.
+WITHIN_KERNEL void spread_gradients(
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* dy, const Walk walk, const int column,
+    const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b,
+    const acc_t* less, const acc_t* rate, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
     item_t ys[UNROLL_TWO], gs[UNROLL_TWO];
 #pragma unroll
@@ -451,6 +478,25 @@ KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
         STORE_ITEM(dy, FROM_END(i + u * down), g);
       }
   }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const Walk walk, const long_t activation,
+    const long_t slope, const long_t of_batch) {
+  AFTER_LAST_LAUNCH
+  STAND;
+  acc_t centre[OWN], a[OWN], b[OWN], less[OWN], rate[OWN];
+  for (int j = 0; j < OWN && inside; ++j) {
+    centre[j] = mean[CHANNEL(j)];
+    a[j] = PARAMETER(gamma, 1) * invstd[CHANNEL(j)];
+    b[j] = PARAMETER(beta, 0);
+    const acc_t share = of_batch ? a[j] / (acc_t)VALUES(total) : 0;
+    less[j] = share * sums[CHANNEL(j)];
+    rate[j] = share * invstd[CHANNEL(j)] * sums[K + CHANNEL(j)];
+  }
+  spread_gradients(y, dout, dy, walk, column, lane, down, start, end, centre, a, b, less, rate, activation, slope);
 }
 
 // The sum over each channel of x, slice by slice: the gradient of a bias.
@@ -497,3 +543,68 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_slices(const GLOBAL_MEM acc_t* RESTRIC
     }
   }
 }
+
+// ---- a block to all of a channel: arrays in NCHW whose channels have few items
+#if !NHWC && !ADDING
+
+// The statistics; and in the first elements the channel's mean and 1 / sqrt(variance + eps).
+WITHIN_KERNEL void whole_statistics(
+    const GLOBAL_MEM data_t* RESTRICT y, const Walk walk, const int column, const int lane, const int down, const bool inside,
+    const index_t start, const index_t end, const GLOBAL_MEM long_t* tracked, GLOBAL_MEM acc_t* mean, GLOBAL_MEM acc_t* invstd,
+    GLOBAL_MEM acc_t* running_mean, GLOBAL_MEM acc_t* running_var, GLOBAL_MEM long_t* counted, const long_t eps, const long_t momentum,
+    LOCAL_MEM_POINTER acc_t* counts, LOCAL_MEM_POINTER acc_t* means, LOCAL_MEM_POINTER acc_t* squares) {
+  find_moments(y, walk, column, lane, down, inside, start, end, counts, means, squares);
+  if (lane == 0) {
+    means[0] += LOAD(y, FIRST(0));
+    squares[0] = settle(column, means[0], squares[0], VALUES(walk.total), tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
+  }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_statistics(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
+    GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
+    GLOBAL_MEM long_t* RESTRICT counted, const Walk walk, const long_t eps, const long_t momentum) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
+  STAND;
+  whole_statistics(y, walk, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
+                   counts, means, squares);
+}
+
+// The statistics and the result.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
+    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM long_t* RESTRICT tracked, GLOBAL_MEM acc_t* RESTRICT mean,
+    GLOBAL_MEM acc_t* RESTRICT invstd, GLOBAL_MEM acc_t* RESTRICT running_mean, GLOBAL_MEM acc_t* RESTRICT running_var,
+    GLOBAL_MEM long_t* RESTRICT counted, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    const GLOBAL_MEM data_t* RESTRICT residual, GLOBAL_MEM data_t* RESTRICT out, const Walk walk, const long_t activation,
+    const long_t slope, const long_t eps, const long_t momentum) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
+  STAND;
+  whole_statistics(y, walk, column, lane, down, inside, start, end, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum,
+                   counts, means, squares);
+  local_barrier();
+  const acc_t centre = means[0], a = (gamma ? gamma[column] : 1) * squares[0], b = beta ? beta[column] : 0;
+  normalise(y, residual, out, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope);
+}
+
+// All of the backward pass. `totals` are dbeta and dgamma of all channels.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
+    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
+    const Walk walk, const long_t activation, const long_t slope, const long_t of_batch) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t sums[2 * THREADS];
+  STAND;
+  const acc_t centre = mean[column], deviation = invstd[column];
+  const acc_t a = (gamma ? gamma[column] : 1) * deviation, b = beta ? beta[column] : 0;
+  sum_gradients(y, dout, out, masked, walk, column, lane, down, start, end, &centre, &a, &b, activation, slope, sums);
+  local_barrier();
+  const acc_t by_beta = sums[0], by_gamma = sums[THREADS] * deviation, share = of_batch ? a / (acc_t)VALUES(total) : 0;
+  if (lane == 0) totals[column] = by_beta, totals[K + column] = by_gamma;
+  const acc_t less = share * by_beta, rate = share * deviation * by_gamma;  // in this order, as in batch_norm_backward
+  const bool summed = GIVEN(out);
+  spread_gradients(y, summed ? masked : dout, dy, walk, column, lane, down, start, end, &centre, &a, &b, &less, &rate, summed ? 0 : activation, slope);
+}
+#endif

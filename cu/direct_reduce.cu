@@ -20,14 +20,16 @@ typedef struct ReduceArguments {
   long_t has_scale, has_bias, has_residual, activation, slope;  // the epilogue; slope: an acc_t's bits
 } ReduceArguments;
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias,
-                                                    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
-                                                    GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg) {
-  AFTER_LAST_LAUNCH
+typedef struct ReduceTwo {
+  ReduceArguments of[2];
+} ReduceTwo;
+
+WITHIN_KERNEL void reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias, const GLOBAL_MEM data_t* RESTRICT scale,
+                          const GLOBAL_MEM data_t* residual, GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg, const index_t block,
+                          LOCAL_MEM_POINTER acc_t* sums) {
   EPILOGUE_FLAGS
-  LOCAL_MEM acc_t sums[THREADS];
   const int width = (int)arg.width, lane = LID_0 >> width, lanes = THREADS >> width;
-  const index_t i = ((index_t)GID_0 << width) + (LID_0 - (lane << width)), size = (index_t)arg.size;
+  const index_t i = (block << width) + (LID_0 - (lane << width)), size = (index_t)arg.size;
   const int first = lane * (int)arg.run, last = first + (int)arg.run < (int)arg.split ? first + (int)arg.run : (int)arg.split;
   acc_t sum = 0;
   if (i < size) {
@@ -43,4 +45,22 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* REST
     FINISH_AT(sum, channel, i)
     STORE(y, i, sum);
   }
+}
+
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM data_t* RESTRICT bias,
+                                                    const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
+                                                    GLOBAL_MEM data_t* RESTRICT y, const ReduceArguments arg) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t sums[THREADS];
+  reduce(parts, bias, scale, residual, y, arg, (index_t)GID_0, sums);
+}
+
+// Two such sums without an epilogue, in one launch: the first of so many `blocks`.
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_reduce_two(const GLOBAL_MEM acc_t* RESTRICT parts, const GLOBAL_MEM acc_t* RESTRICT other_parts,
+                                                        GLOBAL_MEM data_t* RESTRICT y, GLOBAL_MEM data_t* RESTRICT other_y,
+                                                        const ReduceTwo arg, const long_t blocks) {
+  AFTER_LAST_LAUNCH
+  LOCAL_MEM acc_t sums[THREADS];
+  const bool other = (index_t)GID_0 >= (index_t)blocks;
+  reduce(other ? other_parts : parts, 0, 0, 0, other ? other_y : y, arg.of[other], (index_t)GID_0 - (other ? (index_t)blocks : 0), sums);
 }

@@ -9,12 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pycuda_conv import execute, quick
-from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, same_kind
+from pycuda_conv.arrays import LAZY, STAND_IN, ArrayKind, HostKind, Signature, check_same_type, is_torchs, same_kind
 from pycuda_conv.call import GRADIENT_OPERANDS, Call, Operands, Place
 from pycuda_conv.engines import batch_norm
 from pycuda_conv.errors import ConvArgumentError, brief
@@ -40,7 +40,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
         Whether the arrays' library knows of the call.
     """
     device, devices, stream, tune = place
-    repeatable = device is None and devices is None and stream is None and tune is False and quick.possible()
+    repeatable = device is None and devices is None and stream is None and tune is False and is_torchs(operands[0]) and quick.possible()
     if repeatable:
         made = quick.call(quick.table, asked, recorded, *operands, out)
         if made is not None:
@@ -83,7 +83,7 @@ def convolve(asked: tuple[Any, ...], operands: tuple[Any, ...], out: Any, place:
     result = execute.run(kind, plan, arrays, out, stream, layout=layout, devices=gpus)
     if repeatable and kind.remembered:
         plain = call.function not in GRADIENT_OPERANDS and call.activation is arrays.scale is arrays.residual is None
-        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_Recorded(call) if plain else None)
+        quick.remember(quick.table, asked, kind, plan, arrays, out, layout=layout, recorded=_recorded(call) if plain else None)
     return result
 
 
@@ -93,19 +93,17 @@ def _layout(call: Call, kind: ArrayKind, arrays: Operands) -> str:
     return kind.layout(arrays.weight if single else arrays.input, call.ndim)
 
 
-class _Recorded:
-    """Tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
+def _recorded(call: Call) -> list[Callable[..., Any]]:
+    """What tells torch of a convolution that the launcher in C has made again, since torch has to give gradients."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._again: Any = None
+    def first(input: Any, weight: Any, bias: Any, made: Any) -> Any:
+        from pycuda_conv.nn import autograd
 
-    def __call__(self, input: Any, weight: Any, bias: Any, made: Any) -> Any:
-        if self._again is None:
-            from pycuda_conv.nn import autograd
+        tell[0] = autograd.told_again(call, input.shape, weight.shape)
+        return tell[0](input, weight, bias, made)
 
-            self._again = autograd.Again(self._call, input.shape, weight.shape)
-        return self._again(input, weight, bias, made)
+    tell: list[Callable[..., Any]] = [first]
+    return tell
 
 
 def _hand_over(call: Call, operands: Operands, out: Any, place: Place) -> Any:

@@ -19,6 +19,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from pycuda_conv.engines.split_sum import reduce_two
 from pycuda_conv.memo import MOST, launches_are_in
 from pycuda_conv.runtime.base import KernelLaunch, TensorMap
 from pycuda_conv.runtime.cuda import LauncherInC
@@ -33,6 +34,9 @@ try:
 except ImportError:
     _native = None
 
+
+#: Bytes of two sums' parts up to which one launch adds them. Where there are more, a launch is nothing beside them.
+MOST_TOGETHER = 16 << 20
 
 #: Keys, and behind each what the launcher in C takes, or a tuple that begins with it; None where the call has to go the whole way.
 Table = dict[bytes, Any]
@@ -52,19 +56,23 @@ call: Callable[..., Any] = _nothing if _native is None else _native.call
 key: Callable[..., Any] = _nothing if _native is None else _native.key
 #: (table, options, operand, ...) -> what stands behind that key and the results of its row of launches, or None
 again: Callable[..., Any] = _nothing if _native is None else _native.again
+#: (ctx, gradient of the result) -> what ``_Again.backward`` of :mod:`pycuda_conv.nn.autograd` returns, or None
+gradients: Callable[..., Any] = _nothing if _native is None else _native.gradients
 #: :data:`pycuda_conv.nn.watch.holds`, or None where Python has to do it
 holds: Callable[..., bool] | None = None if _native is None else _native.holds
 
 
 def possible() -> bool:
-    """Whether a call may be one that was made before: C can launch, torch is there, and torch.compile does not follow the call."""
-    torch = sys.modules.get("torch")
-    return _native is not None and torch is not None and not torch.compiler.is_dynamo_compiling()
+    """Whether a call of tensors may be one that was made before: C can launch, and torch.compile does not follow the call."""
+    import torch  # here: torch is there where there are tensors. torch.compile would copy all of sys.modules to ask it
+
+    return _native is not None and not torch.compiler.is_dynamo_compiling()
 
 
 def autocasts(input: Any) -> bool:
     """Whether ``torch.autocast`` casts the operands of a call whose first is this, a plain tensor."""
-    torch = sys.modules["torch"]
+    import torch
+
     return type(input) in (torch.Tensor, torch.nn.Parameter) and torch.is_autocast_enabled("cuda" if input.is_cuda else "cpu")
 
 
@@ -89,7 +97,7 @@ def learn(torch: Any, least: int = 0, exchange: bool = True) -> None:
 
 def remember(
     table: Table, options: tuple[Any, ...], kind: ArrayKind, plan: Plan, operands: Sequence[Any], out: Any, *, layout: str = "",
-    packed: Any = None, recorded: Callable[..., Any] | None = None,
+    packed: Any = None, recorded: list[Callable[..., Any]] | None = None,
 ) -> None:
     """Put a call that was just made into `table`, unless its plan is still waiting for better kernels.
 
@@ -108,8 +116,8 @@ def remember(
         The result's; by default the plan's.
     packed : tensor, optional
         The filter, packed.
-    recorded : callable, optional
-        Makes the same call where torch has to give gradients: (input, weight, bias, ready) -> the result.
+    recorded : list of a callable, optional
+        Tells torch of the call where it has to give gradients: (input, weight, bias, (result,)) -> the result.
     """
     if not kind.remembered:
         return
@@ -177,6 +185,37 @@ def steps_of(
     return moved(steps, (*five, (workspace, start + plan.schedule.workspace_bytes), none, residual or none))
 
 
+def behind_each_other(first: Plan, first_last: bool, second: Plan) -> int | None:
+    """Where the second plan's workspace begins if one launch adds the parts of both plans' sums; None where each adds its own."""
+    ends = [steps[-1] if steps else [] for steps in ((first.loaded.filter_last if first_last else first.loaded.whole), second.loaded.whole)]
+    start = -(-first.workspace_bytes // 512) * 512
+    if any(len(end) != 1 for end in ends) or start + second.workspace_bytes > MOST_TOGETHER:
+        return None
+    return start if reduce_two(ends[0][0], ends[1][0]) is not None else None
+
+
+def in_a_row(
+    first: Plan, first_last: bool, first_places: Sequence[tuple[int, int]], second: Plan, second_places: Sequence[tuple[int, int]],
+    residual: tuple[int, int] | None = None,
+) -> list[list[KernelLaunch]]:
+    """The launches of two plans as :func:`steps_of` has them, which share a workspace of :func:`bytes_of_row`."""
+    steps = steps_of(first, first_last, first_places, residual)
+    start = behind_each_other(first, first_last, second)
+    if start is None:
+        return steps + steps_of(second, False, second_places)
+    *others, (workspace, offset), none = second_places
+    more = steps_of(second, False, (*others, (workspace, offset + start), none))
+    together = reduce_two(steps[-1][0], more[-1][0])
+    assert together is not None
+    return [*steps[:-1], *more[:-1], [together]]
+
+
+def bytes_of_row(first: Plan, first_last: bool, second: Plan) -> int:
+    """Of the workspace that :func:`in_a_row` needs."""
+    start = behind_each_other(first, first_last, second)
+    return max(first.workspace_bytes, second.workspace_bytes) if start is None else start + second.workspace_bytes
+
+
 def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool) -> bool:
     """Whether the plan's kernels can read the operands as they lie."""
     input, weight, bias, scale, residual = operands
@@ -187,7 +226,7 @@ def fits(kind: TorchKind, plan: Plan, operands: Sequence[Any], filter_last: bool
     )
 
 
-def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: Callable[..., Any] | None) -> Any:
+def _ready(kind: TorchKind, plan: Plan, operands: Sequence[Any], packed: Any, recorded: list[Any] | None) -> Any:
     """What the launcher in C takes, or None where an operand has to be copied, or Python makes the launches."""
     input, weight, *_ = operands
     filter_last = packed is None and plan.reads_filter_last and kind.is_laid_out_as(weight, plan.filter_order)

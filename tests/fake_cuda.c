@@ -17,6 +17,15 @@ static __thread int depth;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 #define NOTE(...) (fake_length += sprintf(fake_log + fake_length, __VA_ARGS__))
 
+static void note_bytes(const void* from, size_t n) {
+  const unsigned char* bytes = from;
+  for (size_t i = 0; i < n; i++) {
+    fake_log[fake_length++] = ' ';
+    fake_log[fake_length++] = "0123456789abcdef"[bytes[i] >> 4];
+    fake_log[fake_length++] = "0123456789abcdef"[bytes[i] & 15];
+  }
+}
+
 static int noted(void) {  // under the lock
   int code = 0;
   if (fake_length > sizeof fake_log - (1 << 16)) abort();
@@ -41,9 +50,9 @@ int cuLaunchKernelEx(const Config* c, void* f, void** parameters, void** extra) 
   if (parameters || extra[0] != (void*)1 || extra[2] != (void*)2 || extra[4]) return 1;
   pthread_mutex_lock(&lock);
   NOTE("launch %p of %u %u %u, %u %u %u, %u on %p,", f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared, c->stream);
-  for (unsigned i = 0; i < c->attribute_count * 72; i++) NOTE(" %02x", ((unsigned char*)c->attributes)[i]);
+  note_bytes(c->attributes, c->attribute_count * 72);
   NOTE(", takes");
-  for (size_t i = 0; i < *(size_t*)extra[3]; i++) NOTE(" %02x", ((unsigned char*)extra[1])[i]);
+  note_bytes(extra[1], *(size_t*)extra[3]);
   NOTE("\n");
   return noted();
 }

@@ -21,6 +21,7 @@ from test_launch import IN_C
 
 import pycuda_conv as pc
 from pycuda_conv import ConvArgumentError, ConvProblem, Plan, behind, engines, memo, quick
+from pycuda_conv.engines import batch_norm
 from pycuda_conv.execute import device
 
 torch = pytest.importorskip("torch")
@@ -86,6 +87,7 @@ def warm(tmp_path, monkeypatch):
     quick.learn(torch)
     memo.forget_plans()
     fused_modules._compiled.cache_clear()
+    batch_norm.compiled.cache_clear()
 
 
 x, w, b = torch.randn(2, 16, 9, 9), torch.randn(24, 16, 3, 3), torch.randn(24)
@@ -397,12 +399,60 @@ def test_both_gradients_are_made_by_one_call(warm, monkeypatch, name):
         made = GRADIENTS[name](xs, ws, b)
         warm.asked()
         if again == 2:
-            monkeypatch.setattr(autograd_module.Again, "gradient_by_first", None)
+            monkeypatch.setattr(autograd_module.Again, "gradients", None)
         gradients = torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
         lines.append(named_by_turns(warm.asked(), 0))
         assert [(g.shape, g.stride()) for g in gradients] == [(xs.shape, xs.stride()), (ws.shape, w.stride())]
     assert lines[0] and lines[0] == lines[1] == lines[2]
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["conv2d", "groups", "transposed"])
+@pytest.mark.parametrize("by_first", [True, False])
+def test_python_has_no_part_in_a_gradient_that_is_made_again(warm, monkeypatch, name, by_first):
+    xs, ws = x.clone().requires_grad_(by_first), w.clone().requires_grad_(not by_first)
+    lines = []
+    for again in range(3):
+        made = GRADIENTS[name](xs, ws, b)
+        warm.asked()
+        if again == 2:
+            monkeypatch.setattr(autograd_module.Again, f"gradient_by_{'first' if by_first else 'second'}", None)
+        (gradient,) = torch.autograd.grad(made, xs if by_first else ws, torch.ones_like(made))
+        lines.append(named_by_turns(warm.asked(), 0))
+        assert gradient.shape == (xs if by_first else ws).shape
+    assert lines[0] and lines[0] == lines[1] == lines[2]
+
+
+def test_a_saved_operand_that_was_written_since_is_noticed(warm):
+    xs, ws = x.clone().requires_grad_(), w.clone().requires_grad_()
+    for _ in range(3):
+        torch.autograd.grad(pc.conv2d(xs, ws), (xs, ws), torch.ones(2, 24, 7, 7))
+    made = pc.conv2d(xs, ws)
+    assert type(made.grad_fn).__name__ == "_AgainBackward"
+    with torch.no_grad():
+        ws.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(made, (xs, ws), torch.ones_like(made))
+
+
+@pytest.mark.parametrize("most", [0, 1 << 30])
+def test_one_launch_adds_the_parts_of_both_gradients(warm, monkeypatch, most):
+    """Where they are few."""
+    monkeypatch.setattr(quick, "MOST_TOGETHER", most)
+    images, filters = torch.randn(4, 16, 32, 32, requires_grad=True), torch.randn(32, 16, 3, 3, requires_grad=True)
+    asked = []
+    for _ in range(4):  # at the second one they are remembered
+        made = pc.conv2d(images, filters, padding=1)
+        warm.asked()
+        torch.autograd.grad(made, (images, filters), torch.ones_like(made))
+        asked.append(where_arrays_lie(warm.asked()))
+    (dgrad, add, wgrad, add_too), _, *again = asked
+    assert again[0] == again[1]
+    if not most:
+        assert again[0] == asked[0]
+    else:
+        blocks = [int(line.split(" of ")[1].split()[0]) for line in (add, add_too, again[0][2])]
+        assert again[0][:2] == [dgrad, wgrad] and blocks[0] + blocks[1] == blocks[2]
 
 
 def test_what_is_unusual_in_a_backward_pass_is_made_apart(warm, monkeypatch):
@@ -531,6 +581,8 @@ def named_by_turns(lines, told_apart):
 def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
     """By one row of launches for each pass, the same as the first time but for where the arrays lie; and Python plans nothing."""
     kept, lines, launch, empty = [], [], device.launch, TorchKind.empty
+    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
+    monkeypatch.setattr(quick, "MOST_TOGETHER", 0)
 
     def run(*given):
         launch(*given)
@@ -568,6 +620,22 @@ def test_a_training_step_is_made_again(warm, monkeypatch, name, wanted):
     assert int(layer.bn.num_batches_tracked) == (4 if layer.bn.momentum is None else 0)  # kernels count it, which nobody runs here
 
 
+@pytest.mark.parametrize("name", ["plain", "mean of batches", "not affine", "double", "residual", "SiLU"])
+def test_a_small_layer_is_made_again_by_fewer_launches(warm, name):
+    """One for the statistics and what follows them; and one adds the parts of both gradients."""
+    layer, steps = FUSED[name](), []
+    images = input_of(name, layer).requires_grad_()
+    for _ in range(3):
+        warm.asked()
+        made = layer(images)
+        forward = where_arrays_lie(warm.asked())
+        made.backward(torch.ones_like(made))
+        steps.append((forward, where_arrays_lie(warm.asked())))
+    (forward, backward), *again = steps
+    assert again[0] == again[1]
+    assert again[0][0][:-1] == forward[:-2] and again[0][1][0] == backward[0] and len(again[0][1]) in (len(backward), len(backward) - 1)
+
+
 def test_batches_are_counted_once_where_python_makes_the_launches_after_all(warm, monkeypatch):
     changed(monkeypatch, warm, 0, 7)
     layer = FUSED["mean of batches"]()
@@ -576,7 +644,8 @@ def test_batches_are_counted_once_where_python_makes_the_launches_after_all(warm
         assert int(layer.bn.num_batches_tracked) == made and len(fused_modules._again) == 1
 
 
-def test_a_layer_that_counts_no_batches(warm):
+def test_a_layer_that_counts_no_batches(warm, monkeypatch):
+    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
     layer = FUSED["mean of batches"]()
     layer.bn.num_batches_tracked = None
     warm.again(lambda: layer(x))
@@ -762,6 +831,35 @@ def test_a_thread_that_does_something_else_after_its_launches_holds_nobody_up(wa
             time.sleep(0.001)
         warm.fake.blocked.value = 0
         assert sorted(one.result(300) for one in coming) == [0, 1, 2, 3]
+
+
+def test_a_thread_that_waits_for_anothers_launches_has_no_turn(warm):
+    """As for those of torch's engine: then a call takes no longer after another thread's than after one of its own."""
+    with torch.no_grad():
+        warm.again(lambda: pc.conv2d(x, w))
+
+    def longer():
+        """Nanoseconds by which it does."""
+        turns, spent = [threading.Lock(), threading.Lock()], [[], []]
+        turns[1].acquire()
+
+        def work(which):
+            with warm.device, torch.no_grad():
+                for _ in range(40):
+                    assert turns[which].acquire(timeout=300)
+                    for after in spent:
+                        start = time.thread_time_ns()
+                        pc.conv2d(x, w)
+                        after.append(time.thread_time_ns() - start)
+                    turns[1 - which].release()
+
+        with ThreadPoolExecutor(2) as pool:
+            for one in [pool.submit(work, i) for i in range(2)]:
+                one.result(600)
+        of_another, of_own = map(sorted, spent)
+        return of_another[10] - of_own[10]
+
+    assert min(longer() for _ in range(4)) < 5000, "it waited for the other one to launch again, which takes 10 us"
 
 
 def test_threads_that_make_call_after_call_take_turns(warm):

@@ -20,7 +20,7 @@ from test_dense_nhwc import CASES as DENSE
 from test_dense_nhwc import MODES, tiles
 from test_implicit_gemm import TILES, asked, check_moments, dtype_of
 
-from pycuda_conv.engines import batch_norm, casting, packing
+from pycuda_conv.engines import batch_norm, casting, packing, split_sum
 from pycuda_conv.engines import implicit_gemm_sm90 as ig
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.implicit_gemm_sm80 import ImplicitGemm80
@@ -331,7 +331,8 @@ def test_statistics_of_moments_that_a_convolution_noted(redone):
 
 
 @pytest.mark.parametrize("pixels", PIXELS, ids=str)
-def test_batch_norm_with_a_residual(pixels):
+def test_batch_norm_with_a_residual(pixels, monkeypatch):
+    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
     rng, shape = np.random.default_rng(0), (pixels.N, pixels.K, pixels.plane)
     y, residual, dout = (lying(rng.standard_normal(shape) + mean, pixels) for mean in (1, 0, 0))
     gamma, beta = rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
@@ -363,6 +364,55 @@ def test_batch_norm_with_a_residual(pixels):
         assert_close(dy.view(y.dtype).reshape(y.shape), expected, EPS[pixels.dtype] * np.abs(expected) + 1e-4)
         if summed:
             assert np.array_equal(masked.view(y.dtype).reshape(y.shape).astype("d"), g)
+
+
+WHOLE = [batch_norm.Pixels("bfloat16", "NCHW", 3, 5, 24), batch_norm.Pixels("bfloat16", "NCHW", 30, 2, 24)]
+
+
+@pytest.mark.parametrize("pixels", WHOLE, ids=str)
+def test_a_batch_norm_by_one_launch(pixels, monkeypatch):
+    """The same bits as by two: those of the statistics, and of the result. The gradients are the same but for the order of sums."""
+    rng, number = np.random.default_rng(0), WHOLE.index(pixels)
+    y, residual = (lying(rng.standard_normal((pixels.N, pixels.K, pixels.plane)) + 1, pixels) for _ in range(2))
+    gamma, beta = rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
+    each, running = 4 * pixels.K, rng.uniform(0.5, 2, (2, pixels.K)).astype("f")
+    tracked, added = (np.array([3]), residual) if number % 2 else (None, None)
+    apart = launched(batch_norm.statistics(pixels, 3, 1e-5, 0.1), y, tracked, each, each, *running.copy(), np.array([41]))
+    out = launched(batch_norm.forward(pixels, 3, "relu", added is not None), y, *apart[2:4], gamma, beta, added, y.nbytes)[6]
+    whole = batch_norm.whole_forward(pixels, 3, 1e-5, 0.1, "relu", added is not None)
+    together = launched(whole, y, tracked, gamma, beta, added, each, each, *running.copy(), np.array([41]), y.nbytes)
+    assert all(map(np.array_equal, together[5:10], apart[2:7])) and np.array_equal(together[10], out)
+    summed = number == 1
+    given = y, residual, *running, gamma, beta, *((out, y.nbytes, 2 * each, y.nbytes) if summed else (None, y.nbytes, 2 * each, None))
+    together = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)
+    monkeypatch.setattr(batch_norm, "MOST_WHOLE", 0)
+    apart = launched(batch_norm.backward(pixels, 3, "relu", True, summed), *given)
+    (dy, sums), (ref, ref_sums) = ((found[7].view(y.dtype).astype("d"), found[8].view("f").astype("d")) for found in (together, apart))
+    assert_close(sums, ref_sums, np.full_like(sums, 1e-3))
+    assert_close(dy, ref, EPS[pixels.dtype] * np.abs(ref) + 1e-4)
+    assert not summed or np.array_equal(together[9], apart[9])
+
+
+# ---- direct_reduce.cu
+
+
+def test_the_parts_of_two_sums_are_added_by_one_launch():
+    rng, problems = np.random.default_rng(0), (fprop((2, 3, 7, 9), (5, 3, 3, 3)), fprop((1, 3, 6, 6), (70, 3, 1, 1)))
+    parts, results, launches = [], [], []
+    for i, (case, split) in enumerate(zip(problems, (4, 40), strict=True)):
+        problem = replace(case.problem(), has_bias=False)
+        size = int(np.prod(problem.result_shape))
+        parts.append(rng.standard_normal((split, size)).astype("f"))
+        launches.append(replace(split_sum.reduce_launch(problem, split, 2 * i), buffers=(2 * i, 4, 4, 4, 2 * i + 1)))
+        results.append(4 * size)
+    given = parts[0], results[0], parts[1], results[1], None
+    apart = launched((launches, 0), *given)
+    together = split_sum.reduce_two(*launches)
+    assert together.grid == sum(one.grid for one in launches)
+    assert all(map(np.array_equal, launched(([together], 0), *given)[1:4:2], apart[1:4:2]))
+    of_other_type = replace(launches[1], defines={**launches[1].defines, "DTYPE": 64})
+    finished = replace(launches[0], arguments=launches[0].arguments._replace(has_bias=1))
+    assert split_sum.reduce_two(launches[0], of_other_type) is split_sum.reduce_two(finished, launches[1]) is None
 
 
 # ---- cast.cu

@@ -3,6 +3,7 @@
 
 import copy
 import io
+import logging
 import pickle
 import subprocess
 import sys
@@ -356,6 +357,18 @@ def test_a_converted_model_is_exported(where, strict, no_grad):
         close(again(x[:2]), model(x[:2]))
     assert "pycuda_conv.conv." in str(exported.graph) and "aten.conv" not in str(exported.graph)
     assert "pycuda_conv.conv_transpose." in str(exported.graph)
+
+
+def test_torch_compile_copies_no_list_of_modules(caplog, monkeypatch):
+    """It copies all of sys.modules if what it follows looks into it, while other threads may import."""
+    monkeypatch.setattr(logging.getLogger("torch"), "propagate", True)
+    x, w = plain(1, 2, 4, 4, where="cpu"), plain(3, 2, 3, 3, where="cpu")
+    torch._logging.set_logs(guards=True)
+    try:
+        torch.compile(lambda x, w: pc.conv2d(x, w, padding=1), backend="eager", fullgraph=True)(x, w)
+    finally:
+        torch._logging.set_logs()
+    assert "pycuda_conv" in caplog.text and ".modules" not in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")

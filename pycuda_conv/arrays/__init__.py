@@ -16,7 +16,7 @@ neither in C order nor in one that the plan's kernels read, and arrays whose add
 from pycuda_conv.arrays.base import ALIGNMENT, ArrayKind, Signature
 from pycuda_conv.arrays.device import CupyKind, DeviceKind, GPUArrayKind, InterfaceKind, stream_of
 from pycuda_conv.arrays.host import HostKind, NumpyKind
-from pycuda_conv.arrays.kinds import LAZY, STAND_IN, check_same_type, kind_of, same_kind
+from pycuda_conv.arrays.kinds import LAZY, STAND_IN, check_same_type, is_torchs, kind_of, same_kind
 
 __all__ = [
     "ALIGNMENT",
@@ -31,6 +31,7 @@ __all__ = [
     "NumpyKind",
     "Signature",
     "check_same_type",
+    "is_torchs",
     "kind_of",
     "same_kind",
     "stream_of",

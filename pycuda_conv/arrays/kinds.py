@@ -66,8 +66,8 @@ def _found(array: Any) -> ArrayKind | None:
     if _is_lazy(array):
         return LAZY
     # a library that was never imported made none of the arguments
-    torch, cupy, gpuarray = (sys.modules.get(module) for module in ("torch", "cupy", "pycuda.gpuarray"))
-    if torch is not None and isinstance(array, torch.Tensor):
+    cupy, gpuarray = (sys.modules.get(module) for module in ("cupy", "pycuda.gpuarray"))
+    if is_torchs(array) and _is_tensor(array):
         from pycuda_conv.arrays.tensors import TORCH
 
         return TORCH
@@ -76,6 +76,17 @@ def _found(array: Any) -> ArrayKind | None:
     if gpuarray is not None and isinstance(array, gpuarray.GPUArray):
         return GPU_ARRAY
     return INTERFACE if hasattr(array, "__cuda_array_interface__") else None
+
+
+def is_torchs(array: Any) -> bool:
+    """Whether it is a tensor of torch's, or what stands for one: then torch is there."""
+    return hasattr(type(array), "__torch_function__")
+
+
+def _is_tensor(array: Any) -> bool:
+    import torch
+
+    return isinstance(array, torch.Tensor)
 
 
 def _is_lazy(array: Any) -> bool:
@@ -90,13 +101,13 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
     """
     input, weight, bias, scale, residual = operands
     # torch.compile follows what is below and can't write to our table of types; it runs an import as it is
-    if (
-        type(input) is not np.ndarray and (torch := sys.modules.get("torch")) is not None and torch.compiler.is_dynamo_compiling()
-        and isinstance(input, torch.Tensor) and isinstance(weight, torch.Tensor)
-    ):
-        from pycuda_conv.arrays.tensors import TORCH
+    if is_torchs(input):
+        import torch
 
-        return TORCH
+        if torch.compiler.is_dynamo_compiling() and isinstance(input, torch.Tensor) and isinstance(weight, torch.Tensor):
+            from pycuda_conv.arrays.tensors import TORCH
+
+            return TORCH
     known = _kinds.get
     seen = known(type(input))
     if (
@@ -108,8 +119,7 @@ def same_kind(operands: Operands, out: Any = None, names: tuple[str, str] = ("in
         and (residual is None or known(type(residual)) is seen)
     ):
         return seen
-    torch = sys.modules.get("torch")
-    if torch is not None and any(hasattr(type(a), "__torch_function__") and not isinstance(a, torch.Tensor) for a in (*operands, out)):
+    if any(is_torchs(a) and not _is_tensor(a) for a in (*operands, out)):
         return STAND_IN
     if any(map(_is_lazy, (*operands, out))):
         return LAZY

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from pycuda_conv.engines.geometry import ceil, divider
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, finish
@@ -55,6 +55,20 @@ def reduce_launch(problem: ConvProblem, split: int, parts: Place) -> KernelLaunc
     )  # fmt: skip
     buffers = (parts, BIAS, SCALE, RESIDUAL, RESULT)
     return KernelLaunch("direct_reduce", defines, ceil(size, width), THREADS, buffers, (), arguments=arguments)
+
+
+def reduce_two(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch | None:
+    """Two launches of ``direct_reduce.cu`` as one, with the same bits; None where they are others, or an epilogue follows a sum."""
+    if not first.kernel == second.kernel == "direct_reduce" or first.defines != second.defines:
+        return None
+    sums = cast(ReduceArguments, first.arguments), cast(ReduceArguments, second.arguments)
+    if any(one.has_scale or one.has_bias or one.has_residual or one.activation for one in sums):
+        return None
+    (parts, *_, result), (other_parts, *_, other_result) = first.buffers, second.buffers
+    buffers = parts, other_parts, result, other_result
+    return KernelLaunch(
+        "direct_reduce_two", first.defines, first.grid + second.grid, THREADS, buffers, (first.grid,), "direct_reduce", arguments=sums
+    )
 
 
 def _lanes(split: int) -> int:

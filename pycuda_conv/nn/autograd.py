@@ -352,6 +352,9 @@ class _Function(torch.autograd.Function):
         return _tangent(ctx, first, second, bias)
 
 
+#: Whether torch.compile follows the call, as it may follow a backward pass.
+_is_followed = torch.compiler.is_dynamo_compiling
+
 #: Both gradients of convolutions by their keys, as the launcher in C makes them.
 _both: quick.Table = {}
 launches_are_in(_both.clear)
@@ -380,10 +383,8 @@ class Again:
             more, steps = integers("", call.size, call.ndim), integers("", call.stride, call.ndim)
             if any(m >= step for m, step in zip(more, steps, strict=True)):
                 self.by_first = self.by_second = None
-
-    def __call__(self, first: Any, second: Any, bias: Any, made: Any) -> Any:
-        """The convolution's result, known to torch. The launcher in C has just `made` it."""
-        return _apply(first, second, bias, self, (made,))
+        #: what the launcher in C knows of it
+        self.known = _both, self.both, quick.table, self.by_first, self.by_second, self.transposed
 
     def gradients(self, first: Any, second: Any, grad: Any) -> tuple[Any, Any]:
         """Those by both operands, by one row of launches where they were made so before."""
@@ -420,10 +421,10 @@ class Again:
         if fit and quick.fits(TORCH, of_first, by_first, filter_last) and quick.fits(TORCH, of_second, by_second, False):
             # first, second, gradient of the result | gradients of first and second | workspace | none
             x, w, dy, dx, dw, scratch, none = ((i, 0) for i in range(7))
-            steps = quick.steps_of(of_first, filter_last, (dy, w, none, dx, scratch, none))
-            steps += quick.steps_of(of_second, False, (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none))
+            places = (dy, w, none, dx, scratch, none), (*((dy, x) if self.transposed else (x, dy)), none, dw, scratch, none)
+            steps = quick.in_a_row(of_first, filter_last, places[0], of_second, places[1])
+            nbytes = quick.bytes_of_row(of_first, filter_last, of_second)
             results = [TORCH.maker(plan.result_shape, grad.dtype, grad.device, plan.result_order) for plan in plans]
-            nbytes = max(plan.workspace_bytes for plan in plans)
             ready = quick.row(TORCH, of_first.device, steps, grad, 3, results, nbytes)
         quick.put(_both, name, ready)
 
@@ -443,27 +444,34 @@ class Again:
 
 class _Again(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, first: Any, second: Any, bias: Any, again: Again, made: tuple[Any]) -> Any:
-        by_first, by_second, *_ = ctx.needs_input_grad
+    def forward(ctx: Any, again: Again, first: Any, second: Any, bias: Any, made: tuple[Any]) -> Any:
+        _, by_first, by_second, *_ = ctx.needs_input_grad
         ctx.save_for_backward(first if by_second else None, second if by_first else None)
         ctx.again = again
         return made[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        made = None if _is_followed() else quick.gradients(ctx, grad)
+        if made is not None:
+            return made
         first, second = ctx.saved_tensors
         again = ctx.again
-        by_first, by_second, by_bias, *_ = ctx.needs_input_grad
+        _, by_first, by_second, by_bias, _ = ctx.needs_input_grad
         if by_first and by_second:
             dx, dw = again.gradients(first, second, grad)
         else:
             dx = again.gradient_by_first(second, grad) if by_first else None
             dw = again.gradient_by_second(first, grad) if by_second else None
-        return dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None, None
+        return None, dx, dw, _summed(again.settings.ndim, grad) if by_bias else None, None
 
 
-#: ``_Again.apply`` without the questions that the launcher in C has asked already. They take 3 us.
-_apply = super(torch.autograd.Function, _Again).apply
+def told_again(call: Call, first_shape: Sequence[int], second_shape: Sequence[int]) -> Callable[..., Any]:
+    """(first, second, bias, (result,)) -> the result of a convolution, which the launcher in C has just made, known to torch.
+
+    It is ``_Again.apply`` without the questions that the launcher has asked already. They take 3 us.
+    """
+    return partial(super(torch.autograd.Function, _Again).apply, Again(call, first_shape, second_shape))
 
 
 class _Transformed(_Function):

@@ -172,7 +172,9 @@ def _forward_launches(
 ) -> _Forward:
     *_, device, tune = spec.settings
     call = Call(*CONV.asked(spec.settings, ()))
-    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, spec.of_batch)
+    pixels = _pixels(CONV.shape(spec.settings, x[0], weight[0], ()), TORCH.dtype_name(x[1]), layout)
+    noted = spec.of_batch and not (0 not in x[0] and pixels.whole)
+    plan = dispatch.plan_for_call(call, TORCH, (x, weight, bias, None, None), device, layout, tune, noted)
     plan = plan.better or plan
     if plan.empty:
         return _Forward(plan, None, 0, False)
@@ -408,12 +410,14 @@ def _remember_forward(
         if nbytes <= made.nbytes:  # out, which is written last, has room for it
             scratch, nbytes = ao, 0
         tracked, counted = (none, an) if counts else (an, none)
-        normalised, _ = batch_norm.forward(pixels, processors, spec.activation, residual is not None)
-        steps = [
-            *quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)),
-            *quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch)),
-            *quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao)),
-        ]
+        steps, asked_for = quick.steps_of(plan, found.filter_last, (ax, aw, ab, ay, scratch, none)), (spec.activation, residual is not None)
+        if plan.schedule.moments is None and pixels.whole:
+            both, _ = batch_norm.whole_forward(pixels, processors, eps, momentum, *asked_for)
+            steps += quick.moved([[one] for one in both], (ay, tracked, ag, at, ar, mean, invstd, am, av, counted, ao))
+        else:
+            normalised, _ = batch_norm.forward(pixels, processors, *asked_for)
+            steps += quick.moved([[one] for one in statistics], (ay, tracked, mean, invstd, am, av, counted, scratch))
+            steps += quick.moved([[one] for one in normalised], (ay, mean, invstd, ag, at, ar, ao))
         y = TORCH.maker(plan.result_shape, x.dtype, x.device, plan.order)
         results = y, TORCH.maker((2, pixels.K), _sums_dtype(x), x.device, None), y
         ready = quick.row(TORCH, plan.device, steps, x, count, results, nbytes)
@@ -527,7 +531,9 @@ def _remember_backward(
         dy = more.pop(0) if makes_dy else None
         dx, dw = (more.pop(0) if made else None for made in (makes_dx, makes_dweight))
         scratch, none, *_ = more
-        nbytes = found.workspace
+        nbytes, by_x, by_weight = found.workspace, found.by_x, found.by_weight
+        if by_x is not None and by_weight is not None:
+            nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight))
         if spent:
             dy = ay
         elif dy is None:  # then it is workspace
@@ -541,11 +547,17 @@ def _remember_backward(
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
         if makes_dy:
             results.append(TORCH.maker(tuple(y.shape), y.dtype, y.device, order))
-        if found.by_x is not None and dx is not None:
-            steps += quick.steps_of(found.by_x, found.filter_last, (dy, aw, none, dx, scratch, none), none if added is None else ap)
+        for_dx, for_dw = (dy, aw, none, dx or none, scratch, none), (ax, dy, none, dw or none, scratch, none)
+        residual = None if added is None else ap
+        if by_x is not None and by_weight is not None:
+            steps += quick.in_a_row(by_x, found.filter_last, for_dx, by_weight, for_dw, residual)
+        elif by_x is not None:
+            steps += quick.steps_of(by_x, found.filter_last, for_dx, residual)
+        elif by_weight is not None:
+            steps += quick.steps_of(by_weight, False, for_dw)
+        if by_x is not None:
             results.append(TORCH.maker(tuple(x.shape), x.dtype, x.device, order))
-        if found.by_weight is not None and dw is not None:
-            steps += quick.steps_of(found.by_weight, False, (ax, dy, none, dw, scratch, none))
+        if by_weight is not None:
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, None))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
     complete = not needs_dy and (not of_x or _order(x) == order)

@@ -297,6 +297,9 @@ typedef int64_t Number;
 // from theirs: one of them awake, which has the next turn, the rest asleep for `next_turn`. That lock is held by who waits, never while the
 // driver is called. A wait ends by the clock if by nothing else, so no signal can be missed: with the turn, or where its thread is not met any
 // more, or waits for the driver.
+//
+// A thread whose turn it is may also let go of the GIL elsewhere: so does one that waits for torch's engine, which launches a backward pass from
+// a thread of its own. A thread that has the GIL then takes the turn at once if no other one waits for it.
 enum {
   TURN_NS = 200000,   // a turn, while others wait
   AWAY_NS = 20000,    // a thread that is not met for so long does something else
@@ -305,6 +308,8 @@ enum {
 
 static Flag turn = 1;                 // its number
 static Flag on_the_way;               // whether a thread that has launched has the GIL again
+static Flag waiting;                  // threads that wait for their turn
+static int is_back;                   // whether the thread that launched last has had the GIL again; read and written with the GIL
 static Flag met;                      // how often the threads whose turn it was were back from launches
 static Number begun;                  // when the turn began
 static THREAD_LOCAL long own_turn;    // the last one that this thread had
@@ -319,7 +324,14 @@ static int64_t now(void) {
 // Not where the clock was set in between, either.
 static int lasts(int64_t since, int64_t until, int64_t most) { return until - since >= 0 && until - since <= most; }
 
+static void take_turn(void) {
+  own_turn = ADD(&turn, 1) + 1;
+  PUT(begun, now());
+}
+
 static PyThreadState* let_go(void) {
+  if (is_back && GET(turn) != own_turn && !GET(waiting)) take_turn();
+  is_back = 0;
   PyThreadState* state = PyEval_SaveThread();
   SET(&on_the_way, 0);
   return state;
@@ -344,15 +356,17 @@ static void take_again(PyThreadState* state) {
   if (GET(turn) == own_turn && TAKE(&on_the_way)) {
     ADD(&met, 1);
     PyEval_RestoreThread(state);
-    return;
+  } else {
+    ADD(&waiting, 1);
+    PyThread_acquire_lock(next_turn, 1);
+    wait_for_turn();
+    take_turn();
+    PyThread_release_lock(next_turn);
+    ADD(&waiting, -1);
+    PyEval_RestoreThread(state);
+    SET(&on_the_way, 1);
   }
-  PyThread_acquire_lock(next_turn, 1);
-  wait_for_turn();
-  own_turn = ADD(&turn, 1) + 1;
-  PUT(begun, now());
-  PyThread_release_lock(next_turn);
-  PyEval_RestoreThread(state);
-  SET(&on_the_way, 1);
+  is_back = 1;
 }
 
 // Make all operations. 0; or the driver's error, with the number of the operation that failed; or -1 with Python's error set.
@@ -469,7 +483,7 @@ static struct {
   PyObject *pointer, *strides, *ordinal, *marked, *made_in_inference;            // functions of a tensor; marked: negated on reading, say
   PyObject *differentiates, *announce;                                           // is_grad_enabled(); tells of a write to tensors
   PyObject *states, *levels;                                                     // functions that are true if something is unusual; a dict
-  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version;
+  PyObject *name_shape, *name_type, *name_requires_grad, *name_level, *name_version, *name_needs, *name_again, *name_known, *name_saved;
   long least;  // ordinal of a GPU
   int (*read)(void*, DLTensor*);  // a tensor's description, where torch offers such a function; NULL where it has to be asked piece by piece
   Allocate allocate;              // likewise, memory without an object of Python's
@@ -658,7 +672,8 @@ static int read_maker(PyObject* from, Maker* to) {
 //       workspace, workspace_bytes, (packed, packed_at), operand_bytes, result_bytes, recorded, kept) -> what stands behind a key
 //
 // `stream(ordinal)` is the current stream; `failed(error, operation)` raises. Each of `results`, and the workspace, is (function, args,
-// keywords); workspace is None where there are no bytes of it. `recorded(input, weight, bias, result)` tells torch of a call.
+// keywords); workspace is None where there are no bytes of it. `recorded` is None or a list. Its one member tells torch of a call, as
+// (input, weight, bias, (result,)) -> result; it may put another in its place.
 // `operands`: 0 for a convolution, whose buffers are those of plans. Else so many operands, the results and the workspace are the buffers.
 static PyObject* ready(PyObject* self, PyObject* args) {
   PyObject *schedule, *own, *stream, *ordinal, *failed, *results, *workspace, *recorded, *kept;
@@ -836,9 +851,11 @@ static PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   result = make_call(r, addresses, out, addresses[OPERANDS]);
   if (!result && !PyErr_Occurred()) goto unknown;
   if (result && told) {
-    PyObject* made = result;
-    result = PyObject_CallFunctionObjArgs(r->recorded, tensors[0], tensors[1], tensors[2], made, NULL);
-    Py_DECREF(made);
+    PyObject *made = Py_BuildValue("(N)", result), *tell = PyList_GetItem(r->recorded, 0);
+    Py_XINCREF(tell);
+    result = made && tell ? PyObject_CallFunctionObjArgs(tell, tensors[0], tensors[1], tensors[2], made, NULL) : NULL;
+    Py_XDECREF(tell);
+    Py_XDECREF(made);
   }
   Py_DECREF(found);
   return result;
@@ -857,6 +874,54 @@ static PyObject* key(PyObject* self, PyObject* const* args, Py_ssize_t n) {
   if (!put_call(&key, args[0], args + 1, n - 1, addresses)) return key_bytes(&key);
   PyErr_Clear();
   return Py_BuildValue("");
+}
+
+// A call of two operands, of which torch need not know.
+static PyObject* call_of(PyObject* table, PyObject* options, PyObject* first, PyObject* second) {
+  PyObject* const args[] = {table, options, Py_False, first, second, Py_None, Py_None, Py_None, Py_None};
+  return call(NULL, args, sizeof args / sizeof *args);
+}
+
+static PyObject* again(PyObject* self, PyObject* const* args, Py_ssize_t n);
+
+// gradients(ctx, gradient of the result) -> what the backward pass of torch's node returns, or None where Python has to make it
+//
+// `ctx` is that of a function of (again, first, second, bias, result). It has saved the operands, or None for one that is not needed, and
+// ctx.again.known is (table, options of both gradients, table of calls, options of one, of the other, whether the result's gradient goes before
+// the first operand).
+static PyObject* gradients(PyObject* self, PyObject* const* args, Py_ssize_t n) {
+  if (n != 2) return PyErr_Format(PyExc_TypeError, "gradients takes 2 arguments, got %zd", n);
+  PyObject *made = NULL, *dx = NULL, *dw = NULL, *saved = NULL;
+  if (!torch.tensor) return Py_BuildValue("");
+  PyObject *needs = PyObject_GetAttr(args[0], torch.name_needs), *own = needs ? PyObject_GetAttr(args[0], torch.name_again) : NULL;
+  PyObject* known = own ? PyObject_GetAttr(own, torch.name_known) : NULL;
+  int usual = known && PyTuple_Check(needs) && PyTuple_Size(needs) == 5 && PyTuple_Check(known) && PyTuple_Size(known) == 6;
+  usual = usual && PyTuple_GetItem(needs, 3) == Py_False && is_true(torch.differentiates, NULL) == 0;
+  if (usual && (saved = PyObject_GetAttr(args[0], torch.name_saved)) && PyTuple_Check(saved) && PyTuple_Size(saved) == 2) {
+    const int by_first = PyTuple_GetItem(needs, 1) == Py_True, by_second = PyTuple_GetItem(needs, 2) == Py_True;
+    PyObject *first = PyTuple_GetItem(saved, 0), *second = PyTuple_GetItem(saved, 1), *grad = args[1];
+    const int before = PyTuple_GetItem(known, 5) == Py_True;
+    if (by_first && by_second) {
+      PyObject* const of_both[] = {PyTuple_GetItem(known, 0), PyTuple_GetItem(known, 1), first, second, grad};
+      made = again(self, of_both, sizeof of_both / sizeof *of_both);
+      if (made && made != Py_None) {
+        dx = PyTuple_GetItem(made, 1), dw = PyTuple_GetItem(made, 2);
+        Py_INCREF(dx), Py_INCREF(dw);
+      }
+    } else if (by_first) {
+      made = dx = call_of(PyTuple_GetItem(known, 2), PyTuple_GetItem(known, 3), grad, second);
+      Py_XINCREF(dx);
+    } else if (by_second) {
+      made = dw = call_of(PyTuple_GetItem(known, 2), PyTuple_GetItem(known, 4), before ? grad : first, before ? first : grad);
+      Py_XINCREF(dw);
+    }
+  }
+  Py_XDECREF(needs), Py_XDECREF(own), Py_XDECREF(known), Py_XDECREF(saved);
+  PyObject* result = NULL;
+  if (made && made != Py_None) result = PyTuple_Pack(5, Py_None, dx ? dx : Py_None, dw ? dw : Py_None, Py_None, Py_None);
+  else if (!PyErr_Occurred()) result = Py_BuildValue("");
+  Py_XDECREF(dx), Py_XDECREF(dw), Py_XDECREF(made);
+  return result;
 }
 
 // again(table, options, operand, ...) -> (what stands behind the key, result, ...), or None where Python has to make the call
@@ -957,8 +1022,10 @@ static PyObject* learn(PyObject* self, PyObject* args) {
   };
   torch.name_shape = PyUnicode_InternFromString("shape"), torch.name_type = PyUnicode_InternFromString("dtype");
   torch.name_requires_grad = PyUnicode_InternFromString("requires_grad"), torch.name_level = PyUnicode_InternFromString("_current_level");
-  torch.name_version = PyUnicode_InternFromString("_version");
-  if (!torch.name_shape || !torch.name_type || !torch.name_requires_grad || !torch.name_level || !torch.name_version) return NULL;
+  torch.name_version = PyUnicode_InternFromString("_version"), torch.name_needs = PyUnicode_InternFromString("needs_input_grad");
+  torch.name_again = PyUnicode_InternFromString("again"), torch.name_saved = PyUnicode_InternFromString("saved_tensors");
+  torch.name_known = PyUnicode_InternFromString("known");
+  if (PyErr_Occurred()) return NULL;
   for (int i = 0; i < 11; i++) {
     PyObject* before = *places[i];
     Py_INCREF(given[i]);
@@ -988,6 +1055,7 @@ static PyMethodDef methods[] = {
     {"learn", learn, METH_VARARGS, "learn(...): what is asked of torch."},
     {"key", (PyCFunction)(void*)key, METH_FASTCALL, "key(options, tensor, ...): bytes or None."},
     {"again", (PyCFunction)(void*)again, METH_FASTCALL, "again(table, options, operand, ...): (what was found, result, ...) or None."},
+    {"gradients", (PyCFunction)(void*)gradients, METH_FASTCALL, "gradients(ctx, gradient): what the node's backward pass returns, or None."},
     {"ready", ready, METH_VARARGS, "ready(...): what call() finds behind a key."},
     {"call", (PyCFunction)(void*)call, METH_FASTCALL, "call(table, options, recorded, input, weight, bias, scale, residual, out): result or None."},
     {"holds", holds, METH_O, "holds(conditions): whether all that a decision looked at is what it was."},

@@ -83,6 +83,7 @@ def _batch_norm(problem: ConvProblem, schedule: engines.Schedule, target: Device
     at = pixels, target.multiprocessors
     for launches, _ in (
         batch_norm.statistics(*at, 1e-5, 0.1, schedule.moments), *(batch_norm.forward(*at, "relu", residual) for residual in (False, True)),
+        *(batch_norm.whole_forward(*at, 1e-5, 0.1, "relu", residual) for residual in (False, True) if pixels.whole),
         *(batch_norm.backward(*at, "relu", True, residual) for residual in (False, True)),
     ):  # fmt: skip
         yield from batch_norm.for_device(launches, target)
