@@ -15,6 +15,8 @@
 // Mapping  item: VEC neighbours, of a plane in NCHW (one channel), of a pixel in NHWC (VEC channels). VEC is 4, or 8 for
 //          16-bit types, where plane or K is a multiple of it: loads of 16 bytes; else 4 or 1. A channel, or a row of VEC channels,
 //          is `total` items, cut in slices of `per`.
+//          batch_norm_forward and batch_norm_backward count items from the end: the launch before them has read or written the end
+//          last, so that is in the L2 cache, and the launch behind them finds the beginning there.
 //          block -> one slice of `across` columns; GID_0 = slice * tiles + tile. A column is a channel in NCHW, where `across` is 1,
 //          and VEC channels in NHWC, where up to 32 threads side by side read neighbours.
 //          thread (column, lane) -> items lane, lane + DOWN, ... of the slice, UNROLL of them loaded before one is used.
@@ -87,6 +89,7 @@ typedef struct Walk {
 #define FIRST(j) (column * PLANE)
 #define VALUES(items) ((items) * VEC)
 #endif
+#define FROM_END(i) ITEM((index_t)walk.total - 1 - (i))
 #define DOWN (THREADS / ACROSS)
 #define CHANNEL(j) (column * OWN + (j))
 
@@ -241,67 +244,76 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_statistics(
     const long_t total, const long_t per, const long_t channels, const long_t values, const long_t apart, const long_t eps,
     const long_t momentum, const long_t beside) {
   AFTER_LAST_LAUNCH
-  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
   const int own = LID_0 & ((int)beside - 1), lane = LID_0 / (int)beside;
   const index_t channel = (index_t)GID_0 * beside + own;
-  acc_t n = 0, sum = 0, m2 = 0;
 #if NOTED
-#define SETS sets
-#define SHIFT 0
+  // slices are many, so they are read once: relative to the first one's mean, and in double, which has digits to spare if that is far off
+  acc_t shift = 0;
+  double sum = 0, square = 0;
   int again = 0;
   for (long_t i = LID_0; i < blocks; i += THREADS) again |= redone[i];
+  if (channel < channels) {
+    const int each = (int)((total + per - 1) / per), slices = (int)sets * each, step = 2 * (int)channels;
+    const GLOBAL_MEM acc_t* const parts = part + channel;
+    const acc_t last = (acc_t)(total - (long_t)(each - 1) * per);
+    shift = parts[0];
+#pragma unroll 8
+    for (int slice = lane; slice < slices; slice += LANES) {
+      const double count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - shift;
+      sum += count * off;
+      square += parts[(index_t)slice * step + channels] + count * off * off;
+    }
+  }
   if (__syncthreads_or(again)) {
+    sum = square = shift = 0;
     if (channel < channels)
       for (long_t i = lane; i < images * plane; i += LANES) {
-        const acc_t v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
-        COMBINE(n, sum, m2, (acc_t)1, v, (acc_t)0);
-        n += 1;
+        const double v = LOAD(y, i / plane * y_image + channel * apart + i % plane * y_pixel);
+        sum += v;
+        square += v * v;
       }
-  } else {
-    // slices are many: first their mean, relative to one of them, then the squares of what they are off by it
-    const int each = (int)((total + per - 1) / per), slices = channel < channels ? (int)sets * each : 0, step = 2 * (int)channels;
-    const GLOBAL_MEM acc_t* const parts = part + channel;
-    const acc_t one = slices ? parts[0] : 0, last = (acc_t)(total - (long_t)(each - 1) * per);
-#pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
-      const acc_t count = (slice + 1) % each ? (acc_t)per : last;
-      sum += count * (parts[(index_t)slice * step] - one);
-    }
-    means[LID_0] = sum;
-    FOLD(LANES, (int)beside, { means[to] += means[from]; })
-    local_barrier();
-    const acc_t centre = one + means[own] / ((acc_t)total * sets);
-    local_barrier();
-    sum = 0;
-#pragma unroll 8
-    for (int slice = lane; slice < slices; slice += LANES) {
-      const acc_t count = (slice + 1) % each ? (acc_t)per : last, off = parts[(index_t)slice * step] - centre;
-      m2 += parts[(index_t)slice * step + channels] + count * off * off;
-      n += count;
-    }
-    sum = centre;
   }
+  for (int mask = 16; mask >= (int)beside; mask /= 2) {  // a warp's lanes of a channel
+    sum += __shfl_xor_sync(~0u, sum, mask);
+    square += __shfl_xor_sync(~0u, square, mask);
+  }
+  __shared__ double sums[THREADS], squares[THREADS];
+  if (LID_0 % 32 < (int)beside) {
+    sums[LID_0 / 32 * (int)beside + own] = sum;
+    squares[LID_0 / 32 * (int)beside + own] = square;
+  }
+  local_barrier();
+  if (lane == 0) {
+    sum = square = 0;
+#pragma unroll 8
+    for (int i = own; i < THREADS / 32 * (int)beside; i += (int)beside) {
+      sum += sums[i];
+      square += squares[i];
+    }
+  }
+  const double all = (double)total * sets, left = square - sum * (sum / all);
+  const acc_t m = (acc_t)all, centre = (acc_t)(shift + sum / all), m2 = left < 0 ? 0 : (acc_t)left;  // a NaN stays one
 #else
-#define SETS 1
-#define SHIFT LOAD(y, channel * (index_t)apart)
+  LOCAL_MEM acc_t counts[THREADS], means[THREADS], squares[THREADS];
+  acc_t n = 0, sum = 0, square = 0;
   if (channel < channels)
 #pragma unroll 4
     for (long_t slice = lane; slice * per < total; slice += LANES) {
       const acc_t count = values * (total - slice * per < per ? total - slice * per : per);
-      COMBINE(n, sum, m2, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
+      COMBINE(n, sum, square, count, part[slice * 2 * channels + channel], part[(slice * 2 + 1) * channels + channel]);
       n += count;
     }
-#endif
   counts[LID_0] = n;
   means[LID_0] = sum;
-  squares[LID_0] = m2;
+  squares[LID_0] = square;
   FOLD(LANES, (int)beside, {
     COMBINE(counts[to], means[to], squares[to], counts[from], means[from], squares[from]);
     counts[to] += counts[from];
   })
+  const acc_t m = values * total, centre = channel < channels ? means[LID_0] + LOAD(y, channel * (index_t)apart) : 0, m2 = squares[LID_0];
+#endif
   if (channel < channels && lane == 0) {
-    const acc_t m = values * total * SETS, centre = means[LID_0] + SHIFT;
-    settle(channel, centre, squares[LID_0], m, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
+    settle(channel, centre, m2, m, tracked, mean, invstd, running_mean, running_var, counted, eps, momentum);
   }
 }
 
@@ -315,8 +327,8 @@ WITHIN_KERNEL void normalise(
 #pragma unroll
     for (int u = 0; u < FORWARD_UNROLL; ++u)
       if (i + u * down < end) {
-        FETCH(ys[u], y, ITEM(i + u * down));
-        if (GIVEN(residual)) FETCH(residuals[u], residual, ITEM(i + u * down));
+        FETCH(ys[u], y, FROM_END(i + u * down));
+        if (GIVEN(residual)) FETCH(residuals[u], residual, FROM_END(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < FORWARD_UNROLL; ++u)
@@ -330,7 +342,7 @@ WITHIN_KERNEL void normalise(
           if (!BEYOND_RELU && activation && v[e] <= 0) v[e] = 0;  // a NaN stays one
         }
         if (BEYOND_RELU) beyond_relu((int)activation, BITS_TO_ACC(slope), v, VEC);
-        STORE_ITEM(out, ITEM(i + u * down), v);
+        STORE_ITEM(out, FROM_END(i + u * down), v);
       }
   }
 }
@@ -441,9 +453,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, SUMS_AT_ONCE) void gradient_sums(
     }
 }
 
-// dy = a * g - less - rate * (y - centre)
+// dy = a * g - less - rate * (y - centre). It may be written over y: each item is read and written by one thread.
 WITHIN_KERNEL void spread_gradients(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const int column,
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* dout, GLOBAL_MEM data_t* dy, const Walk walk, const int column,
     const int lane, const int down, const index_t start, const index_t end, const acc_t* centre, const acc_t* a, const acc_t* b,
     const acc_t* less, const acc_t* rate, const long_t activation, const long_t slope) {
   for (index_t i = start + lane; i < end; i += down * UNROLL_TWO) {
@@ -451,8 +463,8 @@ WITHIN_KERNEL void spread_gradients(
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
       if (i + u * down < end) {
-        FETCH(ys[u], y, ITEM(i + u * down));
-        FETCH(gs[u], dout, ITEM(i + u * down));
+        FETCH(ys[u], y, FROM_END(i + u * down));
+        FETCH(gs[u], dout, FROM_END(i + u * down));
       }
 #pragma unroll
     for (int u = 0; u < UNROLL_TWO; ++u)
@@ -463,15 +475,15 @@ WITHIN_KERNEL void spread_gradients(
         for (int e = 0; e < VEC; ++e) v[e] -= centre[OF(e)];
         THROUGH_ACTIVATION(g, v)
         for (int e = 0; e < VEC; ++e) g[e] = a[OF(e)] * g[e] - less[OF(e)] - rate[OF(e)] * v[e];
-        STORE_ITEM(dy, ITEM(i + u * down), g);
+        STORE_ITEM(dy, FROM_END(i + u * down), g);
       }
   }
 }
 
 KERNEL LAUNCH_BOUNDS(THREADS, AT_ONCE) void batch_norm_backward(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* RESTRICT dy, const Walk walk, const long_t activation,
+    const GLOBAL_MEM acc_t* RESTRICT sums, GLOBAL_MEM data_t* dy, const Walk walk, const long_t activation,
     const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   STAND;
@@ -578,9 +590,9 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_forward(
 
 // All of the backward pass. `totals` are dbeta and dgamma of all channels.
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void batch_norm_whole_backward(
-    const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
+    const GLOBAL_MEM data_t* y, const GLOBAL_MEM data_t* RESTRICT dout, const GLOBAL_MEM acc_t* RESTRICT mean,
     const GLOBAL_MEM acc_t* RESTRICT invstd, const GLOBAL_MEM acc_t* RESTRICT gamma, const GLOBAL_MEM acc_t* RESTRICT beta,
-    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* RESTRICT dy,
+    const GLOBAL_MEM data_t* RESTRICT out, GLOBAL_MEM data_t* masked, GLOBAL_MEM acc_t* RESTRICT totals, GLOBAL_MEM data_t* dy,
     const Walk walk, const long_t activation, const long_t slope, const long_t of_batch) {
   AFTER_LAST_LAUNCH
   LOCAL_MEM acc_t sums[2 * THREADS];

@@ -242,7 +242,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   __shared__ int suspects, suspect[SUSPECTS];  // results that look as if something were lost
   __shared__ int row_flags[BLOCK_M];
   __shared__ float row_least[BLOCK_M], row_bias[BLOCK_M];  // of a result where x's scale is 1
-  const bool known = !(arg.has_scale || arg.has_residual || arg.activation);  // the sums can be told from the results
+  const bool known = !arg.activation;  // the sums can be told from the results, without bias and residual
   for (long_t block_ = GID_0; block_ < arg.n_blocks; block_ += gridDim.x) {
   const int block = (int)block_;
 #else
@@ -265,7 +265,7 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
   if (LID_0 == 0) suspects = 0;
   for (int m = LID_0; m < BLOCK_M && m0 + m < m_end; m += THREADS) {
     row_flags[m] = filter_flags[g * m_end + m0 + m];
-    row_least[m] = 2 * sqrtf((float)gemm_k) * filter_scales[g * m_end + m0 + m];
+    row_least[m] = 2 * sqrtf((float)gemm_k) * filter_scales[g * m_end + m0 + m] * (arg.has_scale ? fabsf(LOAD(scale, g * m_end + m0 + m)) : 1);
     row_bias[m] = arg.has_bias ? LOAD(bias, g * m_end + m0 + m) : 0;
   }
   __syncthreads();
@@ -276,13 +276,19 @@ KERNEL LAUNCH_BOUNDS(THREADS, MIN_BLOCKS) void direct_gemm(
     COORDINATES(number, o, p, q)
     const int last = pixel < n_pixels && (unit_flag || of_filters) ? min(m_end - m0, BLOCK_M) : 0;
     const float unit_scale = unit_scales[unit];
-    const GLOBAL_MEM data_t* const column = y + Y_AT(n, g, o, p, q) + m0 * (index_t)arg.y_channel;
+    const index_t first_channel = Y_AT(n, g, o, p, q) + m0 * (index_t)arg.y_channel;
+    const GLOBAL_MEM data_t* const column = y + first_channel;
+    const GLOBAL_MEM data_t* const summand = residual + first_channel;
     constexpr int BATCH = 32;
     for (int first = LID_0 / BLOCK_N; first < last; first += BATCH * LOOKS) {
       float found[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i)
         found[i] = known ? LOAD(column, (long_t)min(first + i * LOOKS, last - 1) * (index_t)arg.y_channel) : 0;
+      if (known && arg.has_residual) {
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) found[i] -= LOAD(summand, (long_t)min(first + i * LOOKS, last - 1) * (index_t)arg.y_channel);
+      }
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         const int m = first + i * LOOKS, flag = m < last ? unit_flag | row_flags[m] : 0;

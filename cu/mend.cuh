@@ -2,7 +2,8 @@
 //
 // pack.cu flags images and channels of the filter. Flag 2 says that one holds Inf, NaN or what no scale fits: every result that depends on it is
 // computed again. Flag 1 says that it has numbers that are too small: results are computed again if they may show it, which are small for their
-// scales and have small summands. If a result is more than the sum (by scale, residual, activation), that can't be seen, and all are computed again.
+// scales and have small summands. Residual and bias are taken off a result first; what is rounded away so could not be seen in the result. Behind an
+// activation the sum can't be told from the result, and all are computed again.
 //
 // Mapping  a warp takes MENDED channels x 32 pixels at a time, a lane one pixel. All lanes together look at a suspect's summands.
 #pragma once
@@ -72,13 +73,18 @@ DEVICE bool mend(const Shape& shape, const MendFinish& what, const MendArrays& a
   if (!__any_sync(~0u, x_flag | w_flag)) return false;
   const long long place = image * shape.out_image + (long long)plane_offset<dense>(shape, of_image.rest) * (nhwc ? (int)shape.rows : 1) + k0 * shape.out_row;
   y += place;  // of channel k0
-  const bool known = !(has_scale(what) || has_residual(what) || activation(what));  // the sums can be told from the results
+  const bool known = !activation(what);  // the sums can be told from the results
   const int gemm_k = (int)arrays.channels * (int)phase.taps_t * (int)phase.taps_r * (int)phase.taps_s;
   const int channels = gemm_k ? (int)arrays.channels : 0;  // a phase may have no taps
   float found[MENDED];
 #pragma unroll
   for (int i = 0; i < MENDED; ++i) found[i] = load_stored(y + min(i, count - 1) * shape.out_row);
-  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own], w_bias = has_bias(what) ? of.bias[own] : 0;
+  if (has_residual(what)) {
+#pragma unroll
+    for (int i = 0; i < MENDED; ++i) found[i] -= of.residual[place + min(i, count - 1) * shape.out_row];
+  }
+  const ScaleAndBias of_own(what, of.scale, of.bias, own);
+  const float x_scale = of.x_scales[image], w_least = 2 * sqrtf((float)gemm_k) * of.w_scales[own] * fabsf(of_own.scale), w_bias = of_own.bias;
   unsigned mine = 0, suspects = 0;
   bool any = false;
 #pragma unroll 1

@@ -1359,11 +1359,14 @@ def mend(memory: Memory, a, kind: str, asked: dict, buffers) -> None:
             total = finished(asked, memory, kind, total, scale, bias, residual, g * a.m + m[:, None], at)
             unit = image * a.unit_image + g * a.unit_group + (p // a.patch_rows * a.row_units + q // 8 if a.patch_rows else 0)
             flags, written = units[unit] | channels[g * a.m + m][:, None], inside(out, at).astype(float)
+            if asked["HAS_RESIDUAL"]:
+                written = written - inside(memory.view(residual, kind), at).astype(float)
             if a.has_bias:
                 written = written - inside(memory.view(bias, kind), g * a.m + m)[:, None].astype(float)
             scales = inside(memory.view(unit_scales, "float32"), unit) * inside(memory.view(filter_scales, "float32"), g * a.m + m)[:, None]
-            seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
-            if a.has_scale or asked["HAS_RESIDUAL"] or a.activation:
+            factor = np.abs(inside(memory.view(scale, kind), g * a.m + m)[:, None].astype(float)) if a.has_scale else 1
+            seen = (np.abs(written) >= 2 * math.sqrt(a.gemm_k) * scales * factor) | (sizes == 0) | (sizes >= 4 * a.gemm_k * scales)
+            if a.activation:
                 seen = np.zeros_like(seen)
             wanted = (flags > 1) | ((flags > 0) & ~seen)
             memory.mended += int(wanted.sum())

@@ -1,5 +1,6 @@
 """The fused layer against torch's three modules, in float64; the kernels under it alone; the gradient of a bias."""
 
+import contextlib
 import copy
 import io
 import itertools
@@ -90,7 +91,7 @@ class Kernels:
 def slices(request, monkeypatch):
     """Few slices make threads go around their loops several times. Or a block takes all of a channel."""
     blocks, most_whole = request.param
-    monkeypatch.setattr(batch_norm, "BLOCKS", blocks)
+    monkeypatch.setattr(batch_norm, "BLOCKS", dict.fromkeys(batch_norm.BLOCKS, blocks))
     monkeypatch.setattr(batch_norm, "MOST_WHOLE", most_whole)
     compiled.cache_clear()
     yield
@@ -214,7 +215,7 @@ def test_activations_beyond_relu(kernels, turn):
     """Forwards and backwards: the derivative is computed again from y. Values go beyond all bends. Each run has two of them."""
     pixels, beyond = kernels.pixels, [one for one in ACTIVATED if one not in (None, "relu")]
     run = [(pixels.layout, pixels.K, pixels.plane, pixels.dtype) == (*(SHAPES | FOURS)[shape], dtype) for shape, dtype in RUNS].index(True)
-    activation = beyond[(2 * run + turn + 4 * (batch_norm.BLOCKS == 1)) % len(beyond)]
+    activation = beyond[(2 * run + turn + 4 * (batch_norm.BLOCKS["NCHW"] == 1)) % len(beyond)]
     y, dout, mean, invstd = kernels.normals(1, mean=1), kernels.normals(2), kernels.of_channel(1), kernels.of_channel(2)
     gamma, beta = -6 * kernels.of_channel(3), kernels.of_channel(4)
     xhat = (y.astype(np.float64) - kernels.wide(mean)) * kernels.wide(invstd)
@@ -366,7 +367,7 @@ def test_there_are_blocks_for_every_multiprocessor(n, k, plane, layout):
     pixels = Pixels("float32", layout, n, k, plane)
     (step,), _ = batch_norm.forward(pixels, 132, "relu")
     few = n * k * plane / (4 if (k if layout == "NHWC" else plane) % 4 == 0 else 1) / batch_norm.THREADS
-    assert step.grid >= min(132 * batch_norm.BLOCKS / 2, few / 4)
+    assert step.grid >= min(132 * batch_norm.BLOCKS[layout] / 2, few / 4)
     total, per = step.arguments.total, step.arguments.per
     assert 0 <= total - (math.ceil(total / per) - 1) * per <= per  # the slices are all there is, and none is empty
 
@@ -1160,6 +1161,38 @@ def test_no_more_memory_than_the_modules_take():
         del out, x
     (peak, kept), (peak_of_modules, kept_by_modules) = found
     assert peak < 1.01 * peak_of_modules and kept <= kept_by_modules + 2**20
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "with a residual"])
+def test_the_gradient_of_the_result_takes_its_place_unless_the_graph_is_kept(summed):
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    fused = CLASSES[2](32, 32, 3, padding=1).cuda()
+    torch.manual_seed(0)
+    x, residual, dout = torch.randn(3, 64, 32, 64, 64, device="cuda")
+    given = [x.requires_grad_(), *fused.parameters()] + [residual.requires_grad_()] * summed
+
+    def found(hooks=None, **options):
+        with contextlib.nullcontext() if hooks is None else torch.autograd.graph.saved_tensors_hooks(*hooks):
+            out = fused(x, residual) if summed else fused(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        start = torch.cuda.memory_allocated()
+        made = torch.autograd.grad(out, given, dout, **options)
+        again = torch.autograd.grad(out, given, dout) if options else made
+        return made, again, torch.cuda.max_memory_allocated() - start
+
+    saved = []
+    for turn in range(3):  # the first makes the launches, others repeat them
+        plain, _, peak = found()
+        kept, again, peak_of_kept = found(retain_graph=True)
+        hooked, _, _ = found((lambda one: saved.append((one, one.clone())) or one, lambda one: one))
+        for gradients in (kept, again, hooked):
+            assert all(map(torch.equal, plain, gradients))
+        assert saved and all(torch.equal(one, before) for one, before in saved)
+        if turn:
+            assert peak <= peak_of_kept - 0.99 * x.nbytes
 
 
 def test_docstring_examples():

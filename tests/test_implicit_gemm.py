@@ -1299,6 +1299,11 @@ def test_a_few_small_values_do_not_make_an_image_be_computed_again(case, mode):
     assert mended[0] < 0.01 * got.size
     check_range(case, mode, x, w, got, "a few small values")
     mended.clear()
+    finished, rng = replace(asked(case, mode), has_bias=True, has_scale=True, has_residual=True), np.random.default_rng(1)
+    others = (rng.normal(size=shape).astype("float32") for shape in ((case.channels,), (case.channels,), finished.result_shape))
+    emulator.emulate(finished, ImplicitGemm(64, 32, 2), x, w, *others, keep=False, mended=mended)
+    assert mended[0] < 0.01 * got.size, "bias, scale and residual hide the sums"
+    mended.clear()
     x[1] *= 2.0**-45
     x[1, 0, 0, 0] = 1  # beside it nothing but small values: most results are
     emulated(case, mode, (x, w, None), ImplicitGemm(64, 32, 2), keep=False, mended=mended)

@@ -148,14 +148,14 @@ CHANGED = {
 }
 
 
-#: Each alone, and with a residual or an activation by turns; those that blocks add in one of both ways.
+#: Each alone, and with a scale and a residual or an activation by turns; those that blocks add in one of both ways.
 MENDED_HOW = [(*run, how) for i, run in enumerate(MENDED) for j, how in enumerate(("sums", "gelu" if i // 2 % 2 or run[2].takes_turns else "residual")) if run not in JOINED or i % 2 == j]
 
 
 @pytest.mark.parametrize(("case", "mode", "config", "how"), MENDED_HOW, ids=[f"{how}-{id}" for (*_, how), id in zip(MENDED_HOW, ids([run[:3] for run in MENDED_HOW]), strict=True)])
 def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
     problem = asked(case, mode)
-    problem = replace(problem, has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
+    problem = replace(problem, has_scale=how == "residual", has_residual=how == "residual", activation="gelu" if how == "gelu" else None)
     kernels = [step.kernel for stage in emulator.program_of(problem, config, 3).whole for step in stage]
     assert set(kernels) <= {"pack", "finalize_scales", "implicit_gemm_sm90"}
     number = MENDED.index((case, mode, config))
@@ -165,11 +165,13 @@ def test_blocks_compute_once_more_what_is_flagged(case, mode, config, how):
         x, w, b = case.normals("float32", seed)
         change(x, w, rng)
         residual = rng.normal(size=problem.result_shape).astype("float32") if problem.has_residual else None
+        scale = rng.normal(size=case.channels).astype("float32") if problem.has_scale else None
         with np.errstate(all="ignore"):
-            want, size = case.reference(x, w, b), case.reference(*(None if a is None else np.abs(a) for a in (x, w, b)))
-            want = activated(want if residual is None else want + residual, problem.activation)
-            size = size if residual is None else size + np.abs(residual)
-        y = simt.computed(problem, config, x, w, b, None, residual, seeds=(seed,))
+            of_channel = [None if one is None else one.astype(float).reshape(-1, *(1,) * case.ndim) for one in (scale, b)]
+            factor, *summands = (0 if one is None else one for one in (1 if scale is None else of_channel[0], of_channel[1], residual))
+            want, size = case.reference(x, w) * factor + sum(summands), case.reference(np.abs(x), np.abs(w)) * np.abs(factor) + sum(map(np.abs, summands))
+            want = activated(want, problem.activation)
+        y = simt.computed(problem, config, x, w, b, scale, residual, seeds=(seed,))
         rounded = 2.0**-9 if mode.startswith("tf32") else 3e-6
         with np.errstate(all="ignore"):
             wrong = ~((np.abs(y - want) <= rounded * size + 1e-44) | (np.isnan(y) & np.isnan(want)) | (y == want))
@@ -308,16 +310,19 @@ def launched(made, *arrays):
     return memory.buffers
 
 
-def test_statistics_of_moments_that_a_convolution_noted():
-    """The launch that adds them, and counts the batch."""
+@pytest.mark.parametrize("redone", [False, True], ids=["", "results were computed again"])
+def test_statistics_of_moments_that_a_convolution_noted(redone):
+    """The launch that adds them, and counts the batch; or that reads the results."""
     pixels, per = batch_norm.Pixels("bfloat16", "NHWC", 3, 24, 50), 64
-    y = np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1
+    given = (np.random.default_rng(0).standard_normal((pixels.N * pixels.plane, pixels.K)) + 1).astype(pixels.dtype)
+    y = given.astype(float)
     parts = np.array([[part.mean(0), ((part - part.mean(0)) ** 2).sum(0)] for part in (y[i : i + per] for i in range(0, len(y), per))], np.float32)
-    workspace = np.concatenate([np.zeros(64, np.float32), parts.ravel()])  # nothing was computed again
+    workspace = np.concatenate([np.zeros(64, np.float32), np.nan * parts.ravel() if redone else parts.ravel()])
+    workspace.view(np.int32)[1] = redone  # the second block has
     moments = Moments(1, len(y), per, pixels.K, parts=256, redone=0, blocks=2)
     (launch,), nothing = batch_norm.statistics(pixels, 3, 1e-5, 0.1, moments)
     empty = np.full(4 * pixels.K, 0xFF, np.uint8)
-    buffers = [None, None, empty, empty.copy(), None, None, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
+    buffers = [given.view(np.uint8), None, empty, empty.copy(), None, None, np.array([41]).view(np.uint8), workspace.view(np.uint8)]
     simt.run([[launch]], SimpleNamespace(buffers=buffers), 1)
     assert nothing == 0 and buffers[6].view(np.int64)[0] == 42
     assert_close(buffers[2].view("f"), y.mean(0), np.full(pixels.K, 1e-6))

@@ -26,8 +26,8 @@ THREADS = 128
 ADDING_THREADS = 1024
 #: Slices that such a thread adds, if there are enough of them, and the fewest and most threads that share the slices of a column.
 ADDED, LANES = 8, (32, 512)
-#: Of an array, for each multiprocessor, which runs 2048 threads at once, or fewer where they need many registers.
-BLOCKS = 16
+#: Of an array, for each multiprocessor. With channels last, threads need so many registers that about six blocks run at once.
+BLOCKS = {"NCHW": 16, "NHWC": 6}
 #: Items of a channel in NCHW up to which a block takes all of it: a pass is one launch then. On an H100 that takes 0.4 to 0.9 of the
 #: time of two or three, for up to 1568 items of 16 to 2048 channels and 3136 of 128 and more. Fewer channels have half of that: with 3136
 #: items of 8 channels a backward pass takes 1.5 times as long.
@@ -113,7 +113,8 @@ class _Cut:
         else:
             tiles, down, total = pixels.K, THREADS, pixels.N * pixels.plane // vector
         # enough blocks for the GPU, each with an item for every thread at the least
-        slices = min(-(-BLOCKS * multiprocessors // tiles), -(-total // down))
+        blocks = BLOCKS["NHWC" if pixels.channels_last else "NCHW"] * multiprocessors
+        slices = min(-(-blocks // tiles), -(-total // down))
         return cls(pixels, vector, tiles, total, -(-total // slices))
 
     @property

@@ -1,11 +1,12 @@
 """Putting this package's convolutions into a model that is there.
 
-A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Four
+A module that is converted changes its class and nothing else: it stays the object it was, with its parameters, hooks and names. Five
 kinds of classes are made:
 
 - a convolution becomes one of :mod:`pycuda_conv.nn`; a subclass that computes what its base does becomes a subclass of both;
 - a subclass of a convolution that computes something of its own gets a forward that runs its own inside :class:`routed`;
 - with `fuse_training`, ``nn.MaxPool2d`` keeps less for its gradient: see :mod:`pycuda_conv.nn.pooling`;
+- with `linear`, ``nn.Linear`` is a 1x1 convolution: see :mod:`pycuda_conv.nn.linear`;
 - a module whose convolutions can be fused with what follows them gets a forward that does so: see :mod:`pycuda_conv.nn.chains`. It is
   taken in evaluation without gradients, and, if asked for, in training; not in ``torch.compile``. Else the author's forward runs, so a
   converted model is trained and evaluated as before.
@@ -27,6 +28,7 @@ from pycuda_conv.nn import modules
 from pycuda_conv.nn.chains import KEPT, Fusion, Traces, is_worth_tracing
 from pycuda_conv.nn.classes import is_convolution, origin
 from pycuda_conv.nn.fused import _FusedConvBnReLU
+from pycuda_conv.nn.linear import linear as linear_of
 from pycuda_conv.nn.modules import checked_precision
 from pycuda_conv.nn.pooling import pooled
 from pycuda_conv.nn.routing import routed
@@ -100,7 +102,9 @@ def _check_module(model: Any) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 
 
-def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse_training: bool = False) -> Model:
+def convert(
+    model: Model, precision: Precision = "fp32", fuse: bool = True, fuse_training: bool = False, *, linear: bool = False
+) -> Model:
     """Let this package compute a model's convolutions, in place.
 
     Parameters
@@ -123,7 +127,11 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
         Compute convolution, batch normalisation, the sum with a residual and the activation in one step in training too, as
         :class:`FusedConvBnReLU2d` and the like do: in less time and memory, but without second derivatives. After a residual the
         activation is a ReLU; others are torch's there. Modules with hooks are called as before. ``nn.MaxPool2d`` keeps a byte for each
-        maximum then, where it gets images with their channels last.
+        maximum then.
+    linear : bool
+        Compute ``nn.Linear`` of float32 arrays as 1x1 convolutions too, with its gradients, where they are large enough. Torch multiplies
+        float32 on plain cores, this package on tensor cores with errors as small. Where torch was told to round to TF32
+        (``torch.set_float32_matmul_precision``), in autocast and in ``torch.compile``, layers are torch's as before, and so are subclasses.
 
     Returns
     -------
@@ -168,6 +176,8 @@ def convert(model: Model, precision: Precision = "fp32", fuse: bool = True, fuse
                 done.notes.append(f"{name or 'the model'} ({_full_name(type(module))}) was left as it is: {error}")
         elif fuse_training and type(module) is torch.nn.MaxPool2d:
             _change_class(module, "pooled")
+        elif linear and type(module) is torch.nn.Linear:
+            _change_class(module, "linear")
     if fuse:
         traces = Traces()
         for name, module in rest:
@@ -272,6 +282,18 @@ class _Pooled(_Changed):
         return forward
 
 
+class _Linear(_Changed):
+    """A linear layer."""
+
+    @staticmethod
+    def forward_of(cls: Any) -> Any:
+        @functools.wraps(cls.forward)
+        def forward(self: Any, input: Any) -> Any:
+            return linear_of(input, self.weight, self.bias)
+
+        return forward
+
+
 class _Fused(_Changed):
     """A module whose convolutions are fused with what follows them."""
 
@@ -298,7 +320,7 @@ class _Fused(_Changed):
 
 @_remembered
 def _converted_class(cls: Any, kind: str) -> Any:
-    """The class that modules of class `cls` get: "ours", "routed", "pooled" or "fused"."""
+    """The class that modules of class `cls` get: "ours", "routed", "pooled", "linear" or "fused"."""
     bases: tuple[type, ...]
     members: dict[str, Any]
     if kind == "ours":
@@ -309,7 +331,7 @@ def _converted_class(cls: Any, kind: str) -> Any:
             return ours
         bases, members = (_Changed, cls, ours), {}
     else:
-        mixin: Any = {"routed": _Routed, "fused": _Fused, "pooled": _Pooled}[kind]
+        mixin: Any = {"routed": _Routed, "fused": _Fused, "pooled": _Pooled, "linear": _Linear}[kind]
         bases, members = (mixin, cls), {"forward": mixin.forward_of(cls)}
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     metaclass: Any = type(cls)

@@ -5,7 +5,8 @@ In training each forward pass is the convolution, which on Hopper's tensor cores
 convolution's result y, but neither the normalised y nor the ReLU's mask, which are computed again, as are the derivatives of other
 activations. The mask of a sum with a residual is read off the layer's result, which what follows keeps anyway. The backward pass reads its
 arrays twice: one pass sums, and makes the residual's gradient; the other makes that of y, from which the gradients of input and filter are
-convolved. Where something else reads the layer's input too, its gradient is added by the launch that convolves.
+convolved. It takes y's own place, unless the graph is kept for another pass or hooks were given what is saved. Where something else reads
+the layer's input too, its gradient is added by the launch that convolves.
 Evaluated without gradients it is a convolution whose result is scaled and shifted.
 
 A pass of a training step that was made before is one call into the launcher in C, which makes all its launches: see
@@ -314,18 +315,18 @@ def _backward_of(
 
 def _backward(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
-    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None,
+    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None]:
     """The gradients of input and filter, where asked for, of beta and gamma as one array (2, K), and of a residual.
 
     The last is made where `out` is given, the layer's result after the sum and ReLU; it is dout in a sum without ReLU.
-    `added` is added to the gradient of the input.
+    `added` is added to the gradient of the input. Where y is `spent`, nobody reads it again, its own gradient takes its place.
     """
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
     order = _order(y)
     dx = dweight = None
     y = TORCH.as_kernel_input(y, order)  # saved tensors may come back otherwise than they were saved
-    dy, sums = TORCH.empty(y.shape, y, None, order), _new_statistics(y)
+    dy, sums = y if spent else TORCH.empty(y.shape, y, None, order), _new_statistics(y)
     masked = None if out is None else TORCH.empty(y.shape, y, None, order)
     if y.numel():
         found = _backward_of(x, weight, y, of_x, of_weight, out is not None, added is not None, spec)
@@ -341,7 +342,7 @@ def _backward(
         execute.launch(TORCH, found.device, found.launch, given, (dy, sums, masked, dx, dweight), found.workspace)
         del given  # a copy of dout must be gone when what follows takes its memory
         if quick.possible():
-            _remember_backward(operands, of_x, of_weight, spec, found)
+            _remember_backward(operands, of_x, of_weight, spec, spent, found)
     return *_all_gradients(dx, dweight, dy, x, weight, order, of_x, of_weight, spec, added), sums, masked
 
 
@@ -487,25 +488,25 @@ class _BackwardAgain(NamedTuple):
     complete: bool
 
 
-def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec) -> tuple[Any, ...]:
+def _asked_backward(of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool) -> tuple[Any, ...]:
     activation, of_batch, (_, stride, padding, dilation, groups, precision, *_) = spec
-    return activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight)
+    return activation, int(of_batch), stride, padding, dilation, groups, precision, int(of_x), int(of_weight), int(spent)
 
 
 def _backward_again(
     dout: Tensor, x: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None, statistics: Tensor,
-    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None,
+    of_x: bool, of_weight: bool, spec: _LayerSpec, added: Tensor | None = None, spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor | None] | None:
     """As :func:`_backward`, of a pass that was made before; else None."""
     if not quick.possible():
         return None
     operands = dout, x, weight, gamma, beta, y, out, statistics, added if of_x else None
-    made = quick.again(_again, _asked_backward(of_x, of_weight, spec), *operands)
+    made = quick.again(_again, _asked_backward(of_x, of_weight, spec, spent), *operands)
     if made is None:
         return None
     again, sums, *results = made
     masked = None if out is None else results.pop(0)
-    dy = results.pop(0) if again.makes_dy else None
+    dy = results.pop(0) if again.makes_dy else y
     dx = results.pop(0) if again.makes_dx else None
     dweight = results.pop(0) if again.makes_dweight else None
     if not again.complete:
@@ -513,16 +514,19 @@ def _backward_again(
     return dx, dweight, sums, masked
 
 
-def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec, found: _Backward) -> None:
+def _remember_backward(
+    operands: Sequence[Any], of_x: bool, of_weight: bool, spec: _LayerSpec, spent: bool, found: _Backward
+) -> None:
     """Likewise a backward pass. `operands` are those of :func:`_backward`."""
     plans = [plan for plan in (found.by_x, found.by_weight) if plan is not None]
-    name = quick.key(_asked_backward(of_x, of_weight, spec), *operands) if all(plan.settles for plan in plans) else None
+    name = quick.key(_asked_backward(of_x, of_weight, spec, spent), *operands) if all(plan.settles for plan in plans) else None
     if name is None or name in _again or found.device.capturing():
         return
     dout, x, weight, gamma, beta, y, out, statistics, added = operands
     order, pixels, ready = _order(y), found.pixels, None
     makes_dx, makes_dweight = found.by_x is not None, found.by_weight is not None
-    makes_dy = of_x > makes_dx or of_weight > makes_dweight
+    needs_dy = of_x > makes_dx or of_weight > makes_dweight
+    makes_dy = needs_dy and not spent
     fit = all(_readable(one, order) for one in (y, dout, out)) and _count_as_sums(y, gamma, beta) and TORCH.contiguous(statistics)
     fit = fit and (not makes_dx or (_readable(weight, found.filter_order) and _readable(added, order)))
     if fit and (not makes_dweight or _readable(x, order)):
@@ -537,7 +541,9 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spe
         nbytes, by_x, by_weight = found.workspace, found.by_x, found.by_weight
         if by_x is not None and by_weight is not None:
             nbytes = max(nbytes, quick.bytes_of_row(by_x, found.filter_last, by_weight, found.writes_last))
-        if dy is None:  # then it is workspace
+        if spent:
+            dy = ay
+        elif dy is None:  # then it is workspace
             start = -(-nbytes // 512) * 512
             dy, nbytes = (scratch[0], start), start + y.nbytes
         invstd = mean[0], pixels.K * pixels.sum_bytes
@@ -561,7 +567,7 @@ def _remember_backward(operands: Sequence[Any], of_x: bool, of_weight: bool, spe
         if by_weight is not None:
             results.append(TORCH.maker(tuple(weight.shape), weight.dtype, weight.device, found.gradient_order))
         ready = quick.row(TORCH, found.device, steps, y, count, results, nbytes)
-    complete = not makes_dy and (not of_x or _order(x) == order)
+    complete = not needs_dy and (not of_x or _order(x) == order)
     quick.put(_again, name, None if ready is None else _BackwardAgain(ready, makes_dy, makes_dx, makes_dweight, complete))
 
 
@@ -572,7 +578,7 @@ def _save(
     ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gamma: Tensor | None, beta: Tensor | None, y: Tensor, out: Tensor | None,
     statistics: Tensor, spec: _LayerSpec,
 ) -> None:
-    ctx.layer = spec, None if bias is None else bias.dtype
+    ctx.layer = spec, None if bias is None else bias.dtype, TORCH.on_gpu(y) and _packing_hooks(True) is None
     ctx.save_for_backward(x, weight, gamma, beta, y, out, statistics)
 
 
@@ -580,9 +586,10 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
     """By x, weight, bias, gamma and beta, and what the gradient by a residual would be. `added` is added to the first."""
     x, weight, gamma, beta, y, out, statistics = ctx.saved_tensors
     of_x, of_weight, of_bias, of_gamma, of_beta, *_ = ctx.needs_input_grad
-    (spec, bias_dtype), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
+    (spec, bias_dtype, own_y), given = ctx.layer, (dout, x, weight, gamma, beta, y, out, statistics, of_x, of_weight)
     twice = torch.is_grad_enabled()  # the operator refuses the gradients of gradients
-    made = None if twice else _backward_again(*given, spec, added)
+    spent = own_y and not twice and not _keeps_graph()
+    made = None if twice else _backward_again(*given, spec, added, spent)
     if made is None and (twice or _traced(x, weight, gamma, beta, dout) or _is_batched(dout)):
         if out is not None:
             dout, spec = dout.masked_fill(out <= 0, 0), spec._replace(activation=None)
@@ -590,7 +597,7 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
             dout, x, weight, gamma, beta, y, statistics, of_x, of_weight, spec.in_integers()
         )
         made = dx if added is None or not of_x else dx + added, dweight, sums, None
-    dx, dweight, sums, masked = _backward(*given, spec, added) if made is None else made
+    dx, dweight, sums, masked = _backward(*given, spec, added, spent) if made is None else made
     dbias = None
     if of_bias:
         if spec.of_batch:  # whose mean takes a bias away again
@@ -603,6 +610,12 @@ def _gradients(ctx: Any, dout: Tensor, added: Tensor | None = None) -> tuple[Ten
         dgamma = _cast_to(gamma, by_gamma) if of_gamma else None
         dbeta = _cast_to(beta, by_beta) if of_beta else None
     return dx if of_x else None, dweight if of_weight else None, dbias, dgamma, dbeta, dout if masked is None else masked
+
+
+#: Whether the backward pass that runs may be run again, so that what was saved for it has to stay; and the hooks that get what is saved.
+#: Other versions of torch may not tell.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+_packing_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 def _cast_to(parameter: Tensor, gradient: Tensor) -> Tensor:

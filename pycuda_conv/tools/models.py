@@ -20,13 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
 
-from pycuda_conv.behind import OFTEN
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import torch_precision
-from pycuda_conv.tools.plans import plans
+from pycuda_conv.tools.plans import plans, settle
 from pycuda_conv.tools.report import (
     RESULTS_PAGE,
     geometric_mean,
@@ -61,7 +60,6 @@ WRONG = 10  # times torch's error, and more is not rounding
 LEAST_ERROR = 1e-6  # relative: what float32 leaves after so many layers in any case
 FIRST_STEPS = 2  # whose last loss is compared: it depends on all gradients, and rounding has not yet grown
 LOSS_LIMITS = {"float32": 1e-2, "float64": 1e-2, "float16": 5e-2, "bfloat16": 5e-2}  # relative
-MOST_WAITING = 120  # seconds, for compilers
 ROUND = 0.05  # seconds that one side should take in a round by the host's clock
 MOST_CALLS = 50  # in such a round
 
@@ -298,19 +296,6 @@ def _relative(found: Any, reference: Any) -> float:
     return float((found.double() - reference).norm() / reference.norm())
 
 
-def _settle(call: Callable[[], Any], wait: Callable[[], Any], compiled: Callable[[], bool]) -> None:
-    """Make calls until everything that is compiled behind them is there and taken."""
-    end = time.monotonic() + MOST_WAITING
-    for _ in range(3):  # a better configuration, and then kernels that know the layer's constants
-        for _ in range(OFTEN + 1):
-            call()
-        wait()
-        while not compiled() and time.monotonic() < end:
-            time.sleep(0.01)
-    call()
-    wait()
-
-
 def _host_times(calls: Sequence[Callable[[], Any]], wait: Callable[[], Any], effort: Effort) -> list[float]:
     """Milliseconds that each call takes with all it sets off, medians of rounds by turns; a round has several calls in a row."""
     single = [taken[0] for taken in wall_times([_once(call) for call in calls], 1, Effort(rounds=1, seconds=0), wait)]
@@ -375,7 +360,7 @@ def measure_evaluation(torch: Any, case: Case, device: Device, effort: Effort, s
     with torch.no_grad(), arithmetic(torch, case.mode):
         with bench.cudnn_set(torch, "benchmark", False):  # to try all of cuDNN's float64 kernels would take longer than the reference
             reference = _output(copy.deepcopy(base).double()(images.double()))
-        _settle(ways[0], torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
+        settle(ways[0], torch.cuda.synchronize, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         error, torch_error = (_relative(way(), reference) for way in ways)
         eager = _host_times(ways, torch.cuda.synchronize, effort)
         graphs, how = gpu_times(torch, [_once(way) for way in ways], 1, effort, captured=math.inf)
@@ -430,7 +415,7 @@ def _in_training(torch: Any, base: Any, mode: str, ours: bool) -> Any:
 
     dtype = getattr(torch, _dtype(mode))
     model = copy.deepcopy(base).to(torch.float32 if dtype.itemsize == 2 else dtype).to(memory_format=_format(torch, mode)).train()
-    return convert(model, precision=_precision(mode), fuse_training=True) if ours else model
+    return convert(model, precision=_precision(mode), fuse_training=True, linear=True) if ours else model
 
 
 def _data(torch: Any, case: Case, place: str, size: int) -> tuple[Any, Any]:
@@ -476,7 +461,7 @@ def measure_training(torch: Any, case: Case, device: Device, effort: Effort, see
         steps = [stepper(torch, model, images, labels, case.mode) for model in models]
         losses = [[float(step()) for _ in range(FIRST_STEPS)] for step in steps]
         apart = abs(losses[0][-1] / losses[1][-1] - 1)
-        _settle(steps[0], wait, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
+        settle(steps[0], wait, device.all_compiled)  # type: ignore[attr-defined]  # CUDA's
         peaks = [_peak(torch, model, step) for model, step in zip(models, steps, strict=True)]
         if compile_too:
             steps += _compiled_step(torch, base, images, labels, case.mode)

@@ -1,14 +1,19 @@
-"""Plans of many problems at once."""
+"""Plans of many problems at once, and calls whose kernels are all there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+from pycuda_conv.behind import OFTEN
 from pycuda_conv.plan import Plan, cached_plan
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime import Device
 from pycuda_conv.tools.terminal import track
+
+MOST_WAITING = 120  # seconds, for compilers
 
 
 def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) -> list[Plan]:
@@ -20,3 +25,16 @@ def plans(problems: Sequence[ConvProblem], device: Device, noted: bool = False) 
         return [plan.result() for plan in track(coming, lambda _: "compiling")]
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C, what has not begun is left
+
+
+def settle(call: Callable[[], Any], wait: Callable[[], Any], compiled: Callable[[], bool]) -> None:
+    """Make calls until everything that is compiled behind them is there and taken."""
+    end = time.monotonic() + MOST_WAITING
+    for _ in range(3):  # a better configuration, and then kernels that know the layer's constants
+        for _ in range(OFTEN + 1):
+            call()
+        wait()
+        while not compiled() and time.monotonic() < end:
+            time.sleep(0.01)
+    call()
+    wait()

@@ -17,7 +17,7 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.timing import Effort, gpu_times, wall_times
 from pycuda_conv.tools import bench
 from pycuda_conv.tools.oracle import Errors, compare, torch_precision
-from pycuda_conv.tools.plans import plans
+from pycuda_conv.tools.plans import plans, settle
 from pycuda_conv.tools.report import (
     RESULTS_PAGE,
     header_lines,
@@ -191,20 +191,20 @@ def _relative(found: Any, reference: Any) -> float:
     return float((found.double() - reference).norm() / reference.norm())
 
 
-def measure_block(torch: Any, case: Layer, place: str, effort: Effort, seed: int) -> list[Row]:
+def measure_block(torch: Any, case: Layer, device: Any, effort: Effort, seed: int) -> list[Row]:
     """The layer evaluated, and trained: forward and backward, by both clocks. Peak memory of the training step is in the row's config.
 
     A 16-bit mode is torch's autocast: the layer's input has 16 bits, its parameters are float32.
     """
     torch.manual_seed(seed)
     shape, text, mode = case.shape, str(case), case.mode
-    theirs, ours = _block(torch, shape[1], case.kernels, place)
+    theirs, ours = _block(torch, shape[1], case.kernels, device.name)
     given = in_mode(ConvProblem.forward(2, shape, (case.kernels, shape[1], 3, 3), padding=1), mode)
     dtype = getattr(torch, given.dtype)
     coarse = dtype.itemsize == 2
     if given.layout == "NHWC":
         theirs, ours = (layer.to(memory_format=torch.channels_last) for layer in (theirs, ours))
-    x = torch.randn(shape, device=place).to(dtype)
+    x = torch.randn(shape, device=device.name).to(dtype)
     x = x.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else x
     theirs.eval()
     ours.eval()
@@ -227,6 +227,7 @@ def measure_block(torch: Any, case: Layer, place: str, effort: Effort, seed: int
         compiled = torch.compile(copy.deepcopy(theirs))
         reference = copy.deepcopy(theirs).double()(x.double())
         known = judged([_relative(result(layer), reference) for layer in (ours, theirs)], 1e-6)
+        settle(partial(result, ours), torch.cuda.synchronize, device.all_compiled)
         ways = [partial(result, layer) for layer in (ours, theirs, compiled)]
         rows.append(Row(f"{BLOCK}, evaluated", text, mode, **timed(gpu_times(torch, ways, 1, effort)[0]), **known))
     theirs.train()
@@ -238,6 +239,7 @@ def measure_block(torch: Any, case: Layer, place: str, effort: Effort, seed: int
     with torch.no_grad():  # where rounding decides on which side of its bend a ReLU is, a gradient says nothing of accuracy
         clear = copy.deepcopy(double)[:-1](x64).abs() > (BEND if coarse else 1e-4)
     dy = (torch.randn_like(reference, dtype=torch.float32) * clear * MAGNITUDE).to(dtype)
+    dy = dy.contiguous(memory_format=torch.channels_last) if given.layout == "NHWC" else dy  # float64's results may lie otherwise
 
     def step(layer: Any, _: int = 0) -> list[Any]:
         return list(torch.autograd.grad(result(layer), [x, *layer.parameters()], dy))
@@ -256,6 +258,7 @@ def measure_block(torch: Any, case: Layer, place: str, effort: Effort, seed: int
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     known = judged(errors, 1e-5)
+    settle(partial(step, ours), torch.cuda.synchronize, device.all_compiled)
     ways = [partial(step, layer) for layer in (ours, theirs, compiled)]
     times = timed(gpu_times(torch, ways, 1, effort)[0])
     memory = f"peak memory {peaks[0] / 1e6:.0f} MB, torch's {peaks[1] / 1e6:.0f}"
@@ -303,7 +306,7 @@ def run(settings: bench.Settings) -> int:
             torch.cuda.empty_cache()
         with torch_precision("fp32"):
             for layer in layers:
-                rows += map(_said, measure_block(torch, layer, device.name, settings.effort, seed))
+                rows += map(_said, measure_block(torch, layer, device, settings.effort, seed))
     _print(out, rows)
     if settings.json is not None:
         report = {

@@ -1,0 +1,103 @@
+"""Linear layers as 1x1 convolutions."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn import functional as F  # noqa: E402
+
+from pycuda_conv.nn import convert, linear  # noqa: E402
+
+#: torch's own convolutions in the place of ours, to see which products are asked for.
+TORCHS = SimpleNamespace(conv1d=F.conv1d, conv_transpose1d=F.conv_transpose1d, conv1d_bias=lambda dy: dy.sum((0, 2)))
+
+
+def operands(rows, features, outputs, bias=True, dtype=torch.float64, device="cpu"):
+    torch.manual_seed(0)
+    shapes = (*rows, features), (outputs, features), (outputs,)
+    made = [torch.randn(*shape, dtype=dtype, device=device).requires_grad_() for shape in shapes]
+    return made if bias else [*made[:2], None]
+
+
+@pytest.mark.parametrize("most_rows", [2, 2**13], ids=["many rows", "few rows"])
+@pytest.mark.parametrize("rows, bias", [((3,), False), ((2, 1, 2), True)], ids=str)
+def test_products_are_those_of_a_linear_layer(monkeypatch, rows, bias, most_rows):
+    monkeypatch.setattr(linear, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(linear, "pc", TORCHS)
+    monkeypatch.setattr(linear, "_is_worth_it", lambda *_: True)
+    given = operands(rows, 3, 2, bias)
+    results = []
+    for function in (linear.linear, F.linear):
+        y = function(*given)
+        asked = [one for one in given if one is not None]
+        first = torch.autograd.grad(y.pow(2).sum(), asked, create_graph=True)
+        results.append([y, *first, *torch.autograd.grad(sum(one.pow(2).sum() for one in first), asked)])
+    for mine, wanted in zip(*results, strict=True):
+        assert torch.allclose(mine, wanted)
+    with torch.no_grad():
+        assert torch.allclose(linear.linear(*given), F.linear(*given))
+
+
+def test_only_large_layers_of_float32_on_a_gpu_are_taken(monkeypatch):
+    def is_taken(rows=(64, 64), features=256, outputs=256, dtype=torch.float32, is_cuda=True):
+        shape = (*rows, features)
+        x = SimpleNamespace(
+            dtype=dtype, is_cuda=is_cuda, shape=shape, dim=lambda: len(shape), numel=lambda: torch.Size(shape).numel()
+        )
+        return linear._is_worth_it(x, torch.empty(outputs, 256, device="meta"))
+
+    assert is_taken()
+    others = {"rows": (64,), "features": 255, "outputs": 16, "dtype": torch.bfloat16, "is_cuda": False}
+    assert not any(is_taken(**{name: value}) for name, value in others.items())
+    assert not is_taken(rows=(0, 64)) and not is_taken(rows=())
+    for name, value in {"is_autocast_enabled": True, "get_float32_matmul_precision": "high"}.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, name, lambda *_, value=value: value)
+            assert not is_taken()
+
+
+def test_convert_takes_linear_layers_if_asked_and_gives_them_back():
+    class Own(torch.nn.Linear):
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), Own(3, 2))
+    x, before = torch.randn(5, 4), list(model.state_dict())
+    wanted = model(x)
+    assert type(convert(model)[0]) is torch.nn.Linear
+    made = convert(model, linear=True)
+    assert type(made[0]) is not torch.nn.Linear and isinstance(made[0], torch.nn.Linear) and type(made[1]) is Own
+    assert str(made[0]) == str(torch.nn.Linear(4, 3)) and list(made.state_dict()) == before
+    assert type(copy.deepcopy(made)[0]) is type(made[0])
+    assert torch.equal(made(x), wanted)
+    assert type(convert(made)[0]) is torch.nn.Linear
+
+
+def off(found, exact):
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, features, outputs, bias", [((2, 48, 96), 96, 384, True), ((8, 50), 768, 512, False), ((1100,), 130, 1002, True)])
+def test_on_a_gpu(rows, features, outputs, bias):
+    given = operands(rows, features, outputs, bias, torch.float32, "cuda")
+    layer = torch.nn.Linear(features, outputs, bias).cuda()
+    layer.weight, layer.bias = (None if one is None else torch.nn.Parameter(one) for one in given[1:])
+    ours, dy = convert(copy.deepcopy(layer), linear=True), torch.randn(*rows, outputs, device="cuda")
+    assert linear._is_worth_it(given[0], layer.weight)
+
+    def results(layer, x, dy):
+        y = layer(x)
+        return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+    exact = results(copy.deepcopy(layer).double(), given[0].double(), dy.double())
+    found, theirs, again = (results(one, given[0], dy) for one in (ours, layer, ours))
+    for mine, other, same, right in zip(found, theirs, again, exact, strict=True):
+        assert mine.shape == other.shape and mine.is_contiguous() and torch.equal(mine, same)
+        assert off(mine, right) <= max(2 * off(other, right), 1e-6)
+    with torch.autocast("cuda", torch.bfloat16):
+        assert ours(given[0]).dtype is torch.bfloat16
