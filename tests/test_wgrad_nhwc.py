@@ -128,15 +128,15 @@ DEEP = Filter((4, 24, 20, 21), (72, 24, 3, 3), padding=(1,))
 #: One of each kind: every number of consumers, the widest and the narrowest, clusters, runs of positions, and both.
 CONFIGS = (
     WgradNhwc(64, 64, 4), WgradNhwc(128, 192, 3, 4), WgradNhwc(256, 192, 4, 1, 3), WgradNhwc(64, 192, 2, 8, 2), WgradNhwc(192, 128, 4, 4), WgradNhwc(192, 192, 3),
-    WgradNhwc(64, 384, 3, 4, 2), WgradNhwc(64, 384, 3), WgradNhwc(128, 64, 2, 8),
+    WgradNhwc(64, 128, 3, 4, 2), WgradNhwc(128, 128, 2, 8),
 )  # fmt: skip
 CONFIGS_TF32 = (
-    WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 6, 1, 3), WgradNhwc(64, 128, 2, 8, 2), WgradNhwc(128, 64, 4, 4), WgradNhwc(64, 64, 6, 1, 2),
+    WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 6, 1, 3), WgradNhwc(64, 128, 2, 8, 2), WgradNhwc(64, 128, 4, 4), WgradNhwc(64, 64, 6, 1, 2),
     WgradNhwc(128, 128, 2),
 )  # fmt: skip
 
 
-CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64, 2, 1, 3), WgradNhwc(128, 64, 3, 1, 2), WgradNhwc(128, 192, 5, 1, 2)
+CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64, 2, 1, 3), WgradNhwc(128, 128, 3, 1, 2), WgradNhwc(128, 192, 5, 1, 2)
 
 
 def configs_of(dtype: str) -> tuple[WgradNhwc, ...]:

@@ -54,12 +54,15 @@ __all__ = [
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
 #: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
 #: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
-PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
-    {128: (64, 128), 64: (64, 256)}, {128: (64,), 64: (64, 256)},
-)  # fmt: skip
-#: Pixels of tiles of 128 rows that are left out: where float32 is multiplied three times, 128, which are no faster than 96; else 96.
-LEFT_OUT = {True: 128, False: 96}
+#: Behind (of three products, the result's pixels lie side by side). Pixels that lie apart are at least seldom.
+PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
+    (False, True): (
+        {128: (64, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {64: (64, 256)},
+    ),
+    (False, False): ({}, {128: (128,), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+    (True, True): ({128: (64, 96), 64: (64, 96, 144, 256)}, {128: (64,), 64: (64, 144, 256)}, *2 * ({128: (64,), 64: (64, 256)},)),
+    (True, False): ({}, {128: (64,), 64: (64, 144, 256)}, {128: (64,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+}  # fmt: skip
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
@@ -750,12 +753,10 @@ def _defines_of(problem: ConvProblem) -> dict[str, int]:
 def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
     """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits, of images that are loaded tap by tap.
 
-    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`). Where these
-    lie apart, the products that are the most seldom have small tiles.
+    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`).
     """
-    for rows, widths in PIXELS[seldom].items():
-        left_out, most = LEFT_OUT[three] if rows == 128 else 0, 128 if seldom == 3 and not dense else 256
-        yield from (ImplicitGemm(rows, pixels) for pixels in widths if pixels <= most and pixels != left_out)
+    for rows, widths in PIXELS[three, dense][seldom].items():
+        yield from (ImplicitGemm(rows, pixels) for pixels in widths)
     if dense and not three:
         yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
 
@@ -768,8 +769,8 @@ _SPECIAL_TILES = (
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    kinds = product(range(len(PIXELS)), (False, True))
-    tiles = dict.fromkeys(tile for seldom, three in kinds for tile in _ordinary_tiles(seldom, three, True))
+    kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
+    tiles = dict.fromkeys(tile for kind in kinds for tile in _ordinary_tiles(*kind))
     for tile, one in product((*tiles, *_SPECIAL_TILES), ARITHMETICS):
         consumer = _consumer_pixels(tile)
         own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}

@@ -47,16 +47,14 @@ __all__ = [
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have, by the bytes of an element: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
-    2: {64: (64, 128, 192, 384), 128: (64, 128, 192), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
+    2: {64: (64, 128, 192), 128: (128, 192), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (128,)},
 }  # fmt: skip
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
 CLUSTERS = (1, 4, 8)  # blocks that share a tile: a cluster has at most 8
-#: Of the largest tile that is chosen with clusters, by the bytes of an element: its sums. Larger ones fill the machine.
-MOST_SHARED_SUMS = {2: 128 * 192, 4: 64 * 128}
 STAGES = 12  # of a ring, at the most
 REDUCE_TAPS, REDUCED_CHANNELS = 16, 64  # of a block of the reduction: taps at the most, channels
 #: The tiles and clusters for NCHW arrays: clusters took 3 us longer than as many parts, and other tiles won nothing.
-PLANES_TILES = {64: (64,), 128: (64, 128, 192)}
+PLANES_TILES = {64: (64,), 128: (128, 192)}
 PLANES_CLUSTERS = (1,)
 FOLD_THREADS = 256  # of a block that folds
 
@@ -559,7 +557,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
 
 def _may_share(rows: int, columns: int, itemsize: int) -> bool:
     """Whether blocks that share such a tile are among those that are chosen from."""
-    return rows <= 128 and columns <= PAIRED and rows * columns <= MOST_SHARED_SUMS[itemsize]
+    return rows == 64 and columns <= PAIRED
 
 
 def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
