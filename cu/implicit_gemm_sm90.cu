@@ -40,12 +40,10 @@
 //          input its output channels are last: W_MN_MAJOR, rows of 64 of them, which wgmma transposes.
 // x        TMA's im2col mode: one load fetches BLOCK_N consecutive output pixels, shifted by a tap, across rows and images;
 //          padding, and what lies past the last image or channel, arrives as zeros. Pixels may overlap in memory: windows, pack.cu.
-// 1x1      POINTWISE: 1x1 filters on 16-bit NCHW images as they lie, without packing. Rows of a tile are 64 pixels of a channel, which wgmma
-//          transposes. Tiles lie within an image.
 // Residual  is read where the sums are in the order of y, as wide as they are written. With TENSOR_STORE it is added while they still lie in
 //          registers; it was asked for while another tile was multiplied.
 // Registers  of a consumer's thread: its sums, WGMMA_N / 2, three times for three products (main, cross, total).
-// Moments  for a batch norm behind it (batch_norm.cu). A slice is a consumer's pixels of a tile; where POINTWISE, an image has slices of its own.
+// Moments  for a batch norm behind it (batch_norm.cu). A slice is a consumer's pixels of a tile.
 //          moments[slice][2][channel] has the mean of y, and the sum of squared deviations from it.
 // Mending  The consumers look at the flags of images and channels of w (pack.cu) while the first loads are under way. If any is set, they compute
 //          some of the block's results in plain fp32 after its last tile: mend.cuh. direct_gemm.cu does that for split sums that another launch
@@ -73,7 +71,6 @@
 #define VEC 4        // else: elements of y that a thread writes at once: 1 or 4; they must be neighbours at a multiple of VEC
 #define DENSE 1      // pixel i of the launch is pixel i of y's plane
 #define WGMMA_N 128  // pixels a consumer
-#define POINTWISE 0
 #define PINGPONG 0   // consumers take tiles by turns
 #define W_MN_MAJOR 0  // w as it lies, with the channels of y last
 #define PHASES 1     // of a launch at the most: 1 or 4
@@ -82,12 +79,8 @@
 #define FUSED_SPLIT 0  // x is split here
 #define INTERLEAVE_COLUMNS 0  // phases of neighbouring columns are written together
 #endif
-#if POINTWISE
-#define WGMMA_MN_MAJOR_B "1"
-#else
 #define WGMMA_MN_MAJOR_B "0"
-#endif
-#define WITH_MAP_W (PRODUCTS == 1 && (NHWC || POINTWISE || W_MN_MAJOR))  // 16-bit filters may be read as they lie
+#define WITH_MAP_W (PRODUCTS == 1 && NHWC)  // 16-bit filters may be read as they lie
 #if W_MN_MAJOR
 #define WGMMA_MN_MAJOR_A "1"
 #else
@@ -118,12 +111,11 @@ constexpr int CONSUMERS = 2, CHUNK = 32;  // warpgroups; pixels of a staging til
 [[maybe_unused]] constexpr int STORED = 3;  // the barrier of the consumers when they have stored all
 [[maybe_unused]] constexpr int CONVERTERS = 7;  // warps
 constexpr int THREADS = 128 * (1 + CONSUMERS + FUSED_SPLIT);
-static_assert(!POINTWISE || (LOAD_CHANNELS == 64 && WGMMA_N % 64 == 0 && !NHWC && OUT != 32), "whole blocks of 64 pixels");
-static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !POINTWISE && !PATCH_ROWS), "whole blocks of 64 channels");
-static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC && !POINTWISE), "patches of float32 planes");
+static_assert(!W_MN_MAJOR || (LOAD_CHANNELS == 64 && !PATCH_ROWS), "whole blocks of 64 channels");
+static_assert(!PATCH_ROWS || (LOAD_CHANNELS == 64 && DENSE && OUT == 32 && !NHWC), "patches of float32 planes");
 static_assert(!PATCH_ROWS || BLOCK_N == 8 * PATCH_ROWS * (BLOCK_M == 128 ? 1 : 2), "whole patches");
 static_assert(!FUSED_SPLIT || (PATCH_ROWS && BLOCK_M == 64), "patches");
-static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !POINTWISE && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
+static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !INTERLEAVE_COLUMNS), "a consumer has all sums of a tile");
 [[maybe_unused]] constexpr bool OVERLAP = PATCH_ROWS || (PRODUCTS == 3 && !TENSOR_STORE);  // else one product's sums leave no registers for a second tile's
 // parts of a patch, each written while a stage of the next one is multiplied
 [[maybe_unused]] constexpr int PARTS = PRODUCTS == 3 ? (PATCH_ROWS < 3 ? PATCH_ROWS : 3) : PATCH_ROWS % 2 ? PATCH_ROWS : PATCH_ROWS / 2;
@@ -131,7 +123,7 @@ static_assert(!PINGPONG || (PRODUCTS == 1 && BLOCK_M == 128 && !PATCH_ROWS && !P
 static_assert(!PATCH_ROWS || PRODUCTS == 1 || STAGES > EARLY, "those stages are held");
 static_assert(!TENSOR_STORE || (NHWC && WGMMA_N % CHUNK == 0), "whole chunks of pixels");
 static_assert(WGMMA_N == (BLOCK_M == 128 ? BLOCK_N : BLOCK_N / 2) && WGMMA_N % 8 == 0, "a consumer takes 64 channels");
-static_assert(PHASES == 1 || (PHASES == 4 && !PATCH_ROWS && !POINTWISE), "a block meets all phases");
+static_assert(PHASES == 1 || (PHASES == 4 && !PATCH_ROWS), "a block meets all phases");
 
 typedef element<OUT> out_t;
 
@@ -145,7 +137,7 @@ struct GemmPhase {
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits; stages of the ring in one
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
-  long long image_tiles, by_image_tiles;                   // of those, of an image: POINTWISE, PATCH_ROWS
+  long long image_tiles, by_image_tiles;                   // of those, of an image: PATCH_ROWS
   long long across, by_across;                             // of those, patches side by side: PATCH_ROWS
   long long blocks, channel_blocks, by_channel_blocks;     // blocks of LOAD_CHANNELS along gemm k, and how many of them belong to one tap
   long long rows_group, rows;                              // output channels of a group, and of all
@@ -218,12 +210,7 @@ struct Tile {
     const Divided along(parts.quotient, shape.tiles_pixels, shape.by_tiles_pixels);
     group = along.quotient;
     tile = along.rest;
-    if (POINTWISE) {
-      const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles);
-      const int plane = (int)shape.plane;
-      pixel = of_image.quotient * plane + of_image.rest * BLOCK_N;
-      end = (of_image.quotient + 1) * plane;
-    } else if (PATCH_ROWS) {
+    if (PATCH_ROWS) {
       const Divided of_image(tile, shape.image_tiles, shape.by_image_tiles), place(of_image.rest, shape.across, shape.by_across);
       patch = tile;
       column = place.rest * 8;
@@ -476,7 +463,7 @@ DEVICE void convert(const CUtensorMap* map_x, const float* __restrict__ x, float
   }
 }
 #endif
-#elif !POINTWISE
+#else
 template <int rank>
 DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
   if (WITH_MAP_W) prefetch_map(map_w);
@@ -552,39 +539,6 @@ DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps
   if (rank == 1) produce_ranked<1>(w, map_w, maps, shapes, rings);
   if (rank == 2) produce_ranked<2>(w, map_w, maps, shapes, rings);
   if (rank == 3) produce_ranked<3>(w, map_w, maps, shapes, rings);
-}
-#endif
-
-#if POINTWISE
-DEVICE void produce(const uint8_t* w, const CUtensorMap* map_w, const Maps& maps, const Shapes& shapes, const Rings& rings) {
-  const GemmPhase& shape = shapes.of[0];
-  const CUtensorMap* const map_x = maps.of;
-  prefetch_map(map_x);
-  prefetch_map(map_w);
-  Position at;
-  for (int tile = blockIdx.x; tile < (int)shape.tiles; tile += gridDim.x) {
-    const Tile of(shape, tile);
-    const Range range(shape, of.split);
-    const int image = of.image(shape), inside = of.pixel - image * (int)shape.plane;
-    [[maybe_unused]] const long long w_block = shape.row_blocks * A_SUB, w_next = next_rows(of, shape) ? w_block : 0;
-    [[maybe_unused]] const uint8_t* const w_tile = w + (of.m / 64) * w_block;
-    for (int step = range.first; step < range.last; ++step) {
-      const uint32_t stage = rings.stage(at), arrived = rings.arrived(at);
-      rings.wait_empty(at);
-      barrier_expect(arrived, STAGE_BYTES);
-#pragma unroll
-      for (int rows = 0; rows < BLOCK_M / 64; ++rows)
-        if (shape.w_lies) {
-          load_box(stage + rows * A_SUB, map_w, arrived, step * 64, 0, of.m + 64 * rows);
-        } else {
-          load_bytes(stage + rows * A_SUB, w_tile + rows * w_next + step * A_SUB, A_SUB, arrived);
-        }
-#pragma unroll
-      for (int block = 0; block < BLOCK_N / 64; ++block)
-        load_box(stage + A_BYTES + block * 64 * 128, map_x, arrived, inside + block * 64, step * 64, image);
-      at.next();
-    }
-  }
 }
 #endif
 
@@ -861,8 +815,7 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
   const int lane = threadIdx.x % 32, count = PATCH_ROWS ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
   if (count <= 0) return;
-  const int plane = POINTWISE ? (int)shape.plane : (int)shape.pixels, image = POINTWISE ? divided(rows.pixel, shape.by_plane) : 0;
-  const int slice = PATCH_ROWS ? rows.patch : image * ((plane + WGMMA_N - 1) / WGMMA_N) + (rows.pixel - image * plane) / WGMMA_N;
+  const int slice = PATCH_ROWS ? rows.patch : rows.pixel / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
   bool alike = OUT == 32 && count == WGMMA_N;
   auto scale_of = [&](int pixel) { return PATCH_ROWS ? rows.scale_x : SCALED ? scales[pixel] : 1; };
@@ -946,7 +899,7 @@ DEVICE void stage_output_offsets(const Rows& rows, const GemmPhase& shape, int c
 // The descriptors of what a stage holds of w and x.
 DEVICE uint64_t w_descriptor(uint32_t place) { return W_MN_MAJOR ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place); }
 DEVICE uint64_t x_descriptor(uint32_t place, [[maybe_unused]] int halo_w = 0) {
-  return POINTWISE ? wgmma_mn_major_descriptor(place) : wgmma_descriptor<SPAN>(place, PATCH_ROWS ? halo_w * SPAN : 8 * SPAN);
+  return wgmma_descriptor<SPAN>(place, PATCH_ROWS ? halo_w * SPAN : 8 * SPAN);
 }
 
 // The products of 64 of k, 16 at a time; `fresh` begins new sums.
@@ -954,7 +907,7 @@ DEVICE void multiply(float (&d)[WGMMA_N / 2], uint64_t a, uint64_t b, bool fresh
 #pragma unroll
   for (int k = 0; k < 64; k += 16) {
     const int sub = k / LOAD_CHANNELS, inner = 2 * (k % LOAD_CHANNELS);
-    wgmma(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (POINTWISE ? k * 128 : sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
+    wgmma(d, a + (W_MN_MAJOR ? k * 128 : sub * A_SUB + inner) / 16, b + (sub * BLOCK_N * SPAN + inner) / 16, !(fresh && k == 0));
   }
 }
 

@@ -466,19 +466,16 @@ def check_product(step, s, memory: Memory) -> None:
     """What the kernel asserts, or relies on."""
     define, (x_map, *y_map) = step.defines, step.maps
     assert not define["W_MN_MAJOR"] or s.w_lies
-    if define["PRODUCTS"] == 1 and (define["NHWC"] or define["POINTWISE"]):
+    if define["PRODUCTS"] == 1 and define["NHWC"]:
         w_map, *y_map = y_map
     if s.w_lies:
         kc = define["LOAD_CHANNELS"]
         assert w_map.box == (kc, 1, 64) and w_map.span == 2 * kc and w_map.buffer == WEIGHT and w_map.dtype == x_map.dtype
-        assert not define["W_MN_MAJOR"] or (kc == 64 and not define["POINTWISE"])
-    rows, pixels, pointwise = define["BLOCK_M"], define["BLOCK_N"], define["POINTWISE"]
+        assert not define["W_MN_MAJOR"] or kc == 64
+    rows, pixels = define["BLOCK_M"], define["BLOCK_N"]
     for described in step.maps:
         check_map(described, memory)
-    if pointwise:
-        assert x_map.box == (64, 64, 1) and x_map.span == 128 and not define["NHWC"] and define["OUT"] != 32
-        assert define["LOAD_CHANNELS"] == 64 and define["WGMMA_N"] % 64 == 0 and s.splits == 1 and s.row_blocks == s.channel_blocks
-    elif define["PATCH_ROWS"]:
+    if define["PATCH_ROWS"]:
         if define["FUSED_SPLIT"]:
             assert rows == 64 and s.channel_blocks == 1 and s.x_channels <= 64 and define["WGMMA_N"] <= 112 and s.x_stages == 2
             assert s.raw_rows == 32 // s.halo_w and s.raw_run == s.raw_rows * s.halo_w and s.raw_channel == s.raw_rows * s.raw_pitch
@@ -501,7 +498,7 @@ def check_product(step, s, memory: Memory) -> None:
     assert len(y_map) == define["TENSOR_STORE"]
     assert define["WGMMA_N"] == (pixels if rows == 128 else pixels // 2) and define["WGMMA_N"] % 8 == 0
     assert define["WGMMA_N"] <= (128 if define["PATCH_ROWS"] else 192 if define["PINGPONG"] else 256)
-    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not any(define[name] for name in ("PATCH_ROWS", "POINTWISE", "INTERLEAVE_COLUMNS")))
+    assert not define["PINGPONG"] or (rows == 128 and define["PRODUCTS"] == 1 and not any(define[name] for name in ("PATCH_ROWS", "INTERLEAVE_COLUMNS")))
     staging = 2 * 32 * 64 * np.dtype(ELEMENT[define["OUT"]]).itemsize if y_map else 4 * (64 * define["WGMMA_N"] + 1024) if define["INTERLEAVE_COLUMNS"] else 4 * 4 * 32 * 20
     of_x = of_raw = 0  # a stage of the ring of x alone; what is loaded to be split
     if define["PATCH_ROWS"]:
@@ -605,9 +602,6 @@ def join(step, s, a, number: int, phases: int, memory: Memory):
 def multiplied(step, memory: Memory) -> None:
     s, define = named(step), step.defines
     check_product(step, s, memory)
-    if define["POINTWISE"]:
-        pointwise(step, s, memory)
-        return
     if define["PATCH_ROWS"]:
         patches(step, s, memory)
         return
@@ -643,24 +637,6 @@ def multiplied(step, memory: Memory) -> None:
             of_limbs = ([(*at, image + limb * s.limb_images) for *at, image in starts] for limb in range(limbs_of(step)))
             multiply(total, np.concatenate(a, axis=2), [load_im2col(x_map, memory, of_limb, loads) for of_limb in of_limbs])
         write_pixels(step, s, memory, total, m, first * pixels, s.pixels, group, part)
-
-
-def pointwise(step, s, memory: Memory) -> None:
-    """1x1 filters on 16-bit images as they lie."""
-    define, x_map, pixels = step.defines, step.maps[0], step.defines["BLOCK_N"]
-    across = ceil(s.plane, pixels)
-    assert s.tiles_pixels == across * (s.pixels // s.plane) and s.image_tiles == across
-    for m, tile, group, part in tiles_of(step, s):
-        image, first = tile // across, tile % across * pixels
-        total = np.zeros((define["BLOCK_M"], pixels))
-        for c in range(0, s.channel_blocks * 64, 64):
-            b = [np.concatenate([boxed(x_map, memory, (first + i, c, image))[0].T for i in range(0, pixels, 64)])]
-            if s.w_lies:
-                a = [load_filter_box(step, memory, c, 0, m)]
-            else:
-                a = load_filter(step, s, memory, m // 64, s.blocks_group - 1, c // 64)
-            multiply(total, a, b)
-        write_pixels(step, s, memory, total, m, image * s.plane + first, (image + 1) * s.plane, group, part)
 
 
 def patches(step, s, memory: Memory) -> None:
@@ -776,10 +752,9 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
-    pixel, plane, per = pixel0 + np.arange(total.shape[1]), s.plane if step.defines["POINTWISE"] else s.pixels, step.defines["WGMMA_N"]
-    image, first = divmod(pixel0, plane)
-    assert not step.defines["MOMENTS"] or first % per == 0
-    write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, image * ceil(plane, per) + first // per, pixel0)
+    pixel, per = pixel0 + np.arange(total.shape[1]), step.defines["WGMMA_N"]
+    assert not step.defines["MOMENTS"] or pixel0 % per == 0
+    write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, pixel0 // per, pixel0)
 
 
 def write_tile(

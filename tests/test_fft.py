@@ -419,7 +419,7 @@ def test_launches_of_planes_and_of_the_planner_s_lines_are_on_the_closed_list_of
     texts = registry.texts(H200)
     for case in CASES:
         for dtype in DTYPES:
-            for tile in TILES:
+            for tile in fft._tiles(dtype):
                 for residual in (False, True):
                     problem = replace(case.problem(dtype), has_residual=residual)
                     if engines.refusal(problem, Fft(*tile), H200) is None and (tile == fft.LINE or not fft._is_line(problem)):

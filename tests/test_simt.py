@@ -94,7 +94,7 @@ def planned(case: Case, mode: str) -> list[ImplicitGemm]:
 #: Forms of the loads, with windows, folded taps, groups, phases, phases in pairs; tiles of the image, and such as are split where they are loaded; consumers by turns.
 IMPLICITS = [
     *sample(implicit.SHAPES[2::12], list(TILES), planned),
-    *(run for runs in (implicit.POINTWISE, implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]), implicit.HALOS[-1],
+    *(run for runs in (implicit.HALOS, implicit.RAWS, implicit.PINGPONG) for run in runs[1 :: max(len(runs) // 2, 1)]), implicit.HALOS[-1],
 ]  # fmt: skip
 
 

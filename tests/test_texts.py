@@ -19,13 +19,13 @@ DEVICES = {
 }
 FLAG = {0, 1}
 #: Of the planner's choices, which are on no list of measured ones.
-PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for one in implicit_gemm_sm90._ordinary_tiles(seldom, three, True)), *implicit_gemm_sm90._SPECIAL_TILES)}
+PIXELS = {tile.BLOCK_N for tile in (*(one for seldom in range(4) for three in (False, True) for dense in (False, True) for one in implicit_gemm_sm90._ordinary_tiles(seldom, three, dense)), *implicit_gemm_sm90._SPECIAL_TILES)}
 #: What a define may be. Those of lines_sm90.cu are numbers of the layer and of the tile.
 LISTS = {
     "implicit_gemm_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "POINTWISE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
+        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
         "PATCH_ROWS": {n // m for n in PIXELS for m in (8, 16)} | {0},
     },
     "implicit_gemm_sm80": {
@@ -44,7 +44,7 @@ LISTS = {
     },
     "grouped_nhwc": {"TYPE": {16, 17, 32}, "TAPS_R": {1, 3}, "STRIDE_H": {1, 2}, "PHASES": {1, 4}},
     "grouped_nhwc_wgrad": {"TYPE": {16, 17}, "TAPS": {1, 9}, "WHOLE": FLAG},
-    "few_channels_wgrad": {"TYPE": {16, 17, 32}, "M_TILES": {1, 2, 4}, "N_TILES": {1, 2, 3, 4}},
+    "few_channels_wgrad": {"TYPE": {16, 17, 32}, "M_TILES": {1, 2, 4}, "N_TILES": {2, 3, 4}},
     "patch_wgrad": {
         "DTYPE": {16, 17, 32, 64}, "INDEX_64": FLAG, "BLOCK_M": {16, 32, 64}, "BLOCK_N": {32, 64}, "BLOCK_K": {16}, "THREAD_M": {4, 8}, "THREAD_N": {4, 8},
         "CHANNELS_LAST": FLAG,

@@ -157,7 +157,8 @@ OLDER = {  # what tables hold that were written by older versions, and what it i
     '{"Single": {}}': Single(), '{"Gemm": {"BLOCK_M": 64, "BLOCK_N": 64, "THREAD_M": 4}}': Gemm(64, 64, THREAD_M=4),
     '{"ImplicitGemm": {"ROWS": 64, "PIXELS": 80, "STAGES": 2, "SPLIT": 3}}': ImplicitGemm(64, 80, 2, 3),
     '{"ImplicitGemm": {"ROWS": 64, "PIXELS": 128, "STAGES": 4, "SPLIT": 1, "POINTWISE": true, "HALO": false, "PINGPONG": true, "RAW": false}}':
-        ImplicitGemm(64, 128, 4, loader="planes", schedule="pingpong"),
+        ImplicitGemm(64, 128, 4, schedule="pingpong"),
+    '{"ImplicitGemm": {"BLOCK_M": 64, "loader": "planes"}}': ImplicitGemm(64),
     '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": false}}': ImplicitGemm(loader="halo"),
     '{"ImplicitGemm": {"POINTWISE": false, "HALO": true, "PINGPONG": false, "RAW": true}}': ImplicitGemm(loader="halo_split"),
     '{"ImplicitGemm80": {"ROWS": 64, "PIXELS": 256, "STAGES": 4, "SPLIT": 1}}': ImplicitGemm80(64, 256, 4),

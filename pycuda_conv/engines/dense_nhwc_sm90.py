@@ -70,7 +70,6 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: results, so small tiles. By the model the best of these take 0.2% longer in the mean of random problems than the best of all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
     **{(128, columns): (1,) for columns in (64, 128, 160, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
-    (64, 128): (1,),
 }  # fmt: skip
 #: Those of them that are chosen from for phases, which are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -352,7 +351,7 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type, and the phases."""
-    for (rows, columns), clusters in TILES.items():
+    for (rows, columns), clusters in (PHASED_TILES | TILES).items():
         for mn_major, cluster in product((0, 1), clusters):
             stages = _most_stages(rows, columns, cluster, bool(mn_major))
             choices = {
@@ -367,7 +366,7 @@ def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made: moments are noted forwards, of whole sums that nothing is added to."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
         return False
-    if d["PHASES"] > 1 and d["CLUSTER"] not in PHASED_TILES.get((d["BLOCK_M"], d["BLOCK_N"]), ()):
+    if d["CLUSTER"] not in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ()):
         return False
     backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
     return not (d["MOMENTS"] and (backward or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))

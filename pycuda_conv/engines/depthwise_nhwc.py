@@ -205,9 +205,9 @@ CHUNKS = (64, 32, 16, 8, 4)
 #: Channels of a block whose threads walk down the image, at the most.
 PITCH = 64
 #: Pixels of a thread, down and across: as many as leave the machine full.
-TILES = ((4, 4), (2, 4), (1, 4))
-OPENCL_TILES = TILES[1:2]  # one will do there, and no strips
-COLUMNS = 4  # of a thread that walks down the image
+TILES = ((2, 4), (1, 4))
+OPENCL_TILES = TILES[:1]  # one will do there, and no strips
+COLUMNS, LEAST_ROWS = 4, 4  # of a thread that walks down the image
 FULL = 2 * THREADS * 132  # threads: two blocks a multiprocessor of Hopper
 RING_LANES = (32, 16, 8, 4)  # threads along channels, a part of a warp, where rows come to shared memory
 #: Square filters whose loops are unrolled, with strides of 1 and 2.
@@ -294,14 +294,14 @@ def _vector(problem: ConvProblem, kind: type[Config]) -> int:
 
 def _vectors(dtype: int, size: int, kind: type[Config]) -> tuple[int, ...]:
     """The vectors of channels of a thread, as many as its registers hold or one, for an unrolled filter or, of size 0, another."""
+    if size and kind is DepthwiseWgrad:  # mostly channels that fit no ring
+        return (1,)
     if not size or kind is Depthwise:
         most = 2 if dtype == 64 else 4
     elif kind is DepthwiseStrips and size == 5 and dtype != 64:
         most = 4
-    elif kind is DepthwiseStrips:
-        most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
     else:
-        most = 1 if size == 7 or dtype == 64 else 2
+        most = (4 if size == 3 else 2) // (2 if dtype == 64 else 1)
     return (most, 1) if most > 1 else (1,)
 
 
@@ -317,9 +317,10 @@ def _unrolled(problem: ConvProblem) -> int:
 
 
 def _unrolled_by(problem: ConvProblem, kind: type[Config]) -> int:
-    """The same of a kind of kernel: tiles of single channels have no text for gradients by the input with a stride."""
+    """The same of a kind of kernel: tiles of single channels have such a text in float64 alone, and none for gradients with a stride."""
     strided = problem.direction == "dgrad" and problem.stride[1] > 1
-    return 0 if kind is Depthwise and strided and _vector(problem, kind) == 1 else _unrolled(problem)
+    alone = kind is Depthwise and _vector(problem, kind) == 1
+    return 0 if alone and (strided or problem.itemsize < 8) else _unrolled(problem)
 
 
 def _flipped(problem: ConvProblem, kind: type[Config]) -> bool:
@@ -502,10 +503,11 @@ def filter_key(problem: ConvProblem, config: Config) -> None:
 
 
 def sum_order(problem: ConvProblem, config: Config) -> Hashable:
-    """Tiles and strips add alike: rows of the filter one after the other. Gradients of filters are sums of strips, and of parts."""
+    """Tiles and strips add alike, rows of the filter one after the other, unless strips alone turn it. Gradients of filters are sums of
+    strips, and of parts."""
     if isinstance(config, DepthwiseWgrad | DepthwiseRing):
         return type(config), config.ROWS, config.PARTS
-    return Depthwise
+    return Depthwise, _flipped(problem, type(config))
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -533,7 +535,7 @@ def _made(d: Mapping[str, int], on_gpu: bool) -> bool:
     size, stride, dgrad = d.get("R", 0), d.get("STRIDE", 1), bool(d["DGRAD"])
     if size and dgrad and (stride == 1 or d["TILE_P"] % stride):
         return False
-    if size and d["V"] == 1 and (dgrad or (on_gpu and d["DTYPE"] != 64)):  # which strips take
+    if size and d["V"] == 1 and (dgrad or d["DTYPE"] != 64):
         return False
     return (d["TILE_P"], d["TILE_Q"]) in (_fitting(size, dgrad) if on_gpu else OPENCL_TILES)
 
@@ -713,10 +715,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Config]:
 
 def _fitting(size: int, dgrad: bool) -> tuple[tuple[int, int], ...]:
     """The tiles that are worth it for an unrolled filter, or, of size 0, another; and for a gradient that no turned filter gives."""
-    if size and not dgrad:  # strips are better where there are enough rows
-        return TILES[2:]
-    # a big tile loads less; but in unrolled loops over many taps it wants more registers than there are
-    return TILES if size == 3 else TILES[1:] if size else TILES[2:]
+    return TILES if size and dgrad else TILES[1:]  # strips are better where there are enough rows
 
 
 def _tiles(problem: ConvProblem, device: Device) -> Iterator[Config]:
@@ -741,7 +740,7 @@ def _strips(problem: ConvProblem) -> Iterator[Config]:
     """Configurations of strips, none lower than a tile."""
     _, p, q = problem.result_size
     lanes = problem.N * ceil(q, COLUMNS) * problem.K
-    yield from (DepthwiseStrips(rows) for rows in _rows(p, lanes) if rows >= min(p, TILES[0][0]))
+    yield from (DepthwiseStrips(rows) for rows in _rows(p, lanes) if rows >= min(p, LEAST_ROWS))
 
 
 def _gradients(problem: ConvProblem, device: Device) -> Iterator[Config]:

@@ -250,8 +250,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 
 def _quads(taps: int) -> tuple[int, ...]:
-    """The quads of a thread that are chosen from: for many taps two, which share loads."""
-    return (1, 2) if taps < 8 else (2,)
+    """The quads of a thread that are chosen from: for more than three taps two, which share loads."""
+    return (1, 2) if taps <= 3 else (2,)
 
 
 # Fitted to 223 times on an H200: root mean square of the error 13%.

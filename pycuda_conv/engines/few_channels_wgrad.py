@@ -7,7 +7,7 @@ whose sums run over the pixels of the array with more channels. Nothing is copie
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -28,13 +28,12 @@ __all__ = [
 
 THREADS, WARPS = 256, 8
 BLOCKS = 2         # that share a multiprocessor
-M_TILES = (1, 2, 4)  # sixteens of channels of a block
-N_TILES = (1, 2, 3, 4)  # eights of columns of a warp
+#: Sixteens of channels of a block, and the eights of columns that a warp may have then: as many sums as there are registers for.
+TILES = {1: (2, 4), 2: (2, 3, 4), 4: (2, 3)}
 WARPS_N = (1, 2, 4, 8)
 GROUP = 16         # pixels of a row that a warp takes at once
 WORDS = 12 * THREADS  # of the thin array, that a tile meets at the most
 MOST_THIN = 16     # channels: with more of them others are faster
-MOST_SUMS = 12     # products of 16 x 8 sums that a warp has registers for
 
 
 @dataclass(frozen=True)
@@ -83,10 +82,8 @@ def refusal(problem: ConvProblem, config: FewChannelsWgrad) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    if config.M_TILES not in M_TILES or config.N_TILES not in N_TILES or config.WARPS_N not in WARPS_N:
-        return f"M_TILES must be one of {M_TILES}, N_TILES of {N_TILES}, WARPS_N of {WARPS_N}"
-    if config.M_TILES * config.N_TILES > MOST_SUMS:
-        return f"a warp has room for the sums of {MOST_SUMS} products"
+    if config.N_TILES not in TILES.get(config.M_TILES, ()) or config.WARPS_N not in WARPS_N:
+        return f"N_TILES must be one of {TILES}, by M_TILES, and WARPS_N of {WARPS_N}"
     if config.TILE_Q % GROUP:
         return f"TILE_Q must be a multiple of {GROUP}"
     words = math.prod(_met(_roles(problem), config))
@@ -274,12 +271,8 @@ def sum_order(problem: ConvProblem, config: FewChannelsWgrad) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for the type and a warp's sums."""
-    yield TextFamily("few_channels_wgrad", {"TYPE": tuple(ELEMENTS.values()), "M_TILES": M_TILES, "N_TILES": N_TILES}, _made)
-
-
-def _made(d: Mapping[str, int]) -> bool:
-    """Whether a kernel with these defines is ever chosen."""
-    return d["M_TILES"] * d["N_TILES"] <= MOST_SUMS
+    for m_tiles, n_tiles in TILES.items():
+        yield TextFamily("few_channels_wgrad", {"TYPE": tuple(ELEMENTS.values()), "M_TILES": (m_tiles,), "N_TILES": n_tiles})
 
 
 # ---- the choice
@@ -322,7 +315,7 @@ def _cut(roles: _Roles, itemsize: int) -> list[tuple[int, int, int]]:
         m, n, warps = cut
         return ceil(channels, m) * ceil(columns, n * warps) * (warps * _products(m, n, itemsize) + _loading(fetched, GROUP * m * itemsize))
 
-    found = [(m, n, warps) for m in M_TILES for n in N_TILES for warps in WARPS_N if m * n <= MOST_SUMS]
+    found = [(m, n, warps) for m, columns_of in TILES.items() for n in columns_of for warps in WARPS_N]
     return sorted(found, key=instructions)[:4]
 
 

@@ -340,17 +340,23 @@ def texts(device: Device) -> Iterator[TextFamily]:
     if device.backend != "cuda":
         return
     all_types = {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": FLAG}
-    product = {"FREQUENCIES": tuple(h * w for h, w in TILES), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
     yield TextFamily("fft_range", all_types)
-    yield TextFamily("fft_product", all_types | product)
-    for linear, all_threads in enumerate((TILES, {LINE: LINES[LINE]})):
-        for (tile_h, tile_w), threads in all_threads.items():
-            types = tuple(code for code in DTYPE_CODES.values() if code != 64 or tile_h * tile_w * 16 <= MOST_SHARED_BYTES)
-            tile = {"DTYPE": types, "INDEX_64": FLAG, "TILE_H": (tile_h,), "TILE_W": (tile_w,), "THREADS": (threads,)}
-            yield TextFamily("fft_tiles", tile | {"LINEAR": (linear,), "MODE": (FORWARD, BACKWARD, WHOLE)})
+    for tile, threads in TILES.items():
+        types = all_types | {"DTYPE": tuple(code for dtype, code in DTYPE_CODES.items() if tile in _tiles(dtype))}
+        product = {"FREQUENCIES": (math.prod(tile),), "THREADS": (THREADS,), "ROWS": (ROWS,), "COLUMNS": (COLUMNS,)}
+        yield TextFamily("fft_product", types | product)
+        for linear, of_block in ((0, threads), (1, LINES[tile]))[: 1 + (tile == LINE)]:
+            shape = {"TILE_H": tile[:1], "TILE_W": tile[1:], "THREADS": (of_block,), "LINEAR": (linear,)}
+            yield TextFamily("fft_tiles", types | shape | {"MODE": (FORWARD, BACKWARD, WHOLE)})
 
 
 # ---- the choice
+
+
+def _tiles(dtype: str) -> tuple[tuple[int, int], ...]:
+    """The tiles that are chosen from: small ones only where large ones don't fit, in float64. In other types they are no faster."""
+    return tuple(TILES)[:2] if dtype == "float64" else tuple(TILES)[1:]
+
 
 #: Microseconds that a multiprocessor of an H200 should take for a pair of tiles, there and back, divided by numbers times log2 of them; and
 #: to judge a pair. Fitted to 18 times of 8 large filters: root mean square of the error 11%.
@@ -392,7 +398,7 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[Fft]:
     if device.backend != "cuda" or math.prod(problem.filter_size) < LEAST_TAPS:
         return
     most = SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
-    for tile in (LINE,) if _is_line(problem) else TILES:
+    for tile in (LINE,) if _is_line(problem) else _tiles(problem.dtype):
         config = Fft(*tile)
         if refusal(problem, config) is None and _shared_bytes(problem, config) <= most:
             yield config

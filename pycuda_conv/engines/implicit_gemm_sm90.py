@@ -54,26 +54,27 @@ __all__ = [
 #: Pixels of the tiles that are chosen from, by their rows, for each value of :func:`_seldom`: the more seldom a product, the fewer of the
 #: tiles. Each tile is a kernel for each of the many ways to load and to store. By the model random problems take 0.8% longer in the mean
 #: with these tiles than with all of 64 to 256 pixels in steps of 16 or 32, which are six times as many kernels.
-PIXELS: tuple[dict[int, tuple[int, ...]], ...] = (
-    {128: (64, 96, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)},
-    {128: (64, 128), 64: (64, 256)}, {128: (64,), 64: (64, 256)},
-)  # fmt: skip
-#: Pixels of tiles of 128 rows that are left out: where float32 is multiplied three times, 128, which are no faster than 96; else 96.
-LEFT_OUT = {True: 128, False: 96}
+#: Behind (of three products, the result's pixels lie side by side). Pixels that lie apart are at least seldom.
+PIXELS: dict[tuple[bool, bool], tuple[dict[int, tuple[int, ...]], ...]] = {
+    (False, True): (
+        {128: (64, 128), 64: (64, 96, 144, 256)}, {128: (64, 128), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {64: (64, 256)},
+    ),
+    (False, False): ({}, {128: (128,), 64: (64, 144, 256)}, {128: (128,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+    (True, True): ({128: (64, 96), 64: (64, 96, 144, 256)}, {128: (64,), 64: (64, 144, 256)}, *2 * ({128: (64,), 64: (64, 256)},)),
+    (True, False): ({}, {128: (64,), 64: (64, 144, 256)}, {128: (64,), 64: (64, 256)}, {128: (64,), 64: (64,)}),
+}  # fmt: skip
 #: Of tiles whose sums are parts of bfloat16's, which have kernels of their own: where sums are split, tiles are few.
 BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64, 144)}, {128: (128,), 64: (64,)}, {64: (64,)}, {64: (64,)})
-#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are read as they lie, and that are loaded once for
-#: all taps, split then or before.
+#: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
-PLANES = ((128, 128),)  # for odd numbers of channels: other such images are planes_sm90.py's
 HALOS = ((64, 224),)
 #: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
 PHASES, PAIRED_PHASES = (4, 1), (4, 2)
 
 
-#: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; the 16-bit planes of a 1x1
-#: convolution as they lie; once for all taps, from packed images; or from float32 images, which the kernel splits itself.
-Loader = Literal["im2col", "planes", "halo", "halo_split"]
+#: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; once for all taps, from packed images; or
+#: from float32 images, which the kernel splits itself.
+Loader = Literal["im2col", "halo", "halo_split"]
 #: Whether the two consumers share each tile, or take tiles by turns, so that one multiplies while the other stores.
 Pipeline = Literal["cooperative", "pingpong"]
 LOADERS, PIPELINES = get_args(Loader), get_args(Pipeline)
@@ -102,11 +103,6 @@ class ImplicitGemm(Config):
                 raise ValueError(f"{name} must be one of {', '.join(known)}, but got {getattr(self, name)!r}")
 
     @property
-    def reads_planes(self) -> bool:
-        """Whether 16-bit images are multiplied as they lie."""
-        return self.loader == "planes"
-
-    @property
     def takes_turns(self) -> bool:
         """Whether each consumer takes whole tiles."""
         return self.schedule == "pingpong"
@@ -128,17 +124,17 @@ class ImplicitGemm(Config):
 
     @classmethod
     def from_table(cls, values: Mapping[str, Any]) -> ImplicitGemm:
-        """:meth:`Config.from_table`; older tables have flags in place of `loader` and `schedule`."""
+        """:meth:`Config.from_table`; older tables have flags in place of `loader` and `schedule`, or a loader that is no more."""
         flags = {name: value for name, value in values.items() if name in ("POINTWISE", "HALO", "RAW", "PINGPONG")}
         if not all(isinstance(value, bool) for value in flags.values()):
             raise ValueError(f"flags must be true or false, but are {flags}")
-        former = {}
-        for flag, loader in ("POINTWISE", "planes"), ("HALO", "halo"), ("RAW", "halo_split"):
+        former = {"loader": "im2col"} if values.get("loader") == "planes" else {}
+        for flag, loader in ("HALO", "halo"), ("RAW", "halo_split"):
             if flags.get(flag):
                 former["loader"] = loader
         if flags.get("PINGPONG"):
             former["schedule"] = "pingpong"
-        return super().from_table(former | {name: value for name, value in values.items() if name not in flags})
+        return super().from_table({name: value for name, value in values.items() if name not in flags} | former)
 
 
 CONFIGS = (ImplicitGemm,)
@@ -171,10 +167,6 @@ def refusal(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         reason = _no_pingpong(problem, config)
         if reason:
             return reason
-    if config.reads_planes:
-        reason = _not_pointwise(problem, config)
-        if reason:
-            return reason
     if config.halo:
         reason = _no_halo(problem, config)
         if reason:
@@ -192,19 +184,6 @@ def _no_pingpong(problem: ConvProblem, config: ImplicitGemm) -> str | None:
         return "consumers take tiles by turns if these have 128 rows, of one product, loaded tap by tap, and columns of one phase"
     most = 128 if problem.has_residual and config.SPLIT == 1 else 192
     return f"a consumer takes all {config.BLOCK_N} pixels of a tile then, up to {most}" if config.BLOCK_N > most else None
-
-
-def _not_pointwise(problem: ConvProblem, config: ImplicitGemm) -> str | None:
-    """Why the images can't be multiplied as they lie, or None if they can."""
-    packed, walks = _form(problem)
-    plain = problem.layout == "NCHW" and problem.itemsize == 2 and problem.groups == 1
-    if not plain or packed.load != 64 or packed.level or len(walks) != 1 or not walks[0].flat:
-        return "images are multiplied as they lie for 1x1 filters on 16-bit NCHW arrays, without groups, stride or padding"
-    if math.prod(problem.operand_size) % 8:
-        return "tensor loads take planes of a multiple of 16 bytes"
-    if config.SPLIT != 1 or _consumer_pixels(config) % 64 or config.BLOCK_N > 256:
-        return "a consumer takes 64 pixels of such images, or a multiple, without splits"
-    return None
 
 
 def _no_halo(problem: ConvProblem, config: ImplicitGemm) -> str | None:
@@ -349,7 +328,7 @@ def schedule(problem: ConvProblem, config: ImplicitGemm, device: Device, noted: 
     """The launches of `config`, which can run `problem`; with `noted` they note the moments of the result, if they can."""
     multiprocessors = device.multiprocessors
     made = _schedule(problem, config, multiprocessors, noted)
-    if _reads_filter(problem, config):
+    if _reads_filter(problem):
         return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, map_w=_filter_map(problem)).steps)
     if packs_filter_last(problem):
         return replace(made, filter_last=_schedule(problem, config, multiprocessors, noted, filter_last=True).whole)
@@ -425,8 +404,7 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     pixels, plane = _consumer_pixels(config), math.prod(problem.result_size)
     if products(problem) == 3 and pixels > 128:
         return None
-    sets, span = (problem.N, plane) if config.reads_planes else (1, problem.N * plane)
-    return Moments(sets, span, pixels, problem.result_channels)
+    return Moments(1, problem.N * plane, pixels, problem.result_channels)
 
 
 def _launches(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
@@ -501,12 +479,6 @@ def _operand(problem: ConvProblem) -> str:
     return "bfloat16" if problem.dtype == "bfloat16" else "float16"
 
 
-def _plane_map(problem: ConvProblem) -> TensorMap:
-    """Images that are multiplied as they lie, in blocks of 64 pixels and channels."""
-    plane, channels = math.prod(problem.operand_size), problem.operand_channels
-    return TensorMap(INPUT, 0, (plane, channels, problem.N), (2 * plane, 2 * plane * channels), (64, 64, 1), 128, problem.dtype)
-
-
 def _filter_map(problem: ConvProblem) -> TensorMap:
     """A 16-bit filter with its second axis last, as it lies: of a tap so many channels of 64 of the first axis."""
     packed, _ = _form(problem)
@@ -515,13 +487,13 @@ def _filter_map(problem: ConvProblem) -> TensorMap:
     return TensorMap(WEIGHT, 0, (last, taps, first), (2 * last, 2 * last * taps), (packed.load, 1, 64), 2 * packed.load, problem.dtype)
 
 
-def _reads_filter(problem: ConvProblem, config: ImplicitGemm) -> bool:
+def _reads_filter(problem: ConvProblem) -> bool:
     """Whether a filter with its second axis last can be read as it lies: beside 16-bit images that are not packed either."""
     packed, _ = _form(problem)
     if problem.itemsize != 2 or problem.layout == "CNHW" or problem.weight_shape[1] % 8 or packed.level:
         return False
     # of the gradient of the input that axis is gemm m
-    return packed.as_is or config.reads_planes if problem.direction == "fprop" else packed.as_is and packed.load == 64
+    return packed.as_is and (problem.direction == "fprop" or packed.load == 64)
 
 
 def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> TensorMap:
@@ -541,16 +513,14 @@ def _product(
     """The launch of some phases; it adds the parts of split sums with `tickets`."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
-        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)), "POINTWISE": int(config.reads_planes),
+        "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
         "PHASES": 1, "MOMENTS": int(moments is not None), "INTERLEAVE_COLUMNS": int(paired(problem)),
         "PATCH_ROWS": _consumer_pixels(config) // 8 if config.halo else 0, "FUSED_SPLIT": int(config.splits_images),
     }
     if not defines["DENSE"]:
         defines["PHASES"] = max(PHASES)
-    if config.reads_planes:
-        maps = [_plane_map(problem)]
-    elif config.splits_images:
+    if config.splits_images:
         maps = [_raw_map(problem, config)]
     elif config.halo:
         maps = [_halo_map(problem, config, packed, x_limbs)]
@@ -558,7 +528,7 @@ def _product(
         maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
     unused = defines["PHASES"] - len(walks)  # the launch's arguments have room for so many more phases
     maps += maps[-1:] * unused
-    if products(problem) == 1 and (problem.layout == "NHWC" or config.reads_planes):
+    if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # of a filter that is packed there is none
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
@@ -736,9 +706,7 @@ def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
 def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
     """Tiles of a group: along its channels and along the pixels."""
     plane = math.prod(phase.size)
-    across = problem.N * ceil(plane, config.BLOCK_N) if config.reads_planes else ceil(problem.N * plane, config.BLOCK_N)
-    if config.halo:
-        across = problem.N * plane // config.BLOCK_N
+    across = problem.N * plane // config.BLOCK_N if config.halo else ceil(problem.N * plane, config.BLOCK_N)
     return ceil(problem.result_channels // problem.groups, config.BLOCK_M), across
 
 
@@ -785,27 +753,24 @@ def _defines_of(problem: ConvProblem) -> dict[str, int]:
 def _ordinary_tiles(seldom: int, three: bool, dense: bool) -> Iterator[ImplicitGemm]:
     """The tiles that are chosen from, see :data:`PIXELS`, without stages and splits, of images that are loaded tap by tap.
 
-    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`). Where these
-    lie apart, the products that are the most seldom have small tiles.
+    Consumers take turns only where a product is one, not `three` of limbs, and the result's pixels lie side by side (`dense`).
     """
-    for rows, widths in PIXELS[seldom].items():
-        left_out, most = LEFT_OUT[three] if rows == 128 else 0, 128 if seldom == 3 and not dense else 256
-        yield from (ImplicitGemm(rows, pixels) for pixels in widths if pixels <= most and pixels != left_out)
+    for rows, widths in PIXELS[three, dense][seldom].items():
+        yield from (ImplicitGemm(rows, pixels) for pixels in widths)
     if dense and not three:
         yield from (ImplicitGemm(128, pixels, schedule="pingpong") for pixels in PINGPONG_PIXELS[seldom])
 
 
 #: The tiles of images that are loaded in other ways.
 _SPECIAL_TILES = (
-    *(ImplicitGemm(*tile, loader="planes") for tile in PLANES), *(ImplicitGemm(*tile, loader="halo") for tile in HALOS),
-    *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS),
+    *(ImplicitGemm(*tile, loader="halo") for tile in HALOS), *(ImplicitGemm(*tile, loader="halo_split") for tile in HALOS),
 )  # fmt: skip
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and its loads, the arithmetic, and how the result lies."""
-    kinds = product(range(len(PIXELS)), (False, True))
-    tiles = dict.fromkeys(tile for seldom, three in kinds for tile in _ordinary_tiles(seldom, three, True))
+    kinds = product(range(len(PINGPONG_PIXELS)), (False, True), (False, True))
+    tiles = dict.fromkeys(tile for kind in kinds for tile in _ordinary_tiles(*kind))
     for tile, one in product((*tiles, *_SPECIAL_TILES), ARITHMETICS):
         consumer = _consumer_pixels(tile)
         own = one | _ORDINARY | {"BLOCK_M": (tile.BLOCK_M,), "BLOCK_N": (tile.BLOCK_N,), "WGMMA_N": (consumer,)}
@@ -820,10 +785,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 #: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
 _ORDINARY: dict[str, tuple[int, ...]] = {
-    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "POINTWISE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
+    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
     "MOMENTS": FLAG, "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
-_PLANES: dict[str, tuple[int, ...]] = {"POINTWISE": (1,), "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,)}
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
     "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_MN_MAJOR": (0,),
@@ -833,7 +797,7 @@ _HALO: dict[str, tuple[int, ...]] = {
 }
 #: What else may be of it, by how images are loaded.
 _SPECIAL: dict[Loader, tuple[dict[str, tuple[int, ...]], ...]] = {
-    "im2col": ({}, _STORED, _PAIRED), "planes": (_PLANES,), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
+    "im2col": ({}, _STORED, _PAIRED), "halo": (_HALO,), "halo_split": (_HALO | {"STAGES": (4, 3)},),
 }  # fmt: skip
 
 
@@ -844,7 +808,7 @@ def _made(d: Mapping[str, int]) -> bool:
     if not written_so(d) or (d["NHWC"] and d["DENSE"] and d["VEC"] == 1) or not d["STAGES"] or (d["PHASES"] > 1) == d["DENSE"]:
         return False
     seldom = _seldom(d)
-    if not (d["PATCH_ROWS"] or d["POINTWISE"]):
+    if not d["PATCH_ROWS"]:
         tile = ImplicitGemm(d["BLOCK_M"], d["BLOCK_N"], schedule=PIPELINES[d["PINGPONG"]])
         if tile not in _ordinary_tiles(seldom, three, bool(d["DENSE"])):
             return False
@@ -860,8 +824,6 @@ def _made(d: Mapping[str, int]) -> bool:
     if parts and (d["PINGPONG"] or not _in_parts(d)):
         return False
     if d["INTERLEAVE_COLUMNS"] and d["PINGPONG"]:
-        return False
-    if d["POINTWISE"] and (d["OUT"] == FLOAT or consumer % 64 or d["W_MN_MAJOR"]):
         return False
     if d["W_MN_MAJOR"] and (three or not d["NHWC"] or d["LOAD_CHANNELS"] != 64 or d["VEC"] == 1):
         return False
@@ -879,7 +841,7 @@ def _made(d: Mapping[str, int]) -> bool:
 
 #: Stages of a ring that are tried.
 _DEPTHS: dict[tuple[Loader, Pipeline], tuple[int, ...]] = {
-    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3), ("planes", "cooperative"): (4, 3, 2),
+    ("im2col", "cooperative"): (6, 5, 4, 3), ("im2col", "pingpong"): (6, 5, 4, 3),
     ("halo", "cooperative"): (6, 5, 4, 3), ("halo_split", "cooperative"): (4, 3),
 }  # fmt: skip
 
@@ -892,7 +854,7 @@ def _most_stages(d: Mapping[str, int]) -> int:
         staging = 4 * (4 * 16 * consumer + KEPT_PIECE)
     beside = 2 * (staging + (12 if d["INTERLEAVE_COLUMNS"] else 4) * consumer) + 1024
     stage = (2 if d["PRODUCTS"] == 3 else 1) * (d["BLOCK_M"] + d["BLOCK_N"]) * 128
-    depths = (6, 5, 4, 3) if d["PINGPONG"] else (4, 3, 2) if d["POINTWISE"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
+    depths = (6, 5, 4, 3) if d["PINGPONG"] else (6, 5, 4, 3, *((2,) if d["BLOCK_M"] == 64 else ()))
     return next((n for n in depths if n * stage + beside <= SHARED_BYTES), 0)
 
 
@@ -916,7 +878,6 @@ class Rates(NamedTuple):
 
 #: Measured on an H200, by the bytes of an element. float32's were fitted to 258 times: root mean square of the error 17%.
 RATES = {8: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 4: Rates(1330.0, 1.8, 98e3, 21.6e3, 2.3), 2: Rates(1450.0, 2.8, 110e3, 17.4e3, 3.0)}
-READ = 28e3  # bytes a microsecond from memory to one multiprocessor, all of them reading at once
 RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split there
 #: Of 16-bit arrays and filters that are read as they lie: cycles a microsecond, cycles of a row of the filter, microseconds of each launch;
 #: times as long products take as the tensor cores need; cycles of a pixel's row of so many bytes. Fitted to 147 times of 57 layers on an
@@ -1022,14 +983,12 @@ def time(problem: ConvProblem, config: ImplicitGemm, device: Device) -> float:
 @lru_cache(maxsize=1024)
 def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> float:
     packed, walks = _form(problem)
-    count, lying, rates = products(problem), _reads_filter(problem, config), RATES[problem.itemsize]
+    count, lying, rates = products(problem), _reads_filter(problem), RATES[problem.itemsize]
     clock, of_filter, launch_time = LYING if lying else (rates.clock, 0.0, 0.0)
     of_pixel = _pixel_cycles(problem, packed) if lying else rates.row_cycles
     loads = (of_pixel * limbs(problem) * config.BLOCK_N + of_filter * config.BLOCK_M) * (64 // packed.load)
-    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying and not config.reads_planes else 1)
+    cycles = 4 * count * config.BLOCK_N * config.BLOCK_M / 128 * (LYING_PRODUCT if lying else 1)
     step = max(cycles / clock, loads / clock, stage_bytes(problem, config) / rates.loaded)
-    if config.reads_planes:  # limited by memory for each tile of pixels' first use
-        step = max(cycles / rates.clock, 64 * config.BLOCK_N * problem.itemsize / READ)
     last = problem.layout == "NHWC" and config.SPLIT == 1 and problem.itemsize == 2
     tile, stored = (LYING_TILE, PHASED_STORED if len(walks) > 1 else LYING_STORED) if last else (TILE_TIME, rates.stored)
     if last and len(walks) == 1 and _whole_rows(problem, 1) and not tensor_store(problem, config):

@@ -442,7 +442,7 @@ class PackedArray:
 
     def in_cluster(self) -> PackedArray:
         """The same by clusters of blocks, if these can have all tiles of an image."""
-        if not self.defines["RANGE_CHECK"] or self.tiles > CLUSTER:
+        if not self.defines["RANGE_CHECK"] or self.defines["IN"] != FLOAT or self.tiles > CLUSTER:
             return self
         each = 1 << (self.tiles - 1).bit_length()
         return replace(self, defines=self.defines | {"CLUSTER": CLUSTER}, arguments=self.arguments._replace(each=each))
@@ -471,9 +471,11 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
         images = lines = problem.N
         group, size, packed_size, strides = packed.pixel, problem.operand_size, packed.stored, read_strides(problem)
     vector, tile = _tiles(problem, packed, size, math.prod(packed_size) + (as_filter and packed.load < 64), groups * group // 8)
+    checked = flagged(problem, packed)
+    eights = read % 8 == 0 and (problem.dtype == "float32" or not checked)  # windows of 16 bits are seldom checked, so they have one text
     defines = {
         "IN": ELEMENTS[problem.dtype], "LIMBS": count, "NHWC": int(problem.layout == "NHWC"), "VECTOR": vector,
-        "EIGHTS": int(read % 8 == 0), "RANGE_CHECK": int(flagged(problem, packed)),
+        "EIGHTS": int(eights), "RANGE_CHECK": int(checked),
         "SAMPLE_SCALE": int(gradient and problem.dtype == "float32"), "FILTER": int(as_filter), "FOLDED": int(packed.level > 0),
         "CLUSTER": 0,
     }
@@ -491,7 +493,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
         window=packed.pixel if packed.window else 0, shift=packed.window.shift if packed.window else 0, packed_r=packed.taps[1],
         filter_r=r, filter_s=s, tickets=0,
     )  # fmt: skip
-    straight = problem.layout == "NHWC" and (not packed.level or read % 8 == 0)  # to memory
+    straight = problem.layout == "NHWC" and (not packed.level or eights)  # to memory
     return PackedArray(defines, told, 0 if straight else 16 * count * _thread_pixels(problem, packed) * PACK_THREADS,
                        ceil(4 * (fitting * all_taps + ceil(fitting, 8)), 16) * 16)  # fmt: skip
 
@@ -742,9 +744,9 @@ def _packs(d: Mapping[str, int]) -> bool:
         return False
     if d["SAMPLE_SCALE"] and d["FOLDED"] and not d["FILTER"]:
         return False
-    if d["IN"] != FLOAT and d["RANGE_CHECK"] and (d["FILTER"] or not d["FOLDED"]):
+    if d["IN"] != FLOAT and d["RANGE_CHECK"] and (d["FILTER"] or not d["FOLDED"] or d["EIGHTS"]):
         return False
-    if d["CLUSTER"] and not d["RANGE_CHECK"]:
+    if d["CLUSTER"] and (not d["RANGE_CHECK"] or d["IN"] != FLOAT):
         return False
     return d["VECTOR"] == 1 or not (d["NHWC"] or d["FOLDED"])
 
