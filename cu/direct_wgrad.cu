@@ -13,7 +13,7 @@
 //          n*t*r*s + t*r*s + r*s + s; GID_0 = ((k block * images + c) * chunks of taps + chunk) * slices + slice.
 //          thread -> every THREADS-th pixel of its run: FILTERS values of y meet TAPS of x, neighbours of what the threads beside it read.
 //          A run does not end with an image, so that a single large image fills the machine, and planes of few pixels fill their blocks.
-// Memory   registers: FILTERS * TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps,
+// Memory   registers: FILTERS * TAPS sums. Shared: where each of TAPS lies, and [TAPS][THREADS] sums at the end, added in two steps, in pairs,
 //          always in the same order.
 //          With slices > 1 each slice writes its part to a workspace [slices][size of w] and direct_reduce.cu adds them.
 //
@@ -51,6 +51,10 @@ typedef struct WgradArguments {
 #endif
 
 #define PARTS 8  // in which a tap's sums are added first
+// Adds `count` numbers, a power of two, up in v[0]. In pairs log2(count) roundings follow one another, in a chain count - 1.
+#define ADD_IN_PAIRS(v, count)                                            \
+  _Pragma("unroll") for (int half_ = (count) / 2; half_ > 0; half_ /= 2)  \
+  _Pragma("unroll") for (int j_ = 0; j_ < half_; ++j_) (v)[j_] += (v)[j_ + half_];
 
 // Where a tap lies from the first element that a pixel of y meets.
 typedef struct ALIGNED Tap {
@@ -141,17 +145,21 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void direct_wgrad(const GLOBAL_MEM data_t* REST
     for (int i = 0; i < TAPS; ++i) sums[i * THREADS + LID_0] = sum[f][i];
     local_barrier();
     for (int i = LID_0; i < TAPS * PARTS; i += THREADS) {
-      acc_t part = 0;
-      for (int j = 0; j < THREADS / PARTS; ++j) part += sums[i * (THREADS / PARTS) + j];
-      sums[i * (THREADS / PARTS)] = part;  // nobody else reads these
+      acc_t part[THREADS / PARTS];
+#pragma unroll
+      for (int j = 0; j < THREADS / PARTS; ++j) part[j] = sums[i * (THREADS / PARTS) + j];
+      ADD_IN_PAIRS(part, THREADS / PARTS)
+      sums[i * (THREADS / PARTS)] = part[0];  // nobody else reads these
     }
     local_barrier();
     for (int i = LID_0; i < TAPS; i += THREADS)
       if (first_tap + i < taps && k0 + f < kg) {
-        acc_t all = 0;
-        for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
+        acc_t part[PARTS];
+#pragma unroll
+        for (int j = 0; j < PARTS; ++j) part[j] = sums[i * THREADS + j * (THREADS / PARTS)];
+        ADD_IN_PAIRS(part, PARTS)
         const index_t filter = (slice * (index_t)(groups * kg) + g * kg + k0 + f) * (index_t)images + c;
-        STORE_SUM(filter * (index_t)taps + first_tap + i, all)
+        STORE_SUM(filter * (index_t)taps + first_tap + i, part[0])
       }
     local_barrier();
   }

@@ -183,6 +183,15 @@ def test_long_sums_of_few_channels_are_cut(device, stride):
     assert np.linalg.norm(got - ref) < 5e-7 * np.linalg.norm(ref)
 
 
+def test_sums_of_a_block_s_threads_are_added_in_pairs(device):
+    """One after the other they would be off by 9.4e-8."""
+    x, dy = np.random.default_rng(1).standard_normal((2, 1, 128, 8, 16), np.float32)
+    problem = ConvProblem.gradient("weight", 2, x.shape, (128, 1, 3, 3), dy.shape, padding=1, groups=128)
+    ref = gradient("weight", x, np.zeros((128, 1, 3, 3)), dy, padding=1, groups=128)
+    got = run(Plan(problem, device, config=Wgrad(128, 9, 1)), x, dy)
+    assert np.linalg.norm(got - ref) < 8.3e-8 * np.linalg.norm(ref)
+
+
 @pytest.mark.parametrize(("c", "k", "size"), [(12, 12, (3, 3)), (6, 18, (5, 4)), (8, 8, (7, 9))])
 def test_depthwise_filters(device, c, k, size):
     """A filter of 63 taps is computed in parts too."""
