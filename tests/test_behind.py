@@ -615,7 +615,7 @@ def test_what_a_network_still_needs_is_foreseen_by_the_next_layer(empty):
 # ---- rivals
 
 
-def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty, monkeypatch):
+def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
     problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
     chosen, found = engines.choose(problem, empty), behind.rivals(problem, empty)
     orders = [engines.order(problem, config) for config in (chosen, *found)]
@@ -626,12 +626,16 @@ def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty, monkeypa
         assert engines.predicted(problem, config, empty) <= behind.RIVAL * best
         assert best <= behind.RIVAL * engines.predicted(problem, chosen, empty)
         assert all(one.tile >= config.tile or engines.predicted(problem, one, empty) > behind.RIVAL * best for one in same)
-    nine = replace(problem, N=9)
-    assert engines.order(nine, engines.choose(nine, empty)) != engines.order(problem, chosen)
-    monkeypatch.setattr(Empty, "known", texts_of(problem, chosen, empty))
-    assert waits(nine, empty)
-    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in found)))
-    assert not waits(nine, empty)
+
+
+def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
+    problem, other = (fprop((9, 256, n, n), (256, 256, 1, 1)).problem() for n in (36, 32))
+    first, second = (engines.choose(one, empty) for one in (problem, other))
+    assert engines.order(problem, first) != engines.order(other, second)
+    monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))
+    assert waits(other, empty)
+    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in behind.rivals(problem, empty))))
+    assert not waits(other, empty)
 
 
 def test_rivals_are_foreseen_first_and_know_an_unfused_layer(empty):
