@@ -94,7 +94,12 @@
 #include "limbs.cuh"
 #endif
 #define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
-#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG)  // blocks may add the parts of split sums
+#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG)  // blocks may be told to add the parts of split sums
+#ifdef LAYER
+#define ADDS_PARTS false  // launches that add them have a text without LAYER, so others need not wait for a compiler of what they don't do
+#else
+#define ADDS_PARTS JOINS
+#endif
 // moments may be asked for: forwards, of common layers' whole sums, where these leave registers
 #define NOTES (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !PATCH_ROWS && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
 #include "finish.cuh"
@@ -1268,7 +1273,7 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 }
 #endif
 
-#if JOINS
+#if ADDS_PARTS
 // The sums of a tile's parts, finished. A thread takes VEC neighbours at a time, and several such runs at once: each waits for memory as long
 // as all of them together.
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const float* bias, const float* scale,
@@ -1428,10 +1433,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
 #if MENDS
-#if JOINS
+#if ADDS_PARTS
   const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else mending is left to what adds the parts
 #else
-  const bool mends_own = true;
+  const bool mends_own = !JOINS || shapes.of[0].splits == 1;
 #endif
   if (threadIdx.x == 0) any_flag = 0;
 #endif
@@ -1494,7 +1499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     const MendOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
 #endif
-#if JOINS
+#if ADDS_PARTS
     if (join.joins) {
 #if TENSOR_STORE && !MENDS
       if (threadIdx.x % 128 == 0) bulk_wait<0>();

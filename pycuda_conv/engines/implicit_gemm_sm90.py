@@ -892,11 +892,15 @@ PIXEL_CYCLES = {128: 2.1, 64: 1.6, 32: 2.0, 16: 2.0}
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
 LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.3, (3, 4): 1.0}, 1.3
+FLAT = 1.09  # the same of 1x1 layers with three products, without stride: on an H100 89 of them took 9% longer in the mean than without it
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.1  # the same of pixels of phases in NCHW, whose neighbours lie apart
 PARTS_OF_SECTORS = 2.4e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
+#: Of the same tiles, elements of a residual that a microsecond adds to them, which nothing hides; and the microseconds that splitting
+#: images takes besides. From 27 layers of 64 channels on an H100: without, these took up to 1.6 times as long as predicted.
+HALO_JOINED, HALO_SPLIT = 2.5e3, 8.5
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
 #: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
@@ -1005,8 +1009,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         stores *= SCATTERED * min(walks[0].phase.step[2], SECTOR // problem.itemsize)  # elements one by one, so far apart
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         stores *= PHASED
-    if problem.has_residual and config.SPLIT == 1:
-        stores += config.BLOCK_M * config.BLOCK_N / (JOINED if last else JOINED_PLANES)
+    added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
+    stores += added / (JOINED if last else JOINED_PLANES)
     between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / rates.clock, 0
@@ -1018,9 +1022,9 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         product = ceil(steps, config.SPLIT) * step
         if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
-        return max(product, stores) if config.halo else product + between
+        return max(product, stores) + added / HALO_JOINED if config.halo else product + between
 
-    us = 0.0 if lying else rates.launch_time
+    us = (0.0 if lying else rates.launch_time) + (HALO_SPLIT if config.splits_images else 0)
     at_once, joined = _at_once(problem), 0.0
     for group, stages in _stages_of_launches(problem):
         us += launch_time
@@ -1041,6 +1045,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if problem.layout == "NCHW" and len(walks) > 1:  # memory writes a sector again for each phase that has a pixel in it
         parts = min(walks[0].phase.step[2], SECTOR // problem.itemsize)
         us = max(us, problem.itemsize * math.prod(problem.result_shape) * parts / PARTS_OF_SECTORS)
+    if problem.layout == "NCHW" and count == 3 and len(walks) == 1 and walks[0].flat:
+        us *= FLAT
     if problem.layout == "CNHW":
         us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
     return us
