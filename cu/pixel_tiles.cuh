@@ -26,6 +26,7 @@
 #endif
 #include "cluster.cuh"
 #include "finish.cuh"
+#include "repeats.cuh"
 #include "ring.cuh"
 #include "truncation.cuh"
 
@@ -44,6 +45,9 @@ static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, 
 
 struct Shapes {
   Phase of[PHASES];
+#if PHASES > 1
+  Repeats repeats;  // of each
+#endif
 };
 
 DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
@@ -55,17 +59,31 @@ DEVICE int all_tiles(const Shapes& shapes) {
   return tiles;
 }
 
-// A tile: its phase, its first pixel, and its first channel.
+// A tile: its phase, and which repeat of it, its first pixel, and its first channel.
 struct Tile {
-  int phase = 0, pixel, channel;
+  int phase = 0, repeat = 0, pixel, channel;
   DEVICE Tile(const Shapes& shapes, int tile) {
     while (PHASES > 1 && tile >= (int)shapes.of[phase].tiles) tile -= (int)shapes.of[phase++].tiles;
+#if PHASES > 1
+    const Divided turn(tile, shapes.repeats.turns, shapes.repeats.by_turns);
+    tile = turn.quotient;
+    repeat = turn.rest;
+#endif
     const Phase& shape = shapes.of[phase];
     const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
     channel = across.rest * BLOCK_N;
     pixel = across.quotient * BLOCK_M;
   }
 };
+
+// how far a tile's repeat lies behind the phase
+#if PHASES > 1
+DEVICE int taps_apart(const Shapes& shapes, const Tile& of) { return taps_apart(shapes.repeats, of.repeat); }
+DEVICE long long y_apart(const Shapes& shapes, const Tile& of) { return y_apart(shapes.repeats, of.repeat); }
+#else
+DEVICE int taps_apart(const Shapes&, const Tile&) { return 0; }
+DEVICE int y_apart(const Shapes&, const Tile&) { return 0; }
+#endif
 
 // the stages of gemm k that this block takes
 struct Range {
@@ -382,14 +400,15 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       sum[i] = any ? sum[i] : 0;
       if (TYPE == 32) sum[i] += give_back_lost(sum[i], part);  // the rounding of 16 bits hides it
     }
+    const auto apart = y_apart(shapes, of);
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
     leave_sums<SUMS_PITCH>(sum, sums);
     cluster_barrier();
-    add_parts(shape, of, shared_address(sums), scale, bias, residual, y);
+    add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
 #else
     float* const noted = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual, y, moments);
+    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual + apart, y + apart, moments);
 #endif
   }
 }

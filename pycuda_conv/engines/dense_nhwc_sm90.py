@@ -36,7 +36,17 @@ from pycuda_conv.engines.hopper import (
     unsupported,
     wide_stores,
 )
-from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
+from pycuda_conv.engines.packing import (
+    MOST_PIXELS,
+    PackedLayout,
+    PhaseAddressing,
+    first_ones,
+    phase_addressing,
+    repeat_arguments,
+    repeats,
+    tap_numbers,
+    written_places,
+)
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -274,9 +284,10 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
 
 
 def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
-    """Phases that share a launch."""
-    for first in range(0, len(walks), PHASES):
-        yield walks[first : first + PHASES]
+    """Phases that share a launch, which has their repeats too."""
+    told = first_ones(walks, repeats(walks))
+    for first in range(0, len(told), PHASES):
+        yield told[first : first + PHASES]
 
 
 def _product(
@@ -284,12 +295,15 @@ def _product(
     parts: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases, with the moments' `parts` if they are noted."""
-    lying, _ = _walks(problem)
+    lying, all_walks = _walks(problem)
     told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
     maps = [image_map(problem, INPUT, lying, walk, config.BLOCK_M) for walk in walks]
-    phases = 1 if len(walks) == 1 else PHASES
+    phases = 1 if len(all_walks) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
     maps += [maps[-1]] * (phases - len(walks)) + [_filter_map(problem, config, place, mn_major)]
+    structs: tuple[tuple[int, ...], ...] = told
+    if phases > 1:
+        structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
     tiles = sum(phase.tiles for phase in told)
     fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
@@ -302,7 +316,7 @@ def _product(
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told,
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=structs,
         layer=finish_constants(told[0]) | {"NOTED": told[0].noted},
     )  # fmt: skip
 
@@ -328,14 +342,14 @@ def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tu
 
 def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
     """The kernel's arguments of a phase."""
-    lying, _ = _walks(problem)
+    lying, all_walks = _walks(problem)
     size, plane = walk.phase.size, math.prod(walk.phase.size)
     pixels, blocks = problem.N * plane, _blocks(problem, walk)
     across, down = _tiles(problem, config, walk)
     places = written_places(problem, walk.phase)
     del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        DensePhase, tiles=across * down * math.prod(repeats(all_walks)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
         **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
@@ -401,6 +415,7 @@ FOLLOW = 0.4  # microseconds of a launch behind another one
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
+    many = math.prod(repeats(walks))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     channels = problem.result_channels  # what a tile has more of is not loaded
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
@@ -412,7 +427,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     slots = at_once(device, config.CLUSTER)
     us = 0.0
     for group in _launches(walks):
-        jobs = [math.prod(_tiles(problem, config, walk)) * config.CLUSTER for walk in group]
+        jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
         if config.BLOCK_M == 64 and sum(jobs) > slots:
