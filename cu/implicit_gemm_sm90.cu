@@ -166,8 +166,7 @@ struct GemmPhase {
   long long out_size, out_base, out_d, out_h, out_w;       // elements of a plane of y, of the first pixel, and from one to the next
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
-  long long scaled;                                        // whether there are scales: SCALED
-  long long noted;                                         // whether moments are written: NOTES
+  long long scaled;                                        // 1: there are scales, SCALED; 2: moments are written, NOTES; or 3, both
   long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: pixels of x that the taps of a patch meet in a row, and rows;
@@ -181,7 +180,7 @@ struct GemmPhase {
 // Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
 constexpr bool MAY_ADD = !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
 DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && has_residual(shape); }
-DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled); }
+DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled & 1); }
 
 struct Shapes {
   GemmPhase of[PHASES];
@@ -895,7 +894,7 @@ DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const 
                        const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
 #if NOTES
-  if (OF_LAYER(NOTED, shape.noted)) store_moments(sum, rows, shape, scales, moments);
+  if (OF_LAYER(NOTED, shape.scaled & 2)) store_moments(sum, rows, shape, scales, moments);
 #endif
 #if INTERLEAVE_COLUMNS
   store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * INTERLEAVED, scales, output_offsets, y);
@@ -1534,7 +1533,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             residual, to, moments, y);
 #if MENDS
 #if NOTES
-    if (!OF_LAYER(NOTED, shapes.of[0].noted)) redone = nullptr;
+    if (!OF_LAYER(NOTED, shapes.of[0].scaled & 2)) redone = nullptr;
     if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
 #else
     int* const redone = nullptr;

@@ -578,10 +578,10 @@ def product(step, memory: Memory) -> None:
         assert not step.layer, "constants of the layer would finish the parts, too"
         whole = [(join(one, named(one), step.structs[-1], number, len(whole), memory), mend) for number, (one, mend) in enumerate(whole)]
     first = named(whole[0][0])
-    if mends and (first.splits == 1 or joined) and first.scaled:
+    if mends and (first.splits == 1 or joined) and first.scaled & 1:
         for one, mend in whole:
             mend_own(one, named(one), mend, others[room], memory)
-        if first.noted:
+        if first.scaled & 2:
             store(memory.view(step.buffers[12], "int32"), np.arange(step.grid), 0)
             store(memory.view(step.buffers[12], "int32"), 0, int(memory.mended > before))
 
@@ -778,7 +778,7 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
     pixel, per = pixel0 + np.arange(total.shape[1]), step.defines["WGMMA_N"]
-    assert not s.noted or pixel0 % per == 0
+    assert not s.scaled & 2 or pixel0 % per == 0
     write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, pixel0 // per, pixel0)
 
 
@@ -795,7 +795,7 @@ def write_tile(
     kind = ELEMENT[define["OUT"]]
     m = m0 + np.arange(define["BLOCK_M"])[:, None]
     k = group * s.rows_group + m
-    if s.scaled:
+    if s.scaled & 1:
         total = total * inside(memory.view(scale_n, "float32"), pixel[None] // s.plane if unit is None else unit).astype(float) * inside(memory.view(scale_k, "float32"), np.minimum(k, s.rows - 1))
     channel = np.minimum(k, s.rows - 1)
     m, pixel = m[m < s.rows_group][:, None], pixel[counted][None]
@@ -808,7 +808,7 @@ def write_tile(
     places = np.zeros(total.shape, int)
     places[np.ix_(np.arange(m.size), counted)] = at
     v = finished(finishing(step), memory, kind, total, scale, bias, residual, channel, places).astype(kind)
-    if s.noted and pixel.size:
+    if s.scaled & 2 and pixel.size:
         for i, first in enumerate(range(0, pixel.size, define["WGMMA_N"])):  # what one consumer has
             note_moments(memory.view(noted[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
     if define["TENSOR_STORE"]:

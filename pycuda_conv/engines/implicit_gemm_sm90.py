@@ -417,7 +417,7 @@ def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
 def _alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
     """The phases, all loaded along as many axes, in the order of their pixels; and how many are repeats of one, along each axis."""
     _, walks = _form(problem)
-    if not all(walk.flat for walk in walks):
+    if len(walks) > 1 and not all(walk.flat for walk in walks):
         rank = max(walk.rank for walk in walks)
         walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
     d, h, w = repeats(tuple(walks))
@@ -529,7 +529,7 @@ def _product(
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
     noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
-    bits = {"w_lies": int(map_w is not None), "noted": int(noted), "x_tiles": operands.tiles}
+    bits = {"w_lies": int(map_w is not None), "scaled": (problem.dtype == "float32") + 2 * noted, "x_tiles": operands.tiles}
     phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if defines["PHASES"] > 1:
@@ -638,7 +638,6 @@ class GemmPhase(NamedTuple):
     out_row: int
     out_part: int
     scaled: int
-    noted: int
     x_tiles: int
     has_bias: int
     has_scale: int
@@ -699,7 +698,7 @@ def _arguments(
         load_plane=pixels if walk.flat else plane, load_pq=pixels if walk.flat else size[1] * size[2],
         load_q=pixels if walk.flat else size[2], **by_axis("stride_", stride), **by_axis("low_", low), plane=plane, pq=size[1] * size[2],
         q=size[2], **written_places(problem, phase), out_part=math.prod(problem.result_shape),
-        scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
+        **finish(problem, config.SPLIT > 1),
         halo_w=wide, halo_h=high, x_stages=_x_stages(problem, config), halo_bytes=_x_bytes(problem, config) // limbs(problem),
         groups=groups, x_channels=problem.operand_channels // groups, x_h=x_h, x_w=x_w, slack=slack(problem), **_raw(problem, config),
     )  # fmt: skip
