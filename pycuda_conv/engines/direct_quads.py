@@ -262,7 +262,7 @@ WAIT = 2.3  # microseconds that a block waits for a buffer
 LOAD_CYCLES = 80.0  # of a multiprocessor, for 128 numbers of a patch, and for each plane's copies of them
 COPY_CYCLES = 27.0
 STORE_CYCLES = 30.0  # of a multiprocessor, for a block's quads of a channel
-RESIDUAL_CYCLES = 290.0  # the same, for a residual that is added
+RESIDUAL_CYCLES = 290.0  # the same, for a residual that is added, or for numbers that are stored one by one
 FILLED = 0.25  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
 BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
 
@@ -292,7 +292,9 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
     buffers = ceil(tile.planes, tile.at_once)
     loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
-    each = products + loading + config.QUADS * CHANNELS * (STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    # rows of a result that are no multiple of four are stored number by number
+    storing = STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual or problem.result_size[2] % 4 else 0)
+    each = products + loading + config.QUADS * CHANNELS * storing
     resident = min(5 if config.QUADS == 1 else 4, 224 * 1024 // (tile.shared + 1024))
     together = ceil(tile.blocks, device.multiprocessors)
     alone = each * min(together, resident) ** FILLED / CLOCK + buffers * WAIT

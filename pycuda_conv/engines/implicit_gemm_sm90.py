@@ -895,7 +895,7 @@ HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once,
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
 #: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
-JOINED_PLANES = 4.1e3  # elements of a residual that a microsecond adds to other tiles
+JOINED_PLANES, JOINED_APART = 4.1e3, 2.8  # elements of a residual that a microsecond adds to other tiles; longer where one at a time
 LYING_TILE, LYING_STORED, LYING_APART, PHASED_STORED, JOINED = 0.4, 25e3, 12e3, 10e3, 4.5e3
 TILE_TIME = 0.8  # microseconds to start and drain a tile
 
@@ -1001,7 +1001,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         stores *= PHASED
     if problem.has_residual and config.SPLIT == 1:
-        stores += config.BLOCK_M * config.BLOCK_N / (JOINED if last else JOINED_PLANES)
+        one_by_one = not last and _defines_of(problem)["VEC"] == 1
+        stores += config.BLOCK_M * config.BLOCK_N / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
     between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / rates.clock, 0
