@@ -396,6 +396,7 @@ MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside load
 ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 3.6e6, 0.98, 0.16
 WIDEST_FINISHED = 14e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
+VOLUME, VOLUME_NARROW = 1.35, 2.1  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
@@ -404,7 +405,10 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     channels = problem.result_channels  # what a tile has more of is not loaded
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
-    loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
+    pixel, slower = problem.operand_channels * size, 1.0
+    if walks[0].rank == 3:
+        slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
+    loads = config.BLOCK_M * pixel_cycles(pixel) * slower + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N

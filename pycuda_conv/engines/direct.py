@@ -456,7 +456,9 @@ BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
 BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
 STRIDED = 0.37  # which takes the stride along w to the power of this as long
 SLICE_WAIT = 0.45  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
-MANY_TAPS, LONGER = 81, 1.9  # of a filter, from which on direct_wgrad.cu takes so many times as long as its pixels and taps say
+#: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
+#: one another, and the stride steps over columns.
+MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
 DIRECT_MEMORY = 3e6  # bytes a microsecond
 DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
 DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
@@ -592,9 +594,12 @@ def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> fl
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
     step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
     rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
-    us = 2 + 1.15 * rounds * (3 + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
-    if math.prod(problem.output_size) >= MANY_TAPS:
+    us = 1 + 1.15 * rounds * ((2 if filters == 1 else 3) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    all_taps, across = math.prod(problem.output_size), problem.output_size[2]
+    if all_taps >= MANY_TAPS:
         us *= LONGER
+    elif all_taps > across == 1 < problem.dilation[2]:  # of a convolution with a stride: columns between its taps are loaded for nothing
+        us *= SKIPPING
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -884,6 +884,7 @@ RAW_RATE = 8.8e3  # bytes a microsecond and multiprocessor of what is split ther
 #: H200 and an H100: root mean square of the error 17%, and 18% for layers that were left out.
 LYING, LYING_PRODUCT = (1860.0, 3.5, 1.2), 1.37
 PIXEL_CYCLES = {128: 2.1, 64: 1.6, 32: 2.0, 16: 2.0}
+VOLUME = 2.2  # times as long takes a load of a volume
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
 LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.3, (3, 4): 1.0}, 1.3
@@ -959,7 +960,8 @@ def _steps(problem: ConvProblem) -> int:
 def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
     """Of a load of a pixel's channels from an array as it lies: rows that it has to fill take longer, odd ones most."""
     row, pixel = packed.load * problem.itemsize, problem.operand_channels * problem.itemsize
-    return PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
+    slower = VOLUME if _form(problem)[1][0].rank == 3 else 1.0
+    return slower * PIXEL_CYCLES[row] * (1.0 if pixel % row == 0 else 1.4 if pixel % 32 == 0 else 2.0)
 
 
 @lru_cache(maxsize=64)
