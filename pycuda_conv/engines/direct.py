@@ -455,7 +455,7 @@ TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 8e6, 0.87e6, 4.1e-4
 BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
 BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
 STRIDED = 0.37  # which takes the stride along w to the power of this as long
-SLICE_WAIT = 0.45  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
+SLICE_WAIT = 0.7  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
 #: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
 #: one another, and the stride steps over columns.
 MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
