@@ -20,7 +20,8 @@ from test_wgrad_nhwc import Filter
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import via_nhwc as vn
 from pycuda_conv.engines.schedule import RESULT
-from pycuda_conv.engines.via_nhwc import ViaNhwc
+from pycuda_conv.engines.via_nhwc import ViaNchw, ViaNhwc
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools import families
 
@@ -47,11 +48,36 @@ def problem_of(case, mode: str):
 
 def planned(case, mode: str) -> ViaNhwc:
     """What would be chosen if the arrays had their channels last."""
-    return ViaNhwc(str(engines.choose(vn._last(problem_of(case, mode).launched), H200)))
+    return ViaNhwc(str(engines.choose(vn._turned(problem_of(case, mode).launched), H200)))
 
 
 #: Each case in one of the modes.
 SOME = [(case, mode, planned(case, mode)) for i, case in enumerate([*CASES, *FILTERS]) for mode in MODES[i % len(MODES) :][:1]]
+
+
+def of_float32(case):
+    """The gradient of a filter of float32 from arrays with their channels last, in fp32, and what is chosen by way of NCHW."""
+    problem = case.problem("float32", "NHWC", "fp32")
+    return problem, vn.choose(problem.launched, H200)[1]
+
+
+@simulated
+@pytest.mark.parametrize("case", FILTERS, ids=str)
+def test_gradients_of_filters_of_float32_go_by_way_of_nchw(case):
+    (problem, config), arrays = of_float32(case), case.integers("float32")
+    assert type(config) is ViaNchw
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), case.reference(*arrays), config)
+
+
+def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
+    """No copy in NCHW is asked for; other types and other directions take no way round."""
+    problem, config = of_float32(FILTERS[0])
+    assert as_called(problem, H200) == problem and engines.choose(problem, H200) == config
+    assert vn.choose(FILTERS[0].problem("float32", "NHWC").launched, H200) is None
+    assert "is for arrays that lie so" in engines.refusal(problem, ViaNhwc(config.INNER), H200)
+    assert engines.refusal(FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
+    kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
+    assert kernels[:2] == ["via_nhwc"] * 2 and "via_nhwc" not in kernels[2:]
 
 
 def test_all_of_them_run():
@@ -99,7 +125,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (asked(BASE, "fp32"), ViaNhwc(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), ViaNhwc(), "in the layouts NCHW, CNHW, not in NHWC"), (asked(fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16"), ViaNhwc(), "nothing to compute"),
+        (asked(BASE, "fp32"), ViaNhwc(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), ViaNhwc(), "in the layouts NCHW, CNHW, CHWN, not in NHWC"), (asked(fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16"), ViaNhwc(), "nothing to compute"),
         (asked(fprop((2, 2**14, 256, 257), (8, 2**14, 1, 1)), "fp16"), ViaNhwc(), "32 bits"), (asked(BASE, "fp16"), ViaNhwc("Tile()"), "takes arrays in the layouts NCHW, CNHW, not in NHWC"),
         (asked(BASE, "fp16"), ViaNhwc("DenseNhwc(BLOCK_M=96)"), "a tile has"), *((asked(BASE, "fp16"), ViaNhwc(text), "as it is printed") for text in ("", "1", "Gemm", "Gemm(1)", "a.Gemm()", "Nobody()", "Gemm(BLOCK_M='a')", "Gemm(BLOCK_M=print())")),
     ],
@@ -139,7 +165,7 @@ def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
         if found is None:
             continue
         us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._last(problem), vn._inner(own), H200)
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._turned(problem), vn._inner(own), H200)
         chosen += config == own
         for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
             assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
@@ -167,6 +193,18 @@ def test_the_kernel_compiles_and_does_not_spill():
 # ---- on the GPU
 
 RUNS = [(case, mode, planned(case, mode)) for case in [*CASES, *FILTERS] for mode in MODES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", FILTERS, ids=str)
+def test_gradients_of_filters_of_float32_on_the_gpu(torch, case):  # noqa: F811
+    problem, config = of_float32(case)
+    plan = Plan(problem, "cuda", config=config)
+    arrays = case.integers("float32")
+    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+    arrays = case.normals("float32")
+    ref = case.reference(*arrays)
+    assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
 
 
 @cache

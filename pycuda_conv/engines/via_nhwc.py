@@ -1,7 +1,7 @@
 """Convolutions of NCHW arrays by way of channels last: arrays are transposed (``cu/via_nhwc.cu``), and another engine does the rest.
 
 Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. To transpose an
-array takes the time of a copy.
+array takes the time of a copy. Gradients of filters of float32 go the other way: most engines of theirs read NCHW alone.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ast
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
@@ -21,8 +21,8 @@ from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts",
+    "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES, LEAST_COLUMNS = 256, 8192, 64  # of a block that transposes
@@ -35,8 +35,15 @@ class ViaNhwc(Config):
     INNER: str = "Gemm()"
 
 
-CONFIGS = (ViaNhwc,)
-LAYOUTS = "NCHW", "CNHW"
+@dataclass(frozen=True)
+class ViaNchw(ViaNhwc):
+    """The same for the gradient of a filter from arrays with their channels last, which takes them in NCHW."""
+
+
+CONFIGS = (ViaNhwc, ViaNchw)
+#: Each with that of the transposed arrays: see ConvProblem.launched.
+TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
+LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
 
 unsupported = hopper.unsupported
@@ -45,9 +52,19 @@ unsupported = hopper.unsupported
 # ---- what runs
 
 
-def _last(problem: ConvProblem) -> ConvProblem:
-    """The same problem, channels last, as it is launched."""
-    return replace(problem, layout="CHWN" if problem.layout == "CNHW" else "NHWC").launched
+def _turned(problem: ConvProblem) -> ConvProblem:
+    """The same problem of the transposed arrays, as it is launched."""
+    return replace(problem, layout=TURNED[problem.layout]).launched
+
+
+def _of_filter(problem: ConvProblem) -> bool:
+    """Whether `problem` is the gradient of a filter."""
+    return problem.layout in ("CNHW", "CHWN")
+
+
+def _kind(problem: ConvProblem) -> type[ViaNhwc]:
+    """Which way the arrays go."""
+    return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
 def _inner(config: ViaNhwc) -> Config | None:
@@ -66,7 +83,10 @@ def _inner(config: ViaNhwc) -> Config | None:
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why no configuration can run `problem`, or None if one may."""
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+    if problem.layout == "CHWN":
+        if problem.dtype != "float32" or problem.precision != "fp32":
+            return "of channels-last arrays it takes float32 with precision='fp32'"
+    elif problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     if problem.is_empty:
         return "there is nothing to compute"
@@ -84,13 +104,15 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
+    if type(config) is not _kind(problem):
+        return f"{_kind(problem).__name__} is for arrays that lie so"
     inner = _inner(config)
     if inner is None:
         return "it takes a configuration as it is printed"
-    engine, last = registry.engine_of(inner), _last(problem)
-    if last.layout not in engine.LAYOUTS:
-        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {last.layout}"
-    return engine.refusal(last, inner)
+    engine, turned = registry.engine_of(inner), _turned(problem)
+    if turned.layout not in engine.LAYOUTS:
+        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {turned.layout}"
+    return engine.refusal(turned, inner)
 
 
 # ---- launches
@@ -168,10 +190,12 @@ class _Transposition:
 def _read(problem: ConvProblem) -> list[_Transposition]:
     """What is transposed before the inner launches."""
     size, plane = problem.itemsize, math.prod(problem.operand_size)
-    if problem.layout == "CNHW":  # see ConvProblem.launched
+    if _of_filter(problem):  # see ConvProblem.launched
         images, channels = problem.C // problem.groups, problem.N * problem.groups
-        taps = math.prod(problem.filter_size)
-        return [_Transposition(INPUT, images, channels, plane, size), _Transposition(WEIGHT, images, problem.K, taps, size)]
+        both = (INPUT, channels, plane), (WEIGHT, problem.K, math.prod(problem.filter_size))
+        if problem.layout == "CHWN":  # pixels of channels become channels of pixels
+            return [_Transposition(one, images, pixels, n, size) for one, n, pixels in both if n > 1 and pixels > 1]
+        return [_Transposition(one, images, n, pixels, size) for one, n, pixels in both]
     found = [_Transposition(INPUT, problem.N, problem.operand_channels, plane, size)]
     if problem.has_residual:
         found.append(_Transposition(RESIDUAL, problem.N, problem.result_channels, math.prod(problem.result_size), size))
@@ -180,7 +204,7 @@ def _read(problem: ConvProblem) -> list[_Transposition]:
 
 def _written(problem: ConvProblem) -> _Transposition | None:
     """What is transposed behind them."""
-    if problem.layout == "CNHW":  # a filter, in C order anyway
+    if _of_filter(problem):  # in C order anyway
         return None
     plane, channels = math.prod(problem.result_size), problem.result_channels
     return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
@@ -192,7 +216,7 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
 
     inner = _inner(config)
     assert inner is not None
-    made = registry.schedule(_last(problem), inner, device)
+    made = registry.schedule(_turned(problem), inner, device)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
     places = {one.buffer: scratch.take(one.nbytes) for one in (*read, *([written] if written else []))}
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
@@ -229,7 +253,7 @@ def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     from pycuda_conv.engines import registry
 
     inner = _inner(config)
-    return None if inner is None else registry.filter_key(_last(problem), inner)
+    return None if inner is None else registry.filter_key(_turned(problem), inner)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
@@ -240,7 +264,7 @@ def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     if inner is None:
         return config
     engine = registry.engine_of(inner)
-    return engine.CONFIGS, engine.sum_order(_last(problem), inner)
+    return engine.CONFIGS, engine.sum_order(_turned(problem), inner)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -267,18 +291,18 @@ def _transposing(problem: ConvProblem) -> float:
 def _packing(problem: ConvProblem) -> float:
     """Microseconds that the filter should take, which models of channels-last engines expect to lie as they want it."""
     taps = math.prod(problem.filter_size)
-    if problem.layout == "CNHW" or taps == 1:
+    if _of_filter(problem) or taps == 1:
         return 0.0
     return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """Those that only run the problem with its channels last."""
+    """Those that only run the problem of the transposed arrays."""
     from pycuda_conv.engines import registry
 
-    last = _last(problem)
+    turned = _turned(problem)
     for engine in registry.ENGINES:
-        alone = last.layout in engine.LAYOUTS and engine.unsupported(device) is None
+        alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
         if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
             yield engine
 
@@ -287,11 +311,11 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    last = _last(problem)
+    turned, kind = _turned(problem), _kind(problem)
     for engine in _engines(problem, device):
-        for inner in engine.configs(last, device):
-            if engine.refusal(last, inner) is None:
-                yield ViaNhwc(str(inner))
+        for inner in engine.configs(turned, device):
+            if engine.refusal(turned, inner) is None:
+                yield kind(str(inner))
 
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
@@ -299,7 +323,7 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     from pycuda_conv.engines import registry
 
     inner = _inner(config)
-    us = None if inner is None else registry.predicted(_last(problem), inner, device)
+    us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None else us + _transposing(problem) + _packing(problem)
 
 
@@ -307,10 +331,10 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
     if why_not(problem):
         return None
-    last, best = _last(problem), None
+    turned, best = _turned(problem), None
     for engine in _engines(problem, device):
-        found = engine.choose(last, device)
-        us = None if found is None else engine.time(last, found[1], device)
+        found = engine.choose(turned, device)
+        us = None if found is None else engine.time(turned, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), ViaNhwc(str(best[1])))
+    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), _kind(problem)(str(best[1])))
