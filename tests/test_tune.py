@@ -509,6 +509,13 @@ def test_a_plan_tells_what_it_launches_and_why(named):
     assert found["measured"].startswith("4.5 us: ") and found["measured"].endswith(", when it was tuned")
 
 
+def test_a_plan_tells_on_which_gpu_its_choice_was_measured(named, monkeypatch):
+    monkeypatch.setattr("pycuda_conv.plan.lookup", lambda *_: Choice(ODD, 4.5, "NVIDIA H200"))
+    memo.forget_plans()
+    found = told(Plan(PROBLEM, named))
+    assert found["because"] == "tuned: the fastest measured on NVIDIA H200" and found["measured"].endswith(", when it was tuned on NVIDIA H200")
+
+
 def test_a_plan_measures_itself_when_it_is_asked_to(device):
     found = told(Plan(PROBLEM, device), measure=True)
     assert re.match(r"[\d.,]+ us: .* TFLOP/s, .* GB/s, now$", found["measured"])
