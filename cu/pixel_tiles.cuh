@@ -2,7 +2,8 @@
 // The two kernels differ in how x reaches shared memory.
 //
 // Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and MOMENTS, unless they are as here; and Phase, the
-// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
+// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum; with
+// PHASES_ALIKE also which phases count as one.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
@@ -56,15 +57,22 @@ DEVICE int all_tiles(const Shapes& shapes) {
   return tiles;
 }
 
-// A tile: its phase, its first pixel, and its first channel.
+// A tile: its phase, its first pixel, and its first channel; how much further than the first of phases alike its own writes y, and its taps begin.
 struct Tile {
-  int phase = 0, pixel, channel;
+  int phase = 0, pixel, channel, place = 0, tap = 0;
   DEVICE Tile(const Shapes& shapes, int tile) {
     while (PHASES > 1 && tile >= (int)shapes.of[phase].tiles) tile -= (int)shapes.of[phase++].tiles;
     const Phase& shape = shapes.of[phase];
     const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
     channel = across.rest * BLOCK_N;
+#ifdef PHASES_ALIKE
+    const Divided down(across.quotient, shape.alike, shape.by_alike), row(down.rest, shape.beside, shape.by_beside);
+    place = row.quotient * (int)shape.place_row + row.rest * (int)shape.place_column;
+    tap = row.quotient * (int)shape.tap_row + row.rest * (int)shape.tap_column;
+    pixel = down.quotient * BLOCK_M;
+#else
     pixel = across.quotient * BLOCK_M;
+#endif
   }
 };
 
@@ -81,11 +89,11 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- sums to y
 
-// Which pixel of y a pixel of the phase is, or -1.
-DEVICE int place_of(const Phase& shape, int pixel) {
+// Which pixel of y a pixel of the tile's phase is, or -1.
+DEVICE int place_of(const Phase& shape, const Tile& of, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
   const Divided of_image(pixel, shape.plane, shape.by_plane);
-  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
+  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest) + of.place;
 }
 
 // How channels of y are written: one at a time; four neighbours at once; where all of a pixel's are in one chunk and pixels follow one
@@ -221,7 +229,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
   constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
   const bool added_to = !plain && MAY_ADD && has_residual(shape);
-  const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
+  const int own = place_of(shape, of, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
   long long at[2];
   bool there[2];
 #pragma unroll
@@ -294,7 +302,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     if (!MOMENTS) return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
+  const int own = place_of(shape, of, of.pixel + 16 * warp + lane % 16);
   for_all<BLOCK_N / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
     __syncwarp();  // the last chunk has been read
@@ -340,7 +348,7 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
     const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
     const Four four(shape, of.channel + column, scale, bias);
     const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
-    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
+    four.store(shape, place_of(shape, of, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
   }
 }
 #endif

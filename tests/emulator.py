@@ -878,10 +878,13 @@ def dense_product(step, memory: Memory) -> None:
         for described in one.maps:
             check_map(described, memory)
         for tile in range(s.tiles):
-            dense_tile(one, s, memory, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
+            number, across = divmod(tile, s.tiles_n)
+            down, beside = divmod(number % s.alike, s.beside)
+            further = down * s.place_row + beside * s.place_column, down * s.tap_row + beside * s.tap_column
+            dense_tile(one, s, memory, number // s.alike * rows, across * columns, *further)
 
 
-def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
+def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int, place0: int, tap0: int) -> None:
     define, (x_map, w_map), kind = step.defines, step.maps, ELEMENT[step.defines["TYPE"]]
     rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], x_map.box.channels
     image, inner = divmod(pixel0, s.load_plane)
@@ -892,7 +895,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     for block in range(s.blocks):
         tap, c = divmod(block, s.channel_blocks)
         t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
-        w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
+        w_tap = s.tap_base + tap0 + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
         offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
         assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
         loads.append((c * wide, offsets[: s.rank]))
@@ -904,7 +907,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         multiply(total, [load_im2col(x_map, memory, [start], loads)], [np.concatenate(b, axis=1)])
     pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
     number, inner = np.divmod(pixel, s.plane)
-    place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
+    place = place0 + number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
     assert s.wide == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
     bias, scale, residual, y, *noted = step.buffers

@@ -46,13 +46,22 @@ CASES = [
     dgrad((2, 40, 9, 8), (40, 24, 3, 3), padding=1), dgrad((3, 136, 10, 12), (136, 64, 1, 1)), dgrad((2, 24, 5, 6), (24, 72, 3, 3), stride=2, padding=1, output_padding=1),
     dgrad((2, 16, 5, 7), (16, 20, 1, 1), stride=2), dgrad((2, 16, 5, 4), (16, 36, 4, 3), stride=3, padding=1), dgrad((2, 48, 20), (48, 16, 5), stride=2, padding=2),
     dgrad((1, 16, 3, 4, 3), (16, 24, 3, 2, 3), stride=2, padding=(1, 0, 1)),
+    dgrad((2, 24, 5, 4), (24, 40, 8, 8), stride=4, padding=2), dgrad((2, 16, 3, 5), (16, 72, 4, 3), stride=(4, 3)), dgrad((1, 16, 7), (16, 8, 25), stride=10, padding=7),
 ]  # fmt: skip
+#: Gradients of the input, how many phases each has, and how many of them are alike.
+ALIKE = {CASES[10]: (4, [1, 1, 1, 1]), CASES[12]: (9, [1, 1, 1, 2, 2, 2]), CASES[15]: (16, [4, 4, 4, 4]), CASES[16]: (12, [12]), CASES[17]: (10, [5, 1, 2, 2])}
 
 
 def tiles(case: Case, mode: str) -> list[DenseNhwc]:
     """One of each kind: the small and the large, of a cluster and alone, whole blocks of 64 channels and not."""
     found = (DenseNhwc(64, 64, 2), DenseNhwc(128, 96, 3), DenseNhwc(64, 32, 4, 8), DenseNhwc(128, 128, 3, 2), DenseNhwc(128, 256, 2), DenseNhwc(64, 32, 3))
     return [config for config in found if dn.refusal(asked(case, mode), config) is None]
+
+
+def test_phases_that_meet_the_same_pixels_count_as_one():
+    for case, (phases, alike) in ALIKE.items():
+        found = dn._walks(asked(case, "fp16 last"))[1]
+        assert sum(one.count for one in found) == phases and sorted(one.count for one in found) == sorted(alike), case
 
 
 PLANNED = [(case, mode) for case in (*CASES, *AWKWARD) for mode in MODES if dn.why_not(asked(case, mode)) is None]

@@ -7,13 +7,13 @@ blocks of a cluster share a long sum for few results.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config
@@ -100,17 +100,59 @@ TENSOR_CORES = True
 # ---- what runs
 
 
+class Alike(NamedTuple):
+    """Phases that meet the same pixels of the input, in rows and columns of so many.
+
+    The first one's walk, and the pixels of the result, and taps in the filter, from one of them to the next below it and beside it.
+    """
+
+    walk: PhaseAddressing
+    rows: int = 1
+    columns: int = 1
+    place_row: int = 0
+    place_column: int = 0
+    tap_row: int = 0
+    tap_column: int = 0
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return self.rows * self.columns
+
+
 @lru_cache(maxsize=1024)
-def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
+def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[Alike, ...]] | None:
     """The arrays as the loads see them, and the walks of the phases, the longest first; None if tensor loads can't make them."""
     load = stage_channels(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
-    walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
-    found = [walk for walk in walks if walk is not None]
-    return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
+    met: dict[tuple[Any, ...], list[PhaseAddressing]] = {}
+    for phase in phases(problem):
+        walk = phase_addressing(problem, phase, lying)
+        if walk is None:
+            return None
+        key = (phase.size, phase.origin[0], walk.base[0], walk.taps, walk.low, walk.step)
+        met.setdefault(key, []).append(walk)
+    found = [alike for walks in met.values() for alike in _alike(problem, walks)]
+    return lying, tuple(sorted(found, key=lambda alike: -math.prod(alike.walk.taps)))
 
 
-def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
+def _alike(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> list[Alike]:
+    """`walks` of the same pixels of the input as one, if their places and taps are evenly apart; else each alone."""
+    down, across = (_apart(walks, axis) for axis in (1, 2))
+    if down is None or across is None or down[0] * across[0] != len(walks):
+        return [Alike(walk) for walk in walks]
+    width, taps = problem.result_size[2], problem.filter_size[2]
+    return [Alike(walks[0], down[0], across[0], down[1] * width, across[1], down[2] * taps, across[2])]
+
+
+def _apart(walks: Sequence[PhaseAddressing], axis: int) -> tuple[int, int, int] | None:
+    """How many of `walks`, in their order, lie along an axis, and the pixels and taps from one to the next; None if it is not always as many."""
+    met = list(dict.fromkeys((walk.phase.origin[axis], walk.base[axis]) for walk in walks))
+    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(met)}
+    return (len(met), *(steps.pop() if steps else (0, 0))) if len(steps) <= 1 else None
+
+
+def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[Alike, ...]]:
     """:func:`_form` of a problem that has one."""
     found = _form(problem)
     assert found is not None
@@ -226,6 +268,14 @@ class DensePhase(NamedTuple):
     out_d: int
     out_h: int
     out_w: int
+    alike: int
+    by_alike: int
+    beside: int
+    by_beside: int
+    place_row: int
+    place_column: int
+    tap_row: int
+    tap_column: int
     wide: int
     has_bias: int
     has_scale: int
@@ -272,20 +322,19 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
 
 
-def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
+def _launches(walks: Sequence[Alike]) -> Iterator[Sequence[Alike]]:
     """Phases that share a launch."""
     for first in range(0, len(walks), PHASES):
         yield walks[first : first + PHASES]
 
 
 def _product(
-    problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
-    parts: Place | None,
+    problem: ConvProblem, config: DenseNhwc, walks: Sequence[Alike], place: Place, mn_major: bool, multiprocessors: int, parts: Place | None
 ) -> KernelLaunch:
     """The launch of some phases, with the moments' `parts` if they are noted."""
     lying, _ = _walks(problem)
     told = tuple(_arguments(problem, config, walk) for walk in walks)
-    maps = [image_map(problem, INPUT, lying, walk, config.BLOCK_M) for walk in walks]
+    maps = [image_map(problem, INPUT, lying, alike.walk, config.BLOCK_M) for alike in walks]
     phases = 1 if len(walks) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
     maps += [maps[-1]] * (phases - len(walks)) + [_filter_map(problem, config, place, mn_major)]
@@ -313,29 +362,31 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
 
 
-def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
+def _blocks(problem: ConvProblem, alike: Alike) -> int:
     """Stages of a sum of a phase."""
-    return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
+    return math.prod(alike.walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
-def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels, of a phase."""
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
+def _tiles(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> tuple[int, int]:
+    """Tiles along the channels, and the pixels, of phases alike."""
+    pixels = problem.N * math.prod(alike.walk.phase.size)
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(pixels, config.BLOCK_M) * alike.count
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> DensePhase:
-    """The kernel's arguments of a phase."""
-    lying, _ = _walks(problem)
+def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> DensePhase:
+    """The kernel's arguments of phases alike."""
+    (lying, _), walk = _walks(problem), alike.walk
     size, plane = walk.phase.size, math.prod(walk.phase.size)
-    pixels, blocks = problem.N * plane, _blocks(problem, walk)
-    across, down = _tiles(problem, config, walk)
+    pixels, blocks = problem.N * plane, _blocks(problem, alike)
+    across, down = _tiles(problem, config, alike)
     places = written_places(problem, walk.phase)
     del places["out_image"], places["out_row"]
     return arguments(
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
+        **places, alike=alike.count, beside=alike.columns, place_row=alike.place_row, place_column=alike.place_column, tap_row=alike.tap_row,
+        tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
     )  # fmt: skip
 
 
@@ -352,7 +403,7 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type, and the phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
-        for mn_major, cluster in product((0, 1), clusters):
+        for mn_major, cluster in itertools.product((0, 1), clusters):
             stages = _most_stages(rows, columns, cluster, bool(mn_major))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": tuple(ELEMENTS.values()),
@@ -409,7 +460,7 @@ def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     channels = problem.result_channels  # what a tile has more of is not loaded
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
     pixel, slower = problem.operand_channels * size, 1.0
-    if walks[0].rank == 3:
+    if walks[0].walk.rank == 3:
         slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
     loads = config.BLOCK_M * pixel_cycles(pixel) * slower + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
