@@ -61,7 +61,7 @@ def tiles(case: Case, mode: str) -> list[DenseNhwc]:
 def test_phases_that_meet_the_same_pixels_count_as_one():
     for case, (phases, alike) in ALIKE.items():
         found = dn._walks(asked(case, "fp16 last"))[1]
-        assert sum(one.count for one in found) == phases and sorted(one.count for one in found) == sorted(alike), case
+        assert sum(one.together for one in found) == phases and sorted(one.together for one in found) == sorted(alike), case
 
 
 PLANNED = [(case, mode) for case in (*CASES, *AWKWARD) for mode in MODES if dn.why_not(asked(case, mode)) is None]

@@ -115,7 +115,7 @@ class Alike(NamedTuple):
     tap_column: int = 0
 
     @property
-    def count(self) -> int:
+    def together(self) -> int:
         """How many there are."""
         return self.rows * self.columns
 
@@ -146,7 +146,7 @@ def _alike(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> list[Alike
 
 
 def _apart(walks: Sequence[PhaseAddressing], axis: int) -> tuple[int, int, int] | None:
-    """How many of `walks`, in their order, lie along an axis, and the pixels and taps from one to the next; None if it is not always as many."""
+    """How many of `walks`, in their order, lie along an axis, and the pixels and taps from one to the next; None if these are uneven."""
     met = list(dict.fromkeys((walk.phase.origin[axis], walk.base[axis]) for walk in walks))
     steps = {(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(met)}
     return (len(met), *(steps.pop() if steps else (0, 0))) if len(steps) <= 1 else None
@@ -370,7 +370,7 @@ def _blocks(problem: ConvProblem, alike: Alike) -> int:
 def _tiles(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> tuple[int, int]:
     """Tiles along the channels, and the pixels, of phases alike."""
     pixels = problem.N * math.prod(alike.walk.phase.size)
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(pixels, config.BLOCK_M) * alike.count
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(pixels, config.BLOCK_M) * alike.together
 
 
 def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> DensePhase:
@@ -385,8 +385,8 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> DensePh
         DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, alike=alike.count, beside=alike.columns, place_row=alike.place_row, place_column=alike.place_column, tap_row=alike.tap_row,
-        tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
+        **places, alike=alike.together, beside=alike.columns, place_row=alike.place_row, place_column=alike.place_column,
+        tap_row=alike.tap_row, tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
     )  # fmt: skip
 
 
@@ -447,8 +447,8 @@ MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside load
 ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 3.6e6, 0.98, 0.16
 WIDEST_FINISHED = 14e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
-#: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters. Seen in
-#: 77 times below 9 us, of 17 problems on an H200 and an H100.
+#: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters. Seen
+#: in 77 times below 9 us, of 17 problems on an H200 and an H100.
 BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.3, {2: 0.4, 4: 0.8}
 VOLUME, VOLUME_NARROW = 1.35, 2.1  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
