@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -18,7 +18,7 @@ from pycuda_conv.engines.geometry import arguments, ceil
 from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
 __all__ = [
     "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
@@ -67,12 +67,12 @@ def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
-def _inner(config: ViaNhwc) -> Config | None:
-    """The configuration that takes the transposed arrays; None if the text says none."""
+def parsed(text: str) -> Config | None:
+    """The configuration that was printed so; None if none was."""
     from pycuda_conv.engines import registry  # which imports this module
 
     try:
-        call = ast.parse(config.INNER, mode="eval").body
+        call = ast.parse(text, mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             return None
         values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
@@ -106,7 +106,7 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
         return reason
     if type(config) is not _kind(problem):
         return f"{_kind(problem).__name__} is for arrays that lie so"
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     if inner is None:
         return "it takes a configuration as it is printed"
     engine, turned = registry.engine_of(inner), _turned(problem)
@@ -214,7 +214,7 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     """The launches of `config`, which can run `problem`."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     assert inner is not None
     made = registry.schedule(_turned(problem), inner, device)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
@@ -223,36 +223,37 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     first = [one.launch(one.buffer, places[one.buffer]) for one in read]
     last = [written.launch(places[RESULT], RESULT)] if written else []
 
-    def moved(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-        return [[_moved(launch, places) for launch in step] for step in steps]
-
-    steps = [step for step in (first, *moved(made.steps), last) if step]
-    return Schedule(moved(made.prepare), steps, moved(made.prepare) + steps, scratch.used, made.filter_bytes, made.redoes)
+    prepare = moved(made.prepare, places)
+    steps = [step for step in (first, *moved(made.steps, places), last) if step]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
 
 
-def _moved(launch: KernelLaunch, places: dict[Buffer, tuple[int, int]]) -> KernelLaunch:
-    """The launch with other places for some buffers."""
+def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:
+    """The launches with other places for some buffers."""
 
     def place(buffer: int, offset: int) -> tuple[int, int]:
         to, start = places.get(Buffer(buffer), (buffer, 0))
         return to, start + offset
 
-    def moved(one: Place) -> Place:
+    def of_buffer(one: Place) -> Place:
         at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
         return (at, offset) if offset else at
 
-    maps = []
-    for one in launch.maps:
+    def of_map(one: TensorMap) -> TensorMap:
         buffer, offset = place(one.buffer, one.offset)
-        maps.append(replace(one, buffer=buffer, offset=offset))
-    return replace(launch, buffers=tuple(map(moved, launch.buffers)), maps=tuple(maps))
+        return replace(one, buffer=buffer, offset=offset)
+
+    def of_launch(launch: KernelLaunch) -> KernelLaunch:
+        return replace(launch, buffers=tuple(map(of_buffer, launch.buffers)), maps=tuple(map(of_map, launch.maps)))
+
+    return [[of_launch(launch) for launch in step] for step in steps]
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     return None if inner is None else registry.filter_key(_turned(problem), inner)
 
 
@@ -260,7 +261,7 @@ def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says, of its own configurations."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     if inner is None:
         return config
     engine = registry.engine_of(inner)
@@ -322,7 +323,7 @@ def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None else us + _transposing(problem) + _packing(problem)
 
