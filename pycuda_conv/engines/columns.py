@@ -1,8 +1,8 @@
 """Gradients by the input as a product without taps, whose columns are added (``cu/add_columns.cu``).
 
-What each tap makes of each pixel that it reads is a product of a 1x1 filter, of as many channels as the filter has channels and taps. Any
-engine computes it. It is dense, whatever the stride, and where pixels of the result meet few taps it has hardly more numbers than the result:
-patches, long filters with long strides, strides of three.
+What each tap makes of each pixel that it reads is a product of a 1x1 filter of as many channels as the filter has channels and taps. Any
+engine computes it. It is dense, whatever the stride, and where pixels of the result meet few taps it has hardly more numbers than the
+result: patches, long filters with long strides, strides of three.
 """
 
 from __future__ import annotations
