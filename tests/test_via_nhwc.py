@@ -19,6 +19,7 @@ from test_wgrad_nhwc import Filter
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import via_nhwc as vn
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
 from pycuda_conv.engines.schedule import RESULT
 from pycuda_conv.engines.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.plan import as_called
@@ -61,12 +62,16 @@ def of_float32(case):
     return problem, vn.choose(problem.launched, H200)[1]
 
 
+#: A product that packs both arrays, its sum in parts and whole.
+PACKED = ViaNchw(str(ImplicitGemm(64, 64, 2))), ViaNchw(str(ImplicitGemm(64, 64, 2, 2)))
+
+
 @simulated
-@pytest.mark.parametrize("case", FILTERS, ids=str)
-def test_gradients_of_filters_of_float32_go_by_way_of_nchw(case):
-    (problem, config), arrays = of_float32(case), case.integers("float32")
-    assert type(config) is ViaNchw
-    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), case.reference(*arrays), config)
+@pytest.mark.parametrize(("case", "config"), [*((case, None) for case in FILTERS), *((FILTERS[1], config) for config in PACKED)], ids=str)
+def test_gradients_of_filters_of_float32_go_by_way_of_nchw(case, config):
+    (problem, found), arrays = of_float32(case), case.integers("float32")
+    assert type(found) is ViaNchw
+    assert_exact(simt.computed(problem, config or found, *arrays, seeds=(1,)), case.reference(*arrays), config)
 
 
 def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
@@ -196,10 +201,10 @@ RUNS = [(case, mode, planned(case, mode)) for case in [*CASES, *FILTERS] for mod
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", FILTERS, ids=str)
-def test_gradients_of_filters_of_float32_on_the_gpu(torch, case):  # noqa: F811
-    problem, config = of_float32(case)
-    plan = Plan(problem, "cuda", config=config)
+@pytest.mark.parametrize(("case", "config"), [(case, config) for case in FILTERS for config in (None, *PACKED)], ids=str)
+def test_gradients_of_filters_of_float32_on_the_gpu(torch, case, config):  # noqa: F811
+    problem, found = of_float32(case)
+    plan = Plan(problem, "cuda", config=config or found)
     arrays = case.integers("float32")
     assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
     arrays = case.normals("float32")

@@ -222,7 +222,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 BEGIN = 2.0  # microseconds of the launch that adds columns
 #: Bytes a microsecond of columns that are read, and of the result, on 132 multiprocessors: with channels last, and in NCHW.
 LAST_RATE, PLANES_RATE = 2.5e6, 1.8e6
-MOST_MET = 16  # taps that a pixel meets: more make many more columns than the result has elements
+MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
 BEST = 3  # of the product's configurations
 
 

@@ -79,6 +79,7 @@ PHASES = 4  # in a launch, or one
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
+MOSTLY_EMPTY = 16  # channels of the input of a block of 64
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
 
@@ -213,8 +214,12 @@ def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
-    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be."""
-    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0
+    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
+
+    Blocks of 64 channels of the input that are nearly empty take TMA longer to fill than it takes to transpose the filter first.
+    """
+    few = problem.operand_channels <= MOSTLY_EMPTY
+    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0 and not few
 
 
 # ---- launches

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
@@ -223,6 +223,10 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     first = [one.launch(one.buffer, places[one.buffer]) for one in read]
     last = [written.launch(places[RESULT], RESULT)] if written else []
 
+    if _of_filter(problem):  # both arrays are transposed before any launch reads them
+        places[PACKED] = scratch.take(made.filter_bytes)
+        steps = [first, *moved(made.whole, places)] if first else moved(made.whole, places)
+        return Schedule([], steps, steps, scratch.used, 0, made.redoes)
     prepare = moved(made.prepare, places)
     steps = [step for step in (first, *moved(made.steps, places), last) if step]
     return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
