@@ -20,6 +20,7 @@ from test_wgrad_nhwc import Filter
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import via_nhwc as vn
 from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.inner import parsed
 from pycuda_conv.engines.schedule import RESULT
 from pycuda_conv.engines.via_nhwc import ViaNchw, ViaNhwc
 from pycuda_conv.plan import as_called
@@ -149,7 +150,7 @@ def test_other_gpus_do_not_have_it():
 def test_buffers_that_are_transposed_lie_in_the_workspace():
     """The inner launches meet none of the arrays themselves, and none of each other's memory."""
     problem, config = replace(asked(BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(BASE, "fp16 last"), H200)))
-    made, inner = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), vn.parsed(config.INNER), H200)
+    made, inner = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.INNER), H200)
     first, *rest, last = made.steps
     assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(inner.steps)
     assert last[0].buffers[1] == RESULT and made.filter_bytes == inner.filter_bytes and made.workspace_bytes >= inner.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
@@ -170,7 +171,7 @@ def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
         if found is None:
             continue
         us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._turned(problem), vn.parsed(own.INNER), H200)
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._turned(problem), parsed(own.INNER), H200)
         chosen += config == own
         for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
             assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)

@@ -455,7 +455,7 @@ FOLLOW = 0.4  # microseconds of a launch behind another one
 #: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters. Seen
 #: in 77 times below 9 us, of 17 problems on an H200 and an H100.
 BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.3, {2: 0.4, 4: 0.8}
-VOLUME, VOLUME_NARROW = 1.35, 2.1  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
+VOLUME, VOLUME_NARROW = 1.35, 1.45  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:

@@ -6,19 +6,19 @@ array takes the time of a copy. Gradients of filters of float32 go the other way
 
 from __future__ import annotations
 
-import ast
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
+from pycuda_conv.engines.inner import moved, parsed
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
-from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
     "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
@@ -65,20 +65,6 @@ def _of_filter(problem: ConvProblem) -> bool:
 def _kind(problem: ConvProblem) -> type[ViaNhwc]:
     """Which way the arrays go."""
     return ViaNchw if problem.layout == "CHWN" else ViaNhwc
-
-
-def parsed(text: str) -> Config | None:
-    """The configuration that was printed so; None if none was."""
-    from pycuda_conv.engines import registry  # which imports this module
-
-    try:
-        call = ast.parse(text, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            return None
-        values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
-        return registry.config_classes()[call.func.id].from_table(values)
-    except (SyntaxError, ValueError, KeyError):
-        return None
 
 
 def why_not(problem: ConvProblem) -> str | None:
@@ -230,27 +216,6 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     prepare = moved(made.prepare, places)
     steps = [step for step in (first, *moved(made.steps, places), last) if step]
     return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
-
-
-def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:
-    """The launches with other places for some buffers."""
-
-    def place(buffer: int, offset: int) -> tuple[int, int]:
-        to, start = places.get(Buffer(buffer), (buffer, 0))
-        return to, start + offset
-
-    def of_buffer(one: Place) -> Place:
-        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
-        return (at, offset) if offset else at
-
-    def of_map(one: TensorMap) -> TensorMap:
-        buffer, offset = place(one.buffer, one.offset)
-        return replace(one, buffer=buffer, offset=offset)
-
-    def of_launch(launch: KernelLaunch) -> KernelLaunch:
-        return replace(launch, buffers=tuple(map(of_buffer, launch.buffers)), maps=tuple(map(of_map, launch.maps)))
-
-    return [[of_launch(launch) for launch in step] for step in steps]
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
