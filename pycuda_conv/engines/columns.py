@@ -1,4 +1,4 @@
-"""Gradients by the input as a product without taps, whose columns are added (``cu/add_columns.cu``).
+"""Gradients by the input as a product without taps, whose columns are added (``cu/columns_add.cu``).
 
 What each tap makes of each pixel that it reads is a product of a 1x1 filter of as many channels as the filter has channels and taps. Any
 engine computes it. It is dense, whatever the stride, and where pixels of the result meet few taps it has hardly more numbers than the
@@ -25,7 +25,7 @@ __all__ = [
     "unsupported",
 ]  # fmt: skip
 
-THREADS = 256  # of a block of add_columns.cu
+THREADS = 256  # of a block of columns_add.cu
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def refusal(problem: ConvProblem, config: Columns) -> str | None:
 
 
 class ColumnsArguments(NamedTuple):
-    """The struct of ``add_columns.cu``, which says what its members are."""
+    """The struct of ``columns_add.cu``, which says what its members are."""
 
     size: int
     channels: int
@@ -190,7 +190,7 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
         **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem),
     )  # fmt: skip
     defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
-    return KernelLaunch("add_columns", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)
 
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
@@ -214,7 +214,7 @@ def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a type."""
-    yield TextFamily("add_columns", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+    yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
 
 
 # ---- the choice

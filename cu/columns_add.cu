@@ -1,4 +1,4 @@
-// add_columns.cu: the gradient of the input, from what each of its taps makes of each pixel that it reads.
+// columns_add.cu: the gradient of the input, from what each of its taps makes of each pixel that it reads.
 //
 //   x[n,c,d,h,w] = sum over t,r,s of columns[n, (c,t,r,s), o,p,q],  where o*stride_d = d + pad_d - t*dil_d, and so on; and the epilogue
 //
@@ -9,7 +9,7 @@
 // Loads    In NCHW neighbours of x read planes of columns that lie apart, but other threads of the block want what lies beside: the L1 cache
 //          has it. With channels last they read neighbours.
 //
-// By hand: nvcc -cubin cu/add_columns.cu
+// By hand: nvcc -cubin cu/columns_add.cu
 #include "portable.cuh"
 #include "first_tap.cuh"
 
@@ -30,7 +30,7 @@ typedef struct ColumnsArguments {
   long_t has_scale, has_bias, has_residual, activation, slope;             // the epilogue; slope: an acc_t's bits
 } ColumnsArguments;
 
-KERNEL LAUNCH_BOUNDS(THREADS, 1) void add_columns(const GLOBAL_MEM data_t* RESTRICT columns, const GLOBAL_MEM data_t* RESTRICT bias,
+KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTRICT columns, const GLOBAL_MEM data_t* RESTRICT bias,
                                                   const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
                                                   GLOBAL_MEM data_t* RESTRICT x, const ColumnsArguments arg) {
   AFTER_LAST_LAUNCH
