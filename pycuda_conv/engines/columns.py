@@ -82,8 +82,7 @@ def why_not(problem: ConvProblem) -> str | None:
         return "it is for filters with a stride"
     if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
         return "columns of 16 bits are rounded: each has to be an element of the result"
-    columns = problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
-    if max(columns, problem.largest_array) >= 2**31:
+    if max(_columns(problem), problem.largest_array) >= 2**31:
         return "it counts in 32 bits"
     return None
 
@@ -223,19 +222,25 @@ BEGIN = 2.0  # microseconds of the launch that adds columns
 #: Bytes a microsecond of columns that are read, and of the result, on 132 multiprocessors: with channels last, and in NCHW.
 LAST_RATE, PLANES_RATE = 2.5e6, 1.8e6
 MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
+MOST_BYTES = 2**30  # of columns, in the workspace
 BEST = 3  # of the product's configurations
+
+
+def _columns(problem: ConvProblem) -> int:
+    """Numbers that the product has."""
+    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
 
 
 def _adding(problem: ConvProblem, device: Device) -> float:
     """Microseconds that it should take to add the columns."""
-    columns = problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
-    moved_bytes = problem.itemsize * (2 * columns + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    moved_bytes = problem.itemsize * (2 * _columns(problem) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     rate = LAST_RATE if problem.layout == "NHWC" else PLANES_RATE
     return BEGIN + moved_bytes / rate * 132 / device.multiprocessors
 
 
 def _worth_it(problem: ConvProblem) -> bool:
-    return why_not(problem) is None and _met(problem) <= MOST_MET
+    small = problem.itemsize * _columns(problem) <= MOST_BYTES
+    return why_not(problem) is None and _met(problem) <= MOST_MET and small
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
