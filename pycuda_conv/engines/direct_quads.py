@@ -292,9 +292,11 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
     buffers = ceil(tile.planes, tile.at_once)
     loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
-    # rows of a result that are no multiple of four are stored number by number
-    storing = STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual or problem.result_size[2] % 4 else 0)
-    each = products + loading + config.QUADS * CHANNELS * storing
+    storing = CHANNELS * (STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    if problem.result_size[2] % 4 and not problem.has_residual:  # rows are stored number by number
+        filled = tile.rows * tile.quads * config.CHANNEL_WARPS / (config.QUADS * WARPS * LANES)
+        storing += min(CHANNELS, problem.result_channels // problem.groups) * filled * RESIDUAL_CYCLES
+    each = products + loading + config.QUADS * storing
     resident = min(5 if config.QUADS == 1 else 4, 224 * 1024 // (tile.shared + 1024))
     together = ceil(tile.blocks, device.multiprocessors)
     alone = each * min(together, resident) ** FILLED / CLOCK + buffers * WAIT
