@@ -23,12 +23,29 @@ typedef struct ColumnsArguments {
   long_t last;                                                             // whether x has its channels last
   long_t image, channel, tap, pixel;                                       // elements of the columns from one to the next
   long_t o, p, q, t, r, s;                                                 // pixels of y; taps
-  long_t stride_d, stride_h, stride_w;
+  long_t stride_d, by_stride_d, stride_h, by_stride_h, stride_w, by_stride_w;
   long_t every_d, every_h, every_w;                                        // taps from one that a pixel meets to the next
   long_t back_d, back_h, back_w;                                           // pixels of y between these
   long_t pad_d, pad_h, pad_w, dil_d, dil_h, dil_w;
   long_t has_scale, has_bias, has_residual, activation, slope;             // the epilogue; slope: an acc_t's bits
 } ColumnsArguments;
+
+// Of an axis: the first tap that a pixel meets, and the pixel of y that this tap reads. `at` is the pixel's place with the padding.
+typedef struct Met {
+  int tap, place;
+} Met;
+
+WITHIN_KERNEL Met met(int at, int stride, long_t by_stride, int dil, int every) {
+  Met found;
+  if (at >= 0 && dil == 1) {  // the taps that differ come one after the other
+    found.place = divided(at, by_stride);
+    found.tap = at - found.place * stride;
+  } else {
+    found.tap = first_tap(at, stride, dil, every);
+    found.place = found.tap < 1 << 30 ? (at - found.tap * dil) / stride : 0;
+  }
+  return found;
+}
 
 KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTRICT columns, const GLOBAL_MEM data_t* RESTRICT bias,
                                                   const GLOBAL_MEM data_t* RESTRICT scale, const GLOBAL_MEM data_t* residual,
@@ -49,27 +66,23 @@ KERNEL LAUNCH_BOUNDS(THREADS, 1) void columns_add(const GLOBAL_MEM data_t* RESTR
     n = divided(row, arg.by_channels);
     c = row - n * (int)arg.channels;
   }
-  const int d = divided(number, arg.by_hw), line = divided(number, arg.by_w), h = line - d * (int)arg.h, v_w = number - line * (int)arg.w;
-  const int d0 = d + (int)arg.pad_d, h0 = h + (int)arg.pad_h, w0 = v_w + (int)arg.pad_w;
-  const int first_t = first_tap(d0, (int)arg.stride_d, (int)arg.dil_d, (int)arg.every_d);
-  const int first_r = first_tap(h0, (int)arg.stride_h, (int)arg.dil_h, (int)arg.every_h);
-  const int first_s = first_tap(w0, (int)arg.stride_w, (int)arg.dil_w, (int)arg.every_w);
-  const int t_end = (int)arg.t, r_end = (int)arg.r, s_end = (int)arg.s;
+  const int d = divided(number, arg.by_hw), row_of = divided(number, arg.by_w), h = row_of - d * (int)arg.h, v_w = number - row_of * (int)arg.w;
+  const Met t_axis = met(d + (int)arg.pad_d, (int)arg.stride_d, arg.by_stride_d, (int)arg.dil_d, (int)arg.every_d);
+  const Met r_axis = met(h + (int)arg.pad_h, (int)arg.stride_h, arg.by_stride_h, (int)arg.dil_h, (int)arg.every_h);
+  const Met s_axis = met(v_w + (int)arg.pad_w, (int)arg.stride_w, arg.by_stride_w, (int)arg.dil_w, (int)arg.every_w);
+  const int t_end = (int)arg.t, r_end = (int)arg.r, s_end = (int)arg.s, p_end = (int)arg.p, q_end = (int)arg.q;
   const index_t from = (index_t)n * (index_t)arg.image + (index_t)c * (index_t)arg.channel;
   acc_t sum = 0;
-  if (first_t < t_end && first_r < r_end && first_s < s_end) {
-    int o = (d0 - first_t * (int)arg.dil_d) / (int)arg.stride_d;
-    const int first_p = (h0 - first_r * (int)arg.dil_h) / (int)arg.stride_h, first_q = (w0 - first_s * (int)arg.dil_w) / (int)arg.stride_w;
-    for (int t = first_t; t < t_end; t += (int)arg.every_d, o -= (int)arg.back_d) {
-      int p = first_p;
-      for (int r = first_r; r < r_end; r += (int)arg.every_h, p -= (int)arg.back_h) {
-        int q = first_q;
-        for (int s = first_s; s < s_end; s += (int)arg.every_w, q -= (int)arg.back_w)
-          if (o >= 0 && o < (int)arg.o && p >= 0 && p < (int)arg.p && q >= 0 && q < (int)arg.q) {
-            const int tap = (t * r_end + r) * s_end + s, at = (o * (int)arg.p + p) * (int)arg.q + q;
-            sum += LOAD(columns, from + (index_t)tap * (index_t)arg.tap + (index_t)at * (index_t)arg.pixel);
-          }
-      }
+  int o = t_axis.place;
+  for (int t = t_axis.tap; t < t_end; t += (int)arg.every_d, o -= (int)arg.back_d) {
+    int p = r_axis.place;
+    for (int r = r_axis.tap; r < r_end; r += (int)arg.every_h, p -= (int)arg.back_h) {
+      if ((unsigned)o >= (unsigned)arg.o || (unsigned)p >= (unsigned)p_end) continue;
+      const int taps = (t * r_end + r) * s_end, line = (o * p_end + p) * q_end;
+      int q = s_axis.place;
+      for (int s = s_axis.tap; s < s_end; s += (int)arg.every_w, q -= (int)arg.back_w)
+        if ((unsigned)q < (unsigned)q_end)
+          sum += LOAD(columns, from + (index_t)(taps + s) * (index_t)arg.tap + (index_t)(line + q) * (index_t)arg.pixel);
     }
   }
   FINISH_AT(sum, c, i)

@@ -15,7 +15,7 @@ from alike import check_epilogue, check_numbers_on_gpu
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, Arrays, asked, check_compiled, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
 from test_kernels import check_refused
-from test_wgrad_nhwc import Filter
+from test_wgrad_nhwc import Filter, launched
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import via_nhwc as vn
@@ -207,10 +207,10 @@ def test_gradients_of_filters_of_float32_on_the_gpu(torch, case, config):  # noq
     problem, found = of_float32(case)
     plan = Plan(problem, "cuda", config=config or found)
     arrays = case.integers("float32")
-    assert_exact(Arrays(torch, plan, *arrays).launch(), case.reference(*arrays), plan)
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
     arrays = case.normals("float32")
     ref = case.reference(*arrays)
-    assert_close(Arrays(torch, plan, *arrays).launch(), ref, case.bound(*arrays, ref), plan)
+    assert_close(launched(torch, plan, *arrays), ref, case.bound(*arrays, ref), plan)
 
 
 @cache

@@ -131,8 +131,11 @@ class ColumnsArguments(NamedTuple):
     r: int
     s: int
     stride_d: int
+    by_stride_d: int
     stride_h: int
+    by_stride_h: int
     stride_w: int
+    by_stride_w: int
     every_d: int
     every_h: int
     every_w: int
@@ -218,7 +221,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 # ---- the choice
 
-BEGIN = 2.0  # microseconds of the launch that adds columns
+BEGIN, ELEMENT = 2.0, 1e-5  # microseconds of the launch that adds columns, and of an element of the result on 132 multiprocessors
 #: Bytes a microsecond of columns that are read, and of the result, on 132 multiprocessors: with channels last, and in NCHW.
 LAST_RATE, PLANES_RATE = 2.5e6, 1.8e6
 MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
@@ -235,7 +238,7 @@ def _adding(problem: ConvProblem, device: Device) -> float:
     """Microseconds that it should take to add the columns."""
     moved_bytes = problem.itemsize * (2 * _columns(problem) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     rate = LAST_RATE if problem.layout == "NHWC" else PLANES_RATE
-    return BEGIN + moved_bytes / rate * 132 / device.multiprocessors
+    return BEGIN + (moved_bytes / rate + ELEMENT * math.prod(problem.result_shape)) * 132 / device.multiprocessors
 
 
 def _worth_it(problem: ConvProblem) -> bool:

@@ -459,7 +459,7 @@ SLICE_WAIT = 0.7  # microseconds that a thread waits for a slice of a volume wit
 #: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
 #: one another, and the stride steps over columns.
 MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
-DIRECT_MEMORY = 3e6  # bytes a microsecond
+DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 0.75e6  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
 DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
 DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
 DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
@@ -524,8 +524,11 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
         us = DGRAD_START + max(1.0, rounds) * (start + walk)
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    written_bytes = problem.itemsize * math.prod(problem.result_shape)
+    moved = problem.itemsize * math.prod(problem.input_shape) + written_bytes * (2 if problem.has_residual else 1)
     us = max(us, moved / DIRECT_MEMORY)
+    if isinstance(config, Batched) and problem.has_residual:
+        us += written_bytes / RESIDUAL_MEMORY
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
