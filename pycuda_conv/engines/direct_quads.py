@@ -263,7 +263,7 @@ LOAD_CYCLES = 80.0  # of a multiprocessor, for 128 numbers of a patch, and for e
 COPY_CYCLES = 27.0
 STORE_CYCLES = 30.0  # of a multiprocessor, for a block's quads of a channel
 RESIDUAL_CYCLES = 290.0  # the same, for a residual that is added
-SINGLE_CYCLES = 200.0  # the same, for numbers that are stored one by one
+SINGLE_CYCLES = 290.0  # the same, for numbers that are stored one by one
 FILLED = 0.25  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
 BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
 
