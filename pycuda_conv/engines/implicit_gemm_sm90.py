@@ -888,8 +888,8 @@ VOLUME = 2.2  # times as long takes a load of a volume
 SCATTERED = 4.0  # times as long stores take of pixels whose channels are no multiple of 16 bytes, and of 16-bit planes of no multiple of 8
 #: Times as long as that takes the gradient of a filter, by products and bytes of an element; and that of a convolution with a stride.
 LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.3, (3, 4): 1.0}, 1.3
-#: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs 16-bit
-#: images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
+#: Times as long as all that takes a tile of 64 pixels; one of 128 or more; one of 64 of the gradient of a filter, besides; and what packs
+#: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 FOLLOW = 1.5  # microseconds that a launch of further phases adds
 SECTOR = 32  # bytes of memory that are written at once
