@@ -34,7 +34,6 @@
 #define W_MN_MAJOR 0
 #define CLUSTER 1      // blocks that share a tile
 #define PHASES 1     // of a launch: 1, 2 or 4
-#define MOMENTS 0    // of y's channels are written too
 #endif
 
 // What the kernel is told of a phase. by_n is the divisor n, prepared (division.cuh).
@@ -56,10 +55,12 @@ struct DensePhase {
   long long alike, by_alike, beside, by_beside;               // phases that count as one, and those of them in a row
   long long place_row, place_column, tap_row, tap_column;     // pixels of y, and numbers in w, from one to the next
   long long wide;                                             // how channels of y are written: Wide
+  long long noted;                                            // whether moments are written, where NOTES
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
 #define PHASES_ALIKE
+#define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // moments may be asked for: of whole sums, forwards
 #include "pixel_tiles.cuh"
 
 constexpr int THREADS = CONSUMER_THREADS + 32;
@@ -130,7 +131,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
     dense_nhwc_sm90(const __grid_constant__ Maps maps_x, const __grid_constant__ CUtensorMap map_w, const data_t* __restrict__ bias,
                     const data_t* __restrict__ scale, const data_t* residual, data_t* __restrict__ y,
-#if MOMENTS
+#if NOTES
                     float* __restrict__ moments,
 #endif
                     const __grid_constant__ Shapes shapes) {
@@ -139,8 +140,10 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
   const Ring ring(dynamic, barriers);
   float* const sums = (float*)(dynamic + (ring.stages - shared_address(dynamic)));
   float* const staging = sums + STAGES * STAGE_BYTES / 4;
-#if !MOMENTS
-  float* const moments = nullptr;
+#if NOTES
+  float* const noted = OF_LAYER(NOTED, shapes.of[0].noted) ? moments : nullptr;
+#else
+  float* const noted = nullptr;
 #endif
   if (threadIdx.x == 0) ring.init(1, 4 * CONSUMERS);
   if (threadIdx.x == CONSUMER_THREADS) {
@@ -150,7 +153,7 @@ __launch_bounds__(THREADS, BLOCK_M == 64 ? 2 : 1)
   __syncthreads();
   AFTER_LAST_LAUNCH
   if (threadIdx.x < CONSUMER_THREADS) {
-    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, moments);
+    consume([](int) {}, shapes, ring, sums, staging, scale, bias, residual, y, noted);
   } else {
     if (threadIdx.x == CONSUMER_THREADS) produce(maps_x, &map_w, shapes, ring);
 #if CLUSTER > 1

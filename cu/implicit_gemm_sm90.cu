@@ -74,7 +74,6 @@
 #define PINGPONG 0   // consumers take tiles by turns
 #define W_MN_MAJOR 0  // w as it lies, with the channels of y last
 #define PHASES 1     // of a launch at the most: 1 or 4
-#define MOMENTS 0    // of y's channels are written too
 #define PATCH_ROWS 0  // rows of pixels a consumer, where x is loaded once for all taps
 #define FUSED_SPLIT 0  // x is split here
 #define INTERLEAVE_COLUMNS 0  // phases of neighbouring columns are written together
@@ -95,7 +94,14 @@
 #include "limbs.cuh"
 #endif
 #define MENDS (OUT == 32 && !BF16 && !FUSED_SPLIT)  // blocks look at their flagged results when they are through: where SCALED
-#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG && !MOMENTS)  // blocks may add the parts of split sums
+#define JOINS (OUT == 32 && !BF16 && !PATCH_ROWS && !PINGPONG)  // blocks may be told to add the parts of split sums
+#ifdef LAYER
+#define ADDS_PARTS false  // launches that add them have a text without LAYER, so others need not wait for a compiler of what they don't do
+#else
+#define ADDS_PARTS JOINS
+#endif
+// moments may be asked for: forwards, of common layers' whole sums, where these leave registers
+#define NOTES (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !PATCH_ROWS && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
 #include "finish.cuh"
 #include "truncation.cuh"
 #include "ring.cuh"
@@ -158,6 +164,7 @@ struct GemmPhase {
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // whether there are scales: SCALED
+  long long noted;                                         // whether moments are written: NOTES
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: pixels of x that the taps of a patch meet in a row, and rows;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
@@ -168,7 +175,7 @@ struct GemmPhase {
 };
 
 // Moments are of what nothing is added to, and neither phases of neighbouring columns nor the widest tiles take a residual.
-constexpr bool MAY_ADD = !MOMENTS && !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
+constexpr bool MAY_ADD = !INTERLEAVE_COLUMNS && (WGMMA_N <= 128 || (PRODUCTS == 1 && !PINGPONG));
 DEVICE bool adds(const GemmPhase& shape) { return MAY_ADD && has_residual(shape); }
 DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || shape.scaled); }
 
@@ -810,15 +817,15 @@ DEVICE void store_chunk_by_tensor(const float (&sum)[WGMMA_N / 2], const Rows& r
 }
 #endif
 
-#if MOMENTS
+#if NOTES
 // Four lanes have a channel's pixels.
 DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, const float* scales, float* moments) {
-  const int lane = threadIdx.x % 32, count = PATCH_ROWS ? WGMMA_N : min(rows.end - rows.pixel, WGMMA_N);  // patches are whole
+  const int lane = threadIdx.x % 32, count = min(rows.end - rows.pixel, WGMMA_N);
   if (count <= 0) return;
-  const int slice = PATCH_ROWS ? rows.patch : rows.pixel / WGMMA_N;
+  const int slice = rows.pixel / WGMMA_N;
   // mostly all pixels count and have one scale: then the sums can be taken as they are, and what becomes of them applied at the end
   bool alike = OUT == 32 && count == WGMMA_N;
-  auto scale_of = [&](int pixel) { return PATCH_ROWS ? rows.scale_x : SCALED ? scales[pixel] : 1; };
+  auto scale_of = [&](int pixel) { return SCALED ? scales[pixel] : 1; };
 #pragma unroll
   for (int i = 0; i < WGMMA_N; i += 32) alike &= scale_of(min(i + lane, WGMMA_N - 1)) == scale_of(0);
   alike = __all_sync(~0u, alike);
@@ -864,8 +871,8 @@ DEVICE void store_moments(const float (&sum)[WGMMA_N / 2], const Rows& rows, con
 DEVICE void store_sums(const float (&sum)[WGMMA_N / 2], const Rows& rows, const GemmPhase& shape, [[maybe_unused]] int tile, int consumer, uint8_t* staging,
                        const float* scales, [[maybe_unused]] const long long* output_offsets, const out_t* residual, const CUtensorMap* map_y,
                        [[maybe_unused]] float* moments, out_t* y) {
-#if MOMENTS
-  store_moments(sum, rows, shape, scales, moments);
+#if NOTES
+  if (OF_LAYER(NOTED, shape.noted)) store_moments(sum, rows, shape, scales, moments);
 #endif
 #if INTERLEAVE_COLUMNS
   store_pair(sum, rows, shape, tile % 2, staging + threadIdx.x % 128 / 32 * INTERLEAVED, scales, output_offsets, y);
@@ -1087,9 +1094,6 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if PATCH_ROWS
   auto store_part = [&](auto part) {
     constexpr int number = decltype(part)::value;
-#if MOMENTS
-    if (number == 0) store_moments(total, rows, shapes.of[0], scales, moments);
-#endif
     store_rows<number * PATCH_ROWS / PARTS, (number + 1) * PATCH_ROWS / PARTS>(total, rows, shapes.of[0], residual, y);
   };
   auto store = [&] { for_all<PARTS>(store_part); };
@@ -1257,9 +1261,7 @@ __device__ __noinline__ void mend_tile(const GemmPhase& shape, const MendFinish&
     const int pixel = PATCH_ROWS ? of.pixel + (of.row + inside / 8) * (int)shape.q + of.column + inside % 8 : of.pixel + inside;
     const int mended = inside < BLOCK_N && pixel < of.end ? pixel : -1;
     [[maybe_unused]] const bool again = mend<NHWC, DENSE>(shape, what, mends.arrays, mends.of[phase], operands, y, of.group, m, mended);
-#if MOMENTS
-    if (again && lane == 0) redone[blockIdx.x] = 1;
-#endif
+    if (NOTES && redone && again && lane == 0) redone[blockIdx.x] = 1;
   }
 }
 
@@ -1271,7 +1273,7 @@ __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends
 }
 #endif
 
-#if JOINS
+#if ADDS_PARTS
 // The sums of a tile's parts, finished. A thread takes VEC neighbours at a time, and several such runs at once: each waits for memory as long
 // as all of them together.
 DEVICE void add_parts(const GemmPhase& shape, const JoinArguments& join, const Tile& of, const float* parts, const float* bias, const float* scale,
@@ -1381,12 +1383,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
                        const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale, const out_t* residual,
                        out_t* __restrict__ y,
-#if MOMENTS
+#if NOTES
                        float* __restrict__ moments,
 #endif
 #if MENDS
                        const float* __restrict__ raw_x, const float* __restrict__ raw_w, const int* __restrict__ x_flags, const int* __restrict__ w_flags,
-#if MOMENTS
+#if NOTES
                        int* __restrict__ redone,
 #endif
 #endif
@@ -1431,17 +1433,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     rings.init(1, PINGPONG ? 4 : 4 * CONSUMERS);
   }
 #if MENDS
-#if JOINS
+#if ADDS_PARTS
   const bool mends_own = shapes.of[0].splits == 1 || join.joins;  // else mending is left to what adds the parts
 #else
-  const bool mends_own = true;
+  const bool mends_own = !JOINS || shapes.of[0].splits == 1;
 #endif
   if (threadIdx.x == 0) any_flag = 0;
 #endif
   __syncthreads();
   AFTER_LAST_LAUNCH
   if (FUSED_SPLIT) NEXT_LAUNCH_MAY_COME  // few blocks, which mostly find nothing to do
-#if !MOMENTS
+#if !NOTES
   float* const moments = nullptr;
 #endif
   const int warpgroup = threadIdx.x / 128;
@@ -1485,8 +1487,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     consume(shapes, rings, consumer, staging + consumer * STAGING, scales + consumer * WGMMA_N, output_offsets + consumer * WGMMA_N, scale_n, scale_k, bias, scale,
             residual, to, moments, y);
 #if MENDS
-#if MOMENTS
-    if (threadIdx.x == 128) redone[blockIdx.x] = 0;
+#if NOTES
+    if (!OF_LAYER(NOTED, shapes.of[0].noted)) redone = nullptr;
+    if (redone && threadIdx.x == 128) redone[blockIdx.x] = 0;
 #else
     int* const redone = nullptr;
 #endif
@@ -1496,7 +1499,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
     const MendOperands operands = {raw_x, raw_w, bias, scale, residual, x_flags, w_flags, scale_n, scale_k};
 #endif
-#if JOINS
+#if ADDS_PARTS
     if (join.joins) {
 #if TENSOR_STORE && !MENDS
       if (threadIdx.x % 128 == 0) bulk_wait<0>();

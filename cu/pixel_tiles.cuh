@@ -1,14 +1,14 @@
 // pixel_tiles.cuh: consumers and stores of dense_nhwc_sm90.cu and gather_nhwc_sm90.cu, whose tiles are pixels x channels of channels-last arrays.
 // The two kernels differ in how x reaches shared memory.
 //
-// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and MOMENTS, unless they are as here; and Phase, the
+// Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and Phase, the
 // kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum; with
 // PHASES_ALIKE also which phases count as one.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
 #define PHASES 1
-#define MOMENTS 0
+#define NOTES 0  // moments may be asked for
 #endif
 #define WGMMA_N BLOCK_N
 #if TYPE == 32
@@ -38,10 +38,9 @@ constexpr int MN_BLOCK = 64 * 128, MN_BLOCKS = (BLOCK_N + 63) / 64;  // bytes of
 constexpr int A_BYTES = BLOCK_M * 128, B_BYTES = W_MN_MAJOR ? MN_BLOCKS * MN_BLOCK : BLOCK_N * 128, STAGE_BYTES = A_BYTES + B_BYTES;
 constexpr int CHUNK = 32, PITCH = 40;    // channels of a staging tile; floats of a row of it
 constexpr int SUMS_PITCH = BLOCK_N + 8;  // floats of a row of a shared tile's sums, which take the ring's place
-constexpr bool MAY_ADD = !MOMENTS && BLOCK_N < 256;  // moments are of what nothing is added to; the widest tile has no registers for a residual
+constexpr bool MAY_ADD = BLOCK_N < 256;  // the widest tile has no registers for a residual
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % CHUNK == 0, "whole warpgroups and chunks");
 static_assert(!W_MN_MAJOR || TYPE != 32, "wgmma takes 16-bit operands alone so");
-static_assert(!MOMENTS || (CLUSTER == 1), "whole sums that nothing is added to");
 static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, "the sums take the ring's place");
 
 struct Shapes {
@@ -160,7 +159,7 @@ DEVICE void store_run(const float* staging, const Phase& shape, int pixel, const
   }
 }
 
-#if MOMENTS
+#if NOTES
 // The moments of a chunk: a lane has the channel `channel` of its warp's 16 pixels, and one of the consumer's warps adds up those of all four.
 // `noted`: [warp][mean, squares][channel], another one for each second chunk, so that one barrier a chunk is enough.
 DEVICE void note_moments(const float* staging, const Phase& shape, const Tile& of, int chunk, int channel, float* noted, const data_t* scale,
@@ -291,15 +290,15 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
   });
 }
 
-// A consumer's sums of a tile, by way of its warps' staging tiles or not.
+// A consumer's sums of a tile, by way of its warps' staging tiles or not; `moments` is null if they are not asked for.
 DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, const Tile& of, float* staging, [[maybe_unused]] float* noted,
                        const data_t* scale, const data_t* bias, const data_t* residual, data_t* y, [[maybe_unused]] float* moments) {
   const bool as_runs = (int)shape.wide == SIXTEEN_BYTES;
   if (as_runs) {
-    const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && (MOMENTS || !activation(shape));
+    const bool plain = !has_scale(shape) && !has_bias(shape) && !(MAY_ADD && has_residual(shape)) && !activation(shape);
     if (plain) store_runs<true>(sum, shape, of, scale, bias, residual, y);
     else store_runs<false>(sum, shape, of, scale, bias, residual, y);
-    if (!MOMENTS) return;
+    if (!NOTES || !moments) return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int own = place_of(shape, of, of.pixel + 16 * warp + lane % 16);
@@ -333,8 +332,8 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
         for (int i = 0; i < BATCH; ++i) four.store(shape, place[i], {v[i].x, v[i].y, v[i].z, v[i].w}, residual, y);
       }
     }
-#if MOMENTS
-    note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
+#if NOTES
+    if (moments) note_moments(staging, shape, of, base / CHUNK, of.channel + base + lane, noted + base / CHUNK % 2 * 8 * CHUNK, scale, bias, moments);
 #endif
   });
 }

@@ -33,7 +33,6 @@
 #define LIMBS 2
 #define WGRAD 0
 #define NHWC 0
-#define HAS_RESIDUAL 0
 #define MOMENTS 0
 #define RAW_FILTER 0
 #endif
@@ -58,7 +57,7 @@ struct PointwiseProduct {
   long long busy;                                     // warps of a tile that have a box, NCHW
   long long row_step, column_step, size;              // elements of y from one row, and column, to the next, and of y
   long long pairs;                                    // neighbouring columns are neighbours in y, at multiples of 2
-  long long has_bias, has_scale, activation, slope;   // what finishes a sum, beside HAS_RESIDUAL; slope: a float's bits
+  long long has_bias, has_scale, has_residual, activation, slope;  // what finishes a sum; slope: a float's bits
 };
 
 struct Tile {
@@ -278,24 +277,25 @@ DEVICE void multiply(Sums& total, const Tile& of, uint8_t* stages, const Ring& r
 
 // ---- and what becomes of them
 
-// What a thread has of a column, its rows in the order of v; without a residual finished but for the activation.
-DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, const Finish<false>& of) {
+constexpr bool PLAIN = MOMENTS || WGRAD;  // there is no residual and no activation
+
+// What a thread has of a column, its rows in the order of v; where PLAIN, finished.
+DEVICE void sums_of(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Sums& sum, int i, int e, const Finish<false>& of) {
 #pragma unroll
   for (int block = 0; block < BLOCKS; ++block)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float found = sum.of[block][4 * i + 2 * half + e];
-      v[2 * block + half] = HAS_RESIDUAL ? found : of.shifted(shape, found, 1);
+      v[2 * block + half] = PLAIN ? of.shifted(shape, found, 1) : found;
     }
 }
-// The rest of some of them, whose residual is `added`; without one `v` was finished before.
-template <int count>
-DEVICE void add(const PointwiseProduct& shape, float (&v)[count], const Finish<false>* const (&of)[count], const float* added) {
-#if HAS_RESIDUAL
+// Finishes them; `added` is the residual, or -0.
+DEVICE void finish(const PointwiseProduct& shape, float (&v)[2 * BLOCKS], const Finish<false>& of, const float (&added)[2 * BLOCKS]) {
+  if constexpr (!PLAIN) {
 #pragma unroll
-  for (int i = 0; i < count; ++i) v[i] = of[i]->whole(shape, v[i], 1, added[i]);
-  activate(shape, v);
-#endif
+    for (int row = 0; row < 2 * BLOCKS; ++row) v[row] = of.whole(shape, v[row], 1, added[row]);
+    activate(shape, v);
+  }
 }
 
 #if MOMENTS
@@ -349,52 +349,54 @@ DEVICE void store(const Sums& sum, const Tile& of, const PointwiseProduct& shape
         const int column = min(column0 + 8 * (i + j / 2) + j % 2, columns - 1);
         of_column[j].of = ScaleAndBias(shape, scale, bias, column);
       }
-    float v[2][2 * BLOCKS];
+    float v[2][2 * BLOCKS], added[2][2 * BLOCKS];
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      finish(shape, v[e], sum, i, e, of_column[(2 * i + e) % BATCH]);
+      sums_of(shape, v[e], sum, i, e, of_column[(2 * i + e) % BATCH]);
 #if MOMENTS
       const int column = column0 + 8 * i + e;
       if (count > 0) store_moments(v[e], counted, count, column < columns, moments + (long long)warp * 2 * columns + column, columns);
 #endif
-      if (!HAS_RESIDUAL) activate(shape, v[e]);
+#pragma unroll
+      for (int row = 0; row < 2 * BLOCKS; ++row) added[e][row] = -0.f;
     }
+    const bool adds = !PLAIN && has_residual(shape), has_left = column0 + 8 * i < columns, has_right = column0 + 8 * i + 1 < columns;
+    const long long left = (column0 + 8 * i) * shape.column_step, right = left + shape.column_step;
 #if !WGRAD && !NHWC
-    {
-      [[maybe_unused]] float4 added[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (HAS_RESIDUAL && counted[0] && column0 + 8 * i + e < columns)
-          added[e] = *(const float4*)(residual + at[0] + (column0 + 8 * i + e) * shape.column_step);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const Finish<false>* const of = of_column + (2 * i + e) % BATCH;
-        add(shape, v[e], {of, of, of, of}, (const float*)&added[e]);
-        if (counted[0] && column0 + 8 * i + e < columns) store_word(y + at[0] + (column0 + 8 * i + e) * shape.column_step, *(const uint4*)v[e]);
-      }
+    if (adds && counted[0]) {
+      if (has_left) *(float4*)added[0] = *(const float4*)(residual + at[0] + left);
+      if (has_right) *(float4*)added[1] = *(const float4*)(residual + at[0] + right);
     }
 #else
 #pragma unroll
-      for (int row = 0; row < 2 * BLOCKS; ++row) {
-        const bool real[2] = {counted[row] && column0 + 8 * i < columns, counted[row] && column0 + 8 * i + 1 < columns};
-        const long long place = at[row] + (column0 + 8 * i) * shape.column_step;
-        const Finish<false>*const left = of_column + 2 * i % BATCH, *const right = left + 1;
-        if (shape.pairs) {
-          const float2 added = HAS_RESIDUAL && real[0] ? *(const float2*)(residual + place) : float2();
-          float both[2] = {v[0][row], v[1][row]};
-          add(shape, both, {left, right}, (const float*)&added);
-          if (real[0]) store_word(y + place, *(const uint2*)both);
-        } else {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const long long at_e = place + e * shape.column_step;
-            const float added = HAS_RESIDUAL && real[e] ? residual[at_e] : 0;
-            float one[1] = {v[e][row]};
-            add(shape, one, {e ? right : left}, &added);
-            if (real[e]) y[at_e] = one[0];
-          }
-        }
+    for (int row = 0; row < 2 * BLOCKS; ++row) {
+      if (!adds || !counted[row] || !has_left) continue;
+      if (shape.pairs) {
+        const float2 both = *(const float2*)(residual + at[row] + left);
+        added[0][row] = both.x, added[1][row] = both.y;
+      } else {
+        added[0][row] = residual[at[row] + left];
+        if (has_right) added[1][row] = residual[at[row] + right];
       }
+    }
+#endif
+#pragma unroll
+    for (int e = 0; e < 2; ++e) finish(shape, v[e], of_column[(2 * i + e) % BATCH], added[e]);
+#if !WGRAD && !NHWC
+    if (counted[0] && has_left) store_word(y + at[0] + left, *(const uint4*)v[0]);
+    if (counted[0] && has_right) store_word(y + at[0] + right, *(const uint4*)v[1]);
+#else
+#pragma unroll
+    for (int row = 0; row < 2 * BLOCKS; ++row) {
+      if (!counted[row] || !has_left) continue;
+      if (shape.pairs) {
+        const float both[2] = {v[0][row], v[1][row]};
+        store_word(y + at[row] + left, *(const uint2*)both);
+      } else {
+        y[at[row] + left] = v[0][row];
+        if (has_right) y[at[row] + right] = v[1][row];
+      }
+    }
 #endif
   }
 }

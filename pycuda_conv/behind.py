@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain, islice, product
 from typing import Any
 
 from pycuda_conv import engines
 from pycuda_conv.engines.geometry import ceil
 from pycuda_conv.engines.schedule import Schedule
+from pycuda_conv.engines.tensor_cores import products
 from pycuda_conv.errors import ConvArgumentError
 from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, KernelLaunch
@@ -49,6 +51,8 @@ used: dict[engines.Config, None] = {}
 
 #: Times the predicted time of the better configuration that one which stands in may take on a GPU: a captured graph keeps it for good.
 SLOWEST = 3
+#: The same of one that is waited for because it takes less time to compile.
+HARDLY = 1.15
 
 
 def stand_in(
@@ -91,6 +95,16 @@ def _not_slow(problem: ConvProblem, config: engines.Config, others: Iterable[eng
             yield one
 
 
+def quickest(problem: ConvProblem, config: engines.Config, device: Device) -> engines.Config:
+    """`config`, or one that gives the same bits, takes hardly longer, and compiles in much less time: whose tile is half of its at most."""
+    best = engines.predicted(problem, config, device) if foresees(device) else None
+    if best is None or products(problem) == 1:  # whose texts are short
+        return config
+    same = (one for one in engines.alternatives(problem, config, device) if (engines.predicted(problem, one, device) or 0) <= HARDLY * best)
+    smallest = min(same, key=lambda one: one.tile, default=config)
+    return smallest if 2 * smallest.tile <= config.tile else config
+
+
 def last_resort(problem: ConvProblem, device: Device) -> engines.Config | None:
     """Where no compiler works: any configuration whose kernels are compiled."""
     configs = engines.candidates(problem, device)
@@ -109,7 +123,11 @@ LAYERS = ((3, 1), (1, 1), (3, 2), (1, 2))
 MOST_LIKELY = 32  # kernels
 SPARE_CORES = 8  # that a machine has to have: on fewer, such kernels would slow down those that are waited for
 
-_foreseen: set[Hashable] = set()
+#: Times the shortest prediction that another order of sums may take, which the next size of a layer's images is likely to be given.
+RIVAL = 1.3
+
+#: By kinds of arrays: a common network's layers whose kernels are still to be looked for.
+_foreseen: dict[Hashable, deque[ConvProblem]] = {}
 
 
 def foresees(device: Device) -> bool:
@@ -117,14 +135,57 @@ def foresees(device: Device) -> bool:
     return device.backend == "cuda" and cores() >= SPARE_CORES
 
 
+def foresee(problem: ConvProblem, missing: list[KernelLaunch], device: Device) -> None:
+    """Begin with the kernels that a call of `problem` waits for, and compile what may be asked for next until they are there."""
+    device.begin(missing)
+    for launch in islice(likely(problem, missing, device), MOST_LIKELY):
+        device.compile_behind([launch])
+        if not any(map(device.coming, missing)):
+            return
+
+
 def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) -> Iterator[KernelLaunch]:
     """Launches whose kernels a process that waits for its `own` of `problem` may soon wait for, the likeliest first.
 
-    They are, once for each kind of array and direction, those of a common network's layers, then those of the same layer with more and with
-    fewer images, and with larger and smaller ones: general ones, each of which serves many layers. What other kernels could stand in for
-    is not among them.
+    They are those of the layer's rivals, then, once for each kind of array and direction, those of a common network's layers, then those of
+    the same layer with more and with fewer images, and with larger and smaller ones: general ones, each of which serves many layers. What
+    other kernels could stand in for is not among them. The rivals' know the layer's constants, which takes half the time to compile, unless
+    the layer is finished as a network's are, in several ways.
     """
     found = {launch.source() for launch in own}
+    of_rivals = _absent(((problem, config) for config in rivals(problem, device)), found, device)
+    yield from of_rivals if _fused(problem) else map(_known, of_rivals)
+    yield from _absent(((one, _choice(one, device)) for one in chain((problem,), _related(problem))), found, device)
+
+
+def _fused(problem: ConvProblem) -> bool:
+    return problem.has_scale or problem.activation is not None
+
+
+def rivals(problem: ConvProblem, device: Device) -> list[engines.Config]:
+    """Of each other order of sums that should take hardly longer than the planner's choice, the configuration that compiles fastest.
+
+    The planner may choose any of these orders for other numbers and sizes of the layer's images. No kernel of another order may stand in
+    then. Of configurations that should take about as long, that of the smallest tile compiles fastest.
+    """
+    orders: dict[Hashable, list[tuple[float, engines.Config]]] = {}
+    for us, config in engines.predictions(problem, device):
+        orders.setdefault(engines.order(problem, config), []).append((us, config))
+    shortest = min((timed[0][0] for timed in orders.values()), default=0.0)
+    choice = _choice(problem, device)
+    if choice is not None:
+        orders.pop(engines.order(problem, choice), None)
+    near = (timed for timed in orders.values() if timed[0][0] <= RIVAL * shortest)
+    return [min((config for us, config in timed if us <= RIVAL * timed[0][0]), key=lambda config: config.tile) for timed in near]
+
+
+def _absent(
+    choices: Iterable[tuple[ConvProblem, engines.Config | None]], found: set[str], device: Device
+) -> Iterator[KernelLaunch]:
+    """General launches of `choices` whose kernels are neither compiled, nor on their way, nor `found`, and that have no stand-in there.
+
+    Their texts are added to `found`.
+    """
     configs: dict[engines.Config, None] = {}
 
     def there(launch: KernelLaunch) -> bool:
@@ -133,15 +194,14 @@ def likely(problem: ConvProblem, own: Iterable[KernelLaunch], device: Device) ->
     def not_there(one: ConvProblem, config: engines.Config) -> list[KernelLaunch]:
         return [launch for launch in launches(engines.schedule(one, config, device)) if not (there(_known(launch)) or there(launch))]
 
-    for one in (problem, *_related(problem)):
-        config = _choice(one, device)
+    for one, config in choices:
         if config is None:
             continue
         configs[config] = None
         others = _not_slow(one, config, engines.same_bits(one, config, configs), device)
         if all(not_there(one, other) for other in others):
             left = {launch.source(): launch for launch in not_there(one, config)}
-            found |= left.keys()
+            found.update(left)
             yield from left.values()
 
 
@@ -163,12 +223,21 @@ def _related(problem: ConvProblem) -> Iterator[ConvProblem]:
 
 
 def _network(problem: ConvProblem, batches: tuple[int, ...]) -> Iterator[ConvProblem]:
-    """Layers of a common network, with arrays as the problem's, for so many images: once."""
-    fused = problem.has_scale or problem.activation is not None
-    kind = problem.dtype, problem.precision, problem.layout, problem.direction, fused, len(batches)
-    if problem.ndim != 2 or problem.groups != 1 or kind in _foreseen:
-        return
-    _foreseen.add(kind)
+    """Layers of a common network, with arrays as the problem's, for so many images: each once, whoever asks first."""
+    fused, dense_2d = _fused(problem), problem.ndim == 2 and problem.groups == 1
+    kind = problem.dtype, problem.precision, problem.layout, problem.direction, fused, dense_2d, len(batches)
+    if kind not in _foreseen:
+        _foreseen[kind] = deque(_network_layers(problem, batches, fused) if dense_2d else ())
+    left = _foreseen[kind]
+    while True:
+        try:
+            one = left.popleft()
+        except IndexError:
+            return
+        yield one
+
+
+def _network_layers(problem: ConvProblem, batches: tuple[int, ...], fused: bool) -> Iterator[ConvProblem]:
     for n, (k, size), (taps, stride) in product(batches, PYRAMID, LAYERS):
         if stride > 1 and (k, size) == PYRAMID[0]:  # pooling comes before that
             continue

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from pycuda_conv import behind, engines, execute, quick
@@ -141,32 +140,32 @@ class Plan:
         """A plan that does not wait for the compiler if compiled kernels can serve it.
 
         Its configuration is not the best one then. That one is compiled behind its calls, for :attr:`better`. Where the compiler has to
-        be waited for, it also compiles what may be asked for next.
+        be waited for, it is for as short as possible, and the compiler also makes what may be asked for next.
         """
         self = cls.__new__(cls)
         self.problem, self.device, self.fixed, self.tuned = problem, device, False, lookup(problem, device)
         config = self.tuned.config if self.tuned else engines.choose(problem, device)
         schedules = {} if noted else {config: engines.schedule(problem, config, device)}
         missing = [] if noted or 0 in problem.result_shape else behind.missing(behind.form(schedules[config], device), device)
-        instead = behind.stand_in(problem, config, device, schedules) if missing else None
-        if instead in (None, config):
-            if missing and behind.foresees(device):
-                device.begin(missing)  # while they are compiled, what else may be needed is found
-                for launch in islice(behind.likely(problem, missing, device), behind.MOST_LIKELY):
-                    device.compile_behind([launch])
-                    if not any(map(device.coming, missing)):
-                        break
-            try:
-                self._set_up(config, noted, schedules.get(config))
-            except CompileError as error:
-                instead = None if noted else behind.last_resort(problem, device)
-                if instead is None:
-                    raise
-                behind.say(error)
-                self._set_up(instead, noted)
+        serves = config
+        if missing:
+            serves = behind.stand_in(problem, config, device, schedules) or behind.quickest(problem, config, device)
+            if serves not in schedules:
+                schedules[serves] = engines.schedule(problem, serves, device)
+            waited_for = behind.missing(behind.form(schedules[serves], device), device)
+            if waited_for and behind.foresees(device):
+                behind.foresee(problem, waited_for, device)
+        try:
+            self._set_up(serves, noted, schedules.get(serves))
+        except CompileError as error:
+            resort = None if noted else behind.last_resort(problem, device)
+            if resort is None:
+                raise
+            behind.say(error)
+            self._set_up(resort, noted)
         else:
-            self._set_up(instead, noted, schedules[instead])
-            self._better_config, self._behind = config, behind.Behind(device, missing)
+            if serves != config:
+                self._better_config, self._behind = config, behind.Behind(device, missing)
         behind.used[self.config] = None
         return self
 

@@ -556,7 +556,7 @@ def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
     room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
     mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
-    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PATCH_ROWS", "PINGPONG", "MOMENTS"))
+    may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PATCH_ROWS", "PINGPONG"))
     assert len(step.structs) == (2 * room + 1 if mends else room) + may_join
     assert room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
     whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
@@ -568,16 +568,22 @@ def product(step, memory: Memory) -> None:
     assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
     for one in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory)
-    define, before, joined = step.defines, memory.mended, may_join and bool(step.structs[-1].joins)
+    before, joined = memory.mended, may_join and bool(step.structs[-1].joins)
     if joined:
         assert not step.layer, "constants of the layer would finish the parts, too"
         whole = [join(one, named(one), step.structs[-1], number, len(whole), memory) for number, one in enumerate(whole)]
     if mends and (named(whole[0]).splits == 1 or joined) and named(whole[0]).scaled:
         for one, phase in zip(whole, step.structs[room : room + phases], strict=True):
             mend_own(one, named(one), phase, step.structs[2 * room], memory)
-        if define["MOMENTS"]:
-            store(memory.view(step.buffers[-1], "int32"), np.arange(step.grid), 0)
-            store(memory.view(step.buffers[-1], "int32"), 0, int(memory.mended > before))
+        if named(whole[0]).noted:
+            store(memory.view(step.buffers[12], "int32"), np.arange(step.grid), 0)
+            store(memory.view(step.buffers[12], "int32"), 0, int(memory.mended > before))
+
+
+def may_note(define) -> bool:
+    """Whether a text of implicit_gemm_sm90.cu can note moments: common stores of whole sums that leave registers."""
+    common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["PATCH_ROWS"] and not define["W_MN_MAJOR"]
+    return bool(common and not (define["BF16"] and define["OUT"] == 32) and (define["PRODUCTS"] == 1 or define["WGMMA_N"] <= 128))
 
 
 def join(step, s, a, number: int, phases: int, memory: Memory):
@@ -753,7 +759,7 @@ def load_filter_box(step, memory: Memory, channel: int, tap: int, row: int, turn
 def write_pixels(step, s, memory: Memory, total: np.ndarray, m0: int, pixel0: int, end: int, group: int, part: int) -> None:
     """:func:`write_tile` of neighbouring pixels, of which those below `end` count."""
     pixel, per = pixel0 + np.arange(total.shape[1]), step.defines["WGMMA_N"]
-    assert not step.defines["MOMENTS"] or pixel0 % per == 0
+    assert not s.noted or pixel0 % per == 0
     write_tile(step, s, memory, total, m0, np.minimum(pixel, end - 1), pixel < end, group, part, pixel0 // per, pixel0)
 
 
@@ -783,7 +789,7 @@ def write_tile(
     places = np.zeros(total.shape, int)
     places[np.ix_(np.arange(m.size), counted)] = at
     v = finished(finishing(step), memory, kind, total, scale, bias, residual, channel, places).astype(kind)
-    if define["MOMENTS"] and pixel.size:
+    if s.noted and pixel.size:
         for i, first in enumerate(range(0, pixel.size, define["WGMMA_N"])):  # what one consumer has
             note_moments(memory.view(noted[0], "float32"), s.rows, v[: m.size, counted][:, first : first + define["WGMMA_N"]], k.ravel(), number + i)
     if define["TENSOR_STORE"]:
@@ -914,8 +920,10 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int, place0: int,
     v = finished(finishing(step), memory, kind, total[: len(pixel), : k.size], scale, bias, residual, k, at).astype(kind)
     store(memory.view(y, kind), at, v)
     memory.count(y, at)
-    assert len(noted) == define["MOMENTS"]
-    for first in range(0, len(pixel) if noted else 0, 64):
+    if step.kernel == "dense_nhwc_sm90":
+        may_note = define["CLUSTER"] == define["PHASES"] == 1 and not define["W_MN_MAJOR"] and define["BLOCK_N"] <= 192
+        assert len(noted) == may_note >= s.noted
+    for first in range(0, len(pixel) if noted and s.noted else 0, 64):
         note_moments(memory.view(noted[0], "float32"), s.rows, v[first : first + 64].T, k.ravel(), (pixel0 + first) // 64)
 
 
@@ -1355,7 +1363,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
     """What blocks of implicit_gemm_sm90.cu do when they are through."""
     define = step.defines
     _, x_scales, w_scales, bias, scale, residual, y = step.buffers[:7]
-    x, w, x_flags, w_flags = step.buffers[7 + define["MOMENTS"] : 11 + define["MOMENTS"]]
+    x, w, x_flags, w_flags = step.buffers[7 + may_note(define) : 11 + may_note(define)]
     taps, pixel = phase.taps_t * phase.taps_r * phase.taps_s, s.rows if define["NHWC"] else 1
     strides = {f"{name}_{axis}": getattr(at, f"{long}_{axis}") for name, long, at in (("stride", "stride", arrays), ("pad", "pad", phase), ("dil", "dilation", arrays)) for axis in "dhw"}
     a = SimpleNamespace(

@@ -530,6 +530,7 @@ def test_threads_that_need_the_same_kernel_compile_it_once():
 class Empty(Target):
     """A GPU for which nothing is compiled."""
 
+    constants_pay = True
     known: frozenset[str] = frozenset()
 
     def compiled(self, step):
@@ -538,7 +539,8 @@ class Empty(Target):
 
 @pytest.fixture
 def empty(monkeypatch):
-    monkeypatch.setattr(behind, "_foreseen", set())
+    monkeypatch.setattr(behind, "_foreseen", {})
+    monkeypatch.delenv("PYCUDA_CONV_BACKGROUND", raising=False)
     monkeypatch.setattr(behind, "used", {})
     device = Empty("sm_90a")
     device.model = ""
@@ -594,10 +596,88 @@ def test_another_size_or_batch_of_a_layer_hardly_ever_waits(empty, monkeypatch):
         if other is None or other == problem or not other.macs:
             continue
         with monkeypatch.context() as patch:
-            patch.setattr(behind, "_foreseen", set())
+            patch.setattr(behind, "_foreseen", {})
             patch.setattr(Empty, "known", likely(problem, empty) | sources(problem, empty))
             made, waiting = made + 1, waiting + waits(other, empty)
     assert made > 25 and waiting <= made // 12
+
+
+def test_what_a_network_still_needs_is_foreseen_by_the_next_layer(empty):
+    """The first one may not have to wait for long enough."""
+    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    whole = list(behind._network(problem, (8,)))
+    behind._foreseen.clear()
+    first = list(itertools.islice(behind._network(problem, (8,)), 3))
+    assert first + list(behind._network(replace(problem, N=9, C=32), (9,))) == whole and len(whole) > 9
+    assert not list(behind._network(problem, (8,)))
+
+
+# ---- rivals
+
+
+def test_rivals_are_other_orders_of_sums_that_take_hardly_longer(empty):
+    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    chosen, found = engines.choose(problem, empty), behind.rivals(problem, empty)
+    orders = [engines.order(problem, config) for config in (chosen, *found)]
+    assert len(set(orders)) == len(orders) > 1
+    for config in found:
+        same = engines.alternatives(problem, config, empty)
+        best = min(engines.predicted(problem, one, empty) for one in (config, *same))
+        assert engines.predicted(problem, config, empty) <= behind.RIVAL * best
+        assert best <= behind.RIVAL * engines.predicted(problem, chosen, empty)
+        assert all(one.tile >= config.tile or engines.predicted(problem, one, empty) > behind.RIVAL * best for one in same)
+
+
+def test_a_size_that_is_given_another_order_of_sums_need_not_wait_for_it(empty, monkeypatch):
+    problem, other = (fprop((9, 256, n, n), (256, 256, 1, 1)).problem() for n in (36, 32))
+    first, second = (engines.choose(one, empty) for one in (problem, other))
+    assert engines.order(problem, first) != engines.order(other, second)
+    monkeypatch.setattr(Empty, "known", texts_of(problem, first, empty))
+    assert waits(other, empty)
+    monkeypatch.setattr(Empty, "known", set().union(*(texts_of(problem, config, empty) for config in behind.rivals(problem, empty))))
+    assert not waits(other, empty)
+
+
+def test_rivals_are_foreseen_first_and_know_an_unfused_layer(empty):
+    problem = fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    rivals = {launch.file or launch.kernel for config in behind.rivals(problem, empty) for launch in behind.launches(engines.schedule(problem, config, empty))}
+    own = behind.launches(engines.schedule(problem, engines.choose(problem, empty), empty))
+    for one, known in ((problem, True), (replace(problem, has_scale=True, activation="relu"), False)):
+        first = next(behind.likely(one, own, empty))
+        assert (first.file or first.kernel) in rivals and ("LAYER" in first.defines) == known
+
+
+# ---- what compiles fastest
+
+
+def test_a_call_waits_for_the_text_that_compiles_fastest(empty, monkeypatch):
+    problem = fprop((64, 64, 56, 56), (64, 64, 3, 3), padding=1).problem()
+    chosen = engines.choose(problem, empty)
+    for cores in (2, 16):
+        monkeypatch.setattr(behind, "cores", lambda cores=cores: cores)
+        for dtype in ("float32", "float16"):
+            one = replace(problem, dtype=dtype)
+            config = engines.choose(one, empty)
+            quick = behind.quickest(one, config, empty)
+            if cores == 2 or dtype == "float16":
+                assert quick == config
+    assert engines.order(problem, behind.quickest(problem, chosen, empty)) == engines.order(problem, chosen)
+    assert 2 * behind.quickest(problem, chosen, empty).tile <= chosen.tile
+    small = ImplicitGemm(64, 64, 6)
+    assert behind.quickest(problem, small, empty) == small
+
+
+def test_the_better_one_follows_where_a_smaller_text_was_waited_for(slow, monkeypatch):
+    problem, arrays = CASE.problem(), CASE.normals("float32")
+    best = direct.choose(problem, slow.device)[1]
+    other = engines.alternatives(problem, best, slow.device)[0]
+    monkeypatch.setattr(behind, "quickest", lambda *_: other)
+    plan = cached_plan(problem, slow.device)
+    assert plan.config == other and plan.better is None and slow.asked
+    first = run(plan, *arrays)
+    slow.finish()
+    run(plan, *arrays)
+    assert plan.better.config == best and run(plan.better, *arrays).tobytes() == first.tobytes()
 
 
 def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
@@ -606,7 +686,7 @@ def test_what_would_be_foreseen_is_not_if_it_is_on_its_way(empty, monkeypatch):
     assert found
     for name in "coming", "queued":
         with monkeypatch.context() as patch:
-            patch.setattr(behind, "_foreseen", set())
+            patch.setattr(behind, "_foreseen", {})
             patch.setattr(Empty, name, lambda _, launch: launch.source() in found)
             assert not likely(problem, empty) & found
 
@@ -620,7 +700,7 @@ def test_what_is_likely_is_on_the_closed_list(case, dtype, empty):
     from pycuda_conv.tools.kernels import families
 
     known = families("sm_90a")
-    found = list(behind.likely(case.problem(dtype), (), empty))
+    found = [launch for launch in behind.likely(case.problem(dtype), (), empty) if "LAYER" not in launch.defines]  # those are a layer's own
     assert all(any(launch in family for family in known) for launch in found)
 
 

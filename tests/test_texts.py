@@ -25,7 +25,7 @@ LISTS = {
     "implicit_gemm_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": PIXELS, "WGMMA_N": {n // m for n in PIXELS for m in (1, 2)}, "STAGES": {2, 3, 4, 5, 6}, "LOAD_CHANNELS": {16, 32, 64},
         "PRODUCTS": {1, 3}, "BF16": FLAG, "OUT": {16, 17, 32}, "NHWC": FLAG, "TENSOR_STORE": FLAG, "VEC": {1, 4},
-        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "MOMENTS": FLAG, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
+        "DENSE": FLAG, "PINGPONG": FLAG, "W_MN_MAJOR": FLAG, "PHASES": {1, 4}, "FUSED_SPLIT": FLAG, "INTERLEAVE_COLUMNS": FLAG,
         "PATCH_ROWS": {n // m for n in PIXELS for m in (8, 16)} | {0},
     },
     "implicit_gemm_sm80": {
@@ -37,7 +37,7 @@ LISTS = {
     },
     "dense_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128, 160, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32}, "W_MN_MAJOR": FLAG,
-        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4}, "MOMENTS": FLAG,
+        "CLUSTER": {1, 2, 4, 8}, "PHASES": {1, 4},
     },
     "gather_nhwc_sm90": {
         "BLOCK_M": {64, 128}, "BLOCK_N": {32, 64, 96, 128}, "STAGES": set(range(2, 9)), "TYPE": {16, 17, 32}, "COPY": {4, 16}, "CLUSTER": {1, 2, 4, 8},
@@ -62,7 +62,7 @@ LISTS = {
     "few_inputs": {"TYPE": {16, 17, 32}, "BLOCK_N": {16, 32, 48, 64}, "PLANES": FLAG},
     "few_pixels_sm90": {"TYPE": {16, 17, 32}, "PRODUCTS": {1, 3}, "BLOCK_N": {32, 56}, "CLUSTER": {2, 4, 8}, "PHASES": {1, 4}},
     "pointwise_sm90": {
-        "BLOCK_N": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG,
+        "BLOCK_N": {32, 64, 96, 128}, "BLOCKS": {1, 2}, "STAGES": {3, 4, 5, 6}, "LIMBS": {1, 2}, "WGRAD": FLAG, "NHWC": FLAG, "MOMENTS": FLAG,
         "RAW_FILTER": FLAG,
     },
 }  # fmt: skip

@@ -18,6 +18,7 @@ from pycuda_conv.engines.registry import (
     fastest_first,
     filter_key,
     find,
+    order,
     predicted,
     predictions,
     reads_c_order,
@@ -29,8 +30,8 @@ from pycuda_conv.engines.registry import (
 from pycuda_conv.engines.schedule import Schedule
 
 __all__ = [
-    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "predicted",
-    "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
+    "Config", "Schedule", "alternatives", "candidates", "choose", "config_classes", "fastest_first", "filter_key", "find", "order",
+    "predicted", "predictions", "reads_c_order", "refusal", "same_bits", "schedule", "uses_tensor_cores",
 ]  # fmt: skip
 
 

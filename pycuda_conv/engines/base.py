@@ -45,6 +45,11 @@ class Config:
         """Whether images are packed before the product, unless they lie as it wants them."""
         return False
 
+    @property
+    def tile(self) -> int:
+        """The results of a matrix product's tile, whose registers the kernel's text names: the more, the longer it takes to compile."""
+        return math.prod(getattr(self, name, 1) for name in ("BLOCK_M", "BLOCK_N"))
+
 
 #: What :meth:`Engine.choose` predicts where a measured rule decides, whatever the models say.
 BY_RULE = 0.0

@@ -54,7 +54,7 @@ from pycuda_conv.engines.schedule import (
     finish_constants,
 )
 from pycuda_conv.engines.tensor_cores import ELEMENTS, FLOAT, why_not_so_many
-from pycuda_conv.engines.texts import FLAG, TextFamily
+from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place, TensorMap
 
@@ -282,6 +282,7 @@ class DensePhase(NamedTuple):
     tap_row: int
     tap_column: int
     wide: int
+    noted: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -338,7 +339,7 @@ def _product(
 ) -> KernelLaunch:
     """The launch of some phases, with the moments' `parts` if they are noted."""
     lying, _ = _walks(problem)
-    told = tuple(_arguments(problem, config, walk) for walk in walks)
+    told = tuple(_arguments(problem, config, alike, parts is not None) for alike in walks)
     maps = [image_map(problem, INPUT, lying, alike.walk, config.BLOCK_M) for alike in walks]
     phases = 1 if len(walks) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
@@ -349,12 +350,14 @@ def _product(
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "TYPE": ELEMENTS[problem.dtype],
         "W_MN_MAJOR": int(mn_major), "CLUSTER": config.CLUSTER, "PHASES": phases,
-        "MOMENTS": int(parts is not None),
     }
-    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT, *(() if parts is None else (parts,)))
+    buffers: tuple[Place, ...] = (BIAS, SCALE, RESIDUAL, RESULT)
+    if config.CLUSTER == phases == 1 and not mn_major and config.BLOCK_N <= NOTED_COLUMNS:  # the text may note moments
+        buffers += (parts or RESULT,)
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told, layer=finish_constants(told[0]),
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told,
+        layer=finish_constants(told[0]) | {"NOTED": told[0].noted},
     )  # fmt: skip
 
 
@@ -378,7 +381,7 @@ def _tiles(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> tuple[int, 
     return ceil(problem.result_channels, config.BLOCK_N), ceil(pixels, config.BLOCK_M) * alike.together
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> DensePhase:
+def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike, noted: bool) -> DensePhase:
     """The kernel's arguments of phases alike."""
     (lying, _), walk = _walks(problem), alike.walk
     size, plane = walk.phase.size, math.prod(walk.phase.size)
@@ -391,7 +394,8 @@ def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> DensePh
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
         **places, alike=alike.together, beside=alike.columns, place_row=alike.place_row, place_column=alike.place_column,
-        tap_row=alike.tap_row, tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), **finish(problem),
+        tap_row=alike.tap_row, tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted),
+        **finish(problem),
     )  # fmt: skip
 
 
@@ -412,20 +416,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
             stages = _most_stages(rows, columns, cluster, bool(mn_major))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": tuple(ELEMENTS.values()),
-                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES), "MOMENTS": FLAG,
+                "W_MN_MAJOR": (mn_major,), "CLUSTER": (cluster,), "PHASES": (1, PHASES),
             }  # fmt: skip
             yield TextFamily("dense_nhwc_sm90", choices, _made, "sm_90a")
     yield from transpose_filter.texts()
 
 
 def _made(d: Mapping[str, int]) -> bool:
-    """Whether a product with these defines is ever made: moments are noted forwards, of whole sums that nothing is added to."""
+    """Whether a product with these defines is ever made."""
     if d["W_MN_MAJOR"] and d["TYPE"] == FLOAT:
         return False
-    if d["CLUSTER"] not in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ()):
-        return False
-    backward = d["W_MN_MAJOR"] or d["PHASES"] > 1
-    return not (d["MOMENTS"] and (backward or d["CLUSTER"] > 1 or d["BLOCK_N"] > NOTED_COLUMNS))
+    return d["CLUSTER"] in (TILES if d["PHASES"] == 1 else PHASED_TILES).get((d["BLOCK_M"], d["BLOCK_N"]), ())
 
 
 # ---- the choice

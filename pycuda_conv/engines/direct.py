@@ -11,7 +11,7 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from pycuda_conv.engines.base import BY_RULE, LAST_RESORT, Config
@@ -83,8 +83,8 @@ class Wgrad(Config):
 
 
 CONFIGS = (Single, Tile, Batched, Dgrad, Wgrad)
-#: Bytes of shared memory up to which the loops over common filters, planes of 1x1 and 3x3, are unrolled.
-MOST_COMMON = {1: 6 << 10, 3: 16 << 10}
+#: Rows and columns of the filters whose loops are unrolled in general forms too, and the bytes of shared memory up to which they are.
+COMMON, MOST_COMMON = 3, 16 << 10
 #: Channels of a thread of direct_batched.cu and direct_dgrad.cu, the most first. OpenCL's devices have fewer kernels to choose from. A
 #: thread of direct_batched.cu waits for memory as long with two channels as with one.
 BLOCKS = {("cuda", "fprop"): (8, 4, 2), ("cuda", "dgrad"): (8, 4, 2, 1), ("opencl", "fprop"): (8, 2), ("opencl", "dgrad"): (8, 2)}
@@ -303,7 +303,7 @@ def _tile(problem: ConvProblem, config: Tile) -> Made:
     )
     elements = r * s + halo_h * halo_w
     layer = _constants(problem, arguments)
-    if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w <= 2 and dil_h == dil_w == 1:
+    if config.TILE_P > 1 and r == s and r in (3, 5, 7) and stride_h == stride_w == dil_h == dil_w == 1:
         names = "R", "S", "STRIDE_H", "STRIDE_W", "DIL_H", "DIL_W"
         return asdict(config) | {name: layer[name] for name in names}, arguments, layer, elements
     return asdict(config), arguments, layer, elements
@@ -321,7 +321,7 @@ def _batched(problem: ConvProblem, config: Batched) -> Made:
     )
     elements = block_taps * config.BLOCK_K
     defines = {"THREADS": config.THREADS, "BLOCK_K": config.BLOCK_K}
-    common = {"R": r, "S": s} if r == s and elements * accumulator_bytes(problem) <= MOST_COMMON.get(r, -1) else {}
+    common = {"R": r, "S": s} if r == s == COMMON and elements * accumulator_bytes(problem) <= MOST_COMMON else {}
     return defines | common, arguments, _constants(problem, arguments), elements
 
 
@@ -339,14 +339,14 @@ def _dgrad(problem: ConvProblem, config: Dgrad) -> Made:
     )
     elements = config.BLOCK_K * taps * config.BLOCK_C
     defines = {"THREADS": config.THREADS, "BLOCK_C": config.BLOCK_C}
-    fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON[3]
+    fits = _unrolled_dgrad(problem) and elements * accumulator_bytes(problem) <= MOST_COMMON
     common = {"UNROLLED": 1, "R": r, "S": s, "EVERY_H": every[1], "EVERY_W": every[2]} if fits else {}
     return defines | common, arguments, _constants(problem, arguments), elements
 
 
 def _unrolled_dgrad(problem: ConvProblem) -> bool:
     """Whether the loops of ``direct_dgrad.cu`` over a plane of the filter are unrolled."""
-    return problem.filter_size[1:] == (3, 3) and _every(problem.stride, problem.dilation)[1:] in ((1, 1), (2, 2))
+    return problem.filter_size[1:] == (COMMON, COMMON) and _every(problem.stride, problem.dilation)[1:] in ((1, 1), (2, 2))
 
 
 def _every(stride: Size3, dilation: Size3) -> Size3:
@@ -411,19 +411,17 @@ def texts(device: Device) -> Iterator[TextFamily]:
         for tile in _tiles(device):
             of_tile = common | room | {name: (value,) for name, value in asdict(tile).items()}
             yield TextFamily("direct_tile", of_tile)
-            for taps, stride in product((3, 5, 7), (1, 2)) if tile.TILE_P > 1 else ():
-                elements = taps * taps + ((tile.TILE_P - 1) * stride + taps) * ((tile.TILE_Q - 1) * stride + taps)
-                layer = {"R": taps, "S": taps, "STRIDE_H": stride, "STRIDE_W": stride, "DIL_H": 1, "DIL_W": 1}
-                if elements * acc <= STATIC_SHARED_BYTES:
+            for taps in (3, 5, 7) if tile.TILE_P > 1 else ():
+                layer = {"R": taps, "S": taps, "STRIDE_H": 1, "STRIDE_W": 1, "DIL_H": 1, "DIL_W": 1}
+                if (taps * taps + (tile.TILE_P - 1 + taps) * (tile.TILE_Q - 1 + taps)) * acc <= STATIC_SHARED_BYTES:
                     yield TextFamily("direct_tile", of_tile | {name: (value,) for name, value in layer.items()})
         batched = common | room | {"THREADS": (128,), "BLOCK_K": BLOCKS[device.backend, "fprop"]}
         yield TextFamily("direct_batched", batched)
-        for r in MOST_COMMON:
-            yield TextFamily("direct_batched", batched | {"R": (r,), "S": (r,)})
+        yield TextFamily("direct_batched", batched | {"R": (COMMON,), "S": (COMMON,)})
         dgrad = common | room | {"THREADS": (128,), "BLOCK_C": BLOCKS[device.backend, "dgrad"]}
         yield TextFamily("direct_dgrad", dgrad)
-        unrolled = {"UNROLLED": (1,), "R": (3,), "S": (3,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
         if device.backend == "cuda":
+            unrolled = {"UNROLLED": (1,), "R": (COMMON,), "S": (COMMON,), "EVERY_H": (1, 2), "EVERY_W": (1, 2)}
             yield TextFamily("direct_dgrad", dgrad | unrolled, lambda d: d["EVERY_H"] == d["EVERY_W"])
         for filters, taps_at_once in WGRAD_TAPS[device.backend].items():
             wgrad = {"DTYPE": (code,), "INDEX_64": FLAG, "THREADS": (128,), "FILTERS": (filters,)}

@@ -344,20 +344,16 @@ def _schedule(
     def products(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        noted: tuple[Place, ...] = (layout.parts,) if moments else ()
-        if _may_mend(problem, config):
-            noted += (INPUT, WEIGHT, operands.x_flags, operands.w_flags)
-            noted += (layout.redone,) if layout.redone else ()
+        flagged: tuple[Place, ...] = (INPUT, WEIGHT, operands.x_flags, operands.w_flags) if _may_mend(problem, config) else ()
         ours: tuple[Place, ...] = operands.w_limbs, operands.x_scales
         if config.splits_images:
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
-        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target, *noted)
+        buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
         for group in _launches(problem, walks):
             place = (arena, first) if joins(problem, config) else None
-            launches.append(
-                _product(problem, config, packed, group, operands.x_limbs, buffers, multiprocessors, moments, map_w, filter_last, place)
-            )
+            among = operands.x_limbs, buffers, flagged, multiprocessors, layout, map_w, filter_last, place
+            launches.append(_product(problem, config, packed, group, *among))
             first += 4 * _results(problem, config, group)
         return launches
 
@@ -507,15 +503,15 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 def _product(
     problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], x_limbs: tuple[int, int],
-    buffers: tuple[Place, ...], multiprocessors: int, moments: Moments | None, map_w: TensorMap | None, filter_last: bool,
-    tickets: Place | None,
+    buffers: tuple[Place, ...], flagged: tuple[Place, ...], multiprocessors: int, layout: MomentsLayout, map_w: TensorMap | None,
+    filter_last: bool, tickets: Place | None,
 ) -> KernelLaunch:
-    """The launch of some phases; it adds the parts of split sums with `tickets`."""
+    """The launch of some phases; it adds the parts of split sums with `tickets`, and looks at what is `flagged`."""
     defines = _arithmetic(problem, walks[0].phase, config.SPLIT) | {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES, "LOAD_CHANNELS": packed.load,
         "WGMMA_N": _consumer_pixels(config), "TENSOR_STORE": int(tensor_store(problem, config)),
         "W_MN_MAJOR": int(map_w is not None and problem.direction == "dgrad"), "PINGPONG": int(config.takes_turns),
-        "PHASES": 1, "MOMENTS": int(moments is not None), "INTERLEAVE_COLUMNS": int(paired(problem)),
+        "PHASES": 1, "INTERLEAVE_COLUMNS": int(paired(problem)),
         "PATCH_ROWS": _consumer_pixels(config) // 8 if config.halo else 0, "FUSED_SPLIT": int(config.splits_images),
     }
     if not defines["DENSE"]:
@@ -532,19 +528,25 @@ def _product(
         maps.append(map_w or maps[0])  # of a filter that is packed there is none
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
-    bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None)}
+    noted = layout.moments is not None
+    bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None), "noted": int(noted)}
     phases = tuple(_arguments(problem, config, packed, walk, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
-    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns or moments):  # its text may add parts
+    if _may_note(defines):
+        buffers += (layout.parts if noted else RESULT, *flagged, *((layout.redone or RESULT,) if flagged else ()))
+    else:
+        buffers += flagged
+    if defines["OUT"] == FLOAT and not (defines["BF16"] or config.halo or config.takes_turns):  # its text may add parts
         buffers += RESULT, tickets or RESULT
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
         structs += (JoinArguments(joins=int(tickets is not None), **kept),)
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
-        arguments=structs, layer={} if tickets else finish_constants(phases[0]),  # of the parts, or of the sum
+        arguments=structs,
+        layer={} if tickets else finish_constants(phases[0]) | {"NOTED": int(noted)},  # of the parts, or of the sum
     )
 
 
@@ -627,6 +629,7 @@ class GemmPhase(NamedTuple):
     out_row: int
     out_part: int
     scaled: int
+    noted: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -744,6 +747,12 @@ def _common(defines: Mapping[str, int]) -> bool:
     return defines["LOAD_CHANNELS"] == 64 and defines["VEC"] == 4
 
 
+def _may_note(defines: Mapping[str, int]) -> bool:
+    """Whether the text with these defines can note moments: NOTES of the kernel."""
+    parts, few = defines["BF16"] and defines["OUT"] == FLOAT, defines["PRODUCTS"] == 1 or defines["WGMMA_N"] <= 128
+    return bool(defines["DENSE"] and _common(defines) and few and not (defines["PATCH_ROWS"] or defines["W_MN_MAJOR"] or parts))
+
+
 def _defines_of(problem: ConvProblem) -> dict[str, int]:
     """The defines of a problem, whose sums are not split, that do not depend on the tile."""
     packed, walks = _form(problem)
@@ -786,11 +795,11 @@ def texts(device: Device) -> Iterator[TextFamily]:
 #: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
 _ORDINARY: dict[str, tuple[int, ...]] = {
     "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
-    "MOMENTS": FLAG, "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
+    "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
-    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "MOMENTS": (0,), "W_MN_MAJOR": (0,),
+    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "W_MN_MAJOR": (0,),
 }  # fmt: skip
 _HALO: dict[str, tuple[int, ...]] = {
     "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,), "W_MN_MAJOR": (0,), "STAGES": (6, 5, 4, 3),
@@ -816,10 +825,6 @@ def _made(d: Mapping[str, int]) -> bool:
         return False
     stores = d["NHWC"] and d["DENSE"] and consumer % 32 == 0 and d["VEC"] == 4
     if d["TENSOR_STORE"] != stores:
-        return False
-    if d["MOMENTS"] and (not d["DENSE"] or parts or (three and consumer > 128) or d["W_MN_MAJOR"]):
-        return False
-    if d["MOMENTS"] and (d["PATCH_ROWS"] or not _common(d)):
         return False
     if parts and (d["PINGPONG"] or not _in_parts(d)):
         return False
@@ -892,11 +897,15 @@ LONGER, STRIDED = {(1, 2): 1.15, (1, 4): 1.3, (3, 4): 1.0}, 1.3
 #: 16-bit images that have their channels last. Seen in 800 times of 140 problems on an H200 and H100s.
 NARROW, WIDE, NARROW_GRADIENT, LAST_PACKED = 1.05, 0.95, 1.1, 1.08
 FOLLOW = 1.5  # microseconds that a launch of further phases adds
+FLAT = 1.09  # the same of 1x1 layers with three products, without stride: on an H100 89 of them took 9% longer in the mean than without it
 SECTOR = 32  # bytes of memory that are written at once
 APART = 1.9  # times as long it takes to add the parts of sums that are loaded one by one
 PHASED = 2.1  # the same of pixels of phases in NCHW, whose neighbours lie apart
 PARTS_OF_SECTORS = 2.4e6  # bytes of sectors a microsecond, of which each phase writes a part
 HALO_STAGE = 0.26  # microseconds of a stage, where all taps are loaded at once, beside its products
+#: Of the same tiles, elements of a residual that a microsecond adds to them, which nothing hides; and the microseconds that splitting
+#: images takes besides. From 27 layers of 64 channels on an H100: without, these took up to 1.6 times as long as predicted.
+HALO_JOINED, HALO_SPLIT = 2.5e3, 8.5
 PINGPONG_PRODUCT, PINGPONG_STORE = 1.0, 0.54  # of a tile's products and stores, where consumers take tiles by turns
 #: The same as TILE_TIME and `stored` for 16-bit results with their channels last, which TMA stores; where tiles are no multiple of what it
 #: stores; where phases scatter them; and the elements of a residual that a microsecond adds to them.
@@ -1008,9 +1017,9 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         stores *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         stores *= PHASED
-    if problem.has_residual and config.SPLIT == 1:
-        one_by_one = not last and _defines_of(problem)["VEC"] == 1
-        stores += config.BLOCK_M * config.BLOCK_N / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
+    added = config.BLOCK_M * config.BLOCK_N if problem.has_residual and config.SPLIT == 1 else 0
+    one_by_one = not last and _defines_of(problem)["VEC"] == 1
+    stores += added / (JOINED if last else JOINED_PLANES / JOINED_APART if one_by_one else JOINED_PLANES)
     between = tile + stores
     if config.halo:  # neither loads nor stores are waited for, unless stores take longer
         step, between = HALO_STAGE + cycles / rates.clock, 0
@@ -1022,9 +1031,9 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         product = ceil(steps, config.SPLIT) * step
         if config.takes_turns:  # stores beside products slow these down, but are waited for only at the end
             return max(PINGPONG_PRODUCT * product + PINGPONG_STORE * stores, between)
-        return max(product, stores) if config.halo else product + between
+        return max(product, stores) + added / HALO_JOINED if config.halo else product + between
 
-    us = (0.0 if lying else rates.launch_time) + launch_time
+    us = (0.0 if lying else rates.launch_time) + launch_time + (HALO_SPLIT if config.splits_images else 0)
     at_once, joined = _at_once(problem), 0.0
     longest = shared = 0.0  # launches of phases run beside one another: of them the longest, and what all take of the multiprocessors
     for number, (group, stages) in enumerate(_stages_of_launches(problem)):
@@ -1051,6 +1060,8 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     if problem.layout == "NHWC" and problem.itemsize == 2 and not lying:
         us *= LAST_PACKED
     us *= NARROW if config.BLOCK_N <= 64 else WIDE if config.BLOCK_N >= 128 else 1.0
+    if problem.layout == "NCHW" and count == 3 and len(walks) == 1 and walks[0].flat:
+        us *= FLAT
     if problem.layout == "CNHW":
         us *= LONGER[products(problem), problem.itemsize] * (STRIDED if max(problem.dilation) > 1 else 1.0)
         us *= NARROW_GRADIENT if config.BLOCK_N <= 64 else 1.0

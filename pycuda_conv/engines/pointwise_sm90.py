@@ -165,6 +165,7 @@ class PointwiseProduct(NamedTuple):
     pairs: int
     has_bias: int
     has_scale: int
+    has_residual: int
     activation: int
     slope: int
 
@@ -226,7 +227,7 @@ class _Product:
             PointwiseProduct, tiles=self.tiles, across=self.across, down=self.down, steps=self.steps, each=ceil(self.steps, self.splits),
             rows=self.rows, columns=self.columns, boxes=ceil(plane, 32), plane=plane, busy=self.busy, row_step=self.row_step,
             column_step=self.column_step, size=math.prod(problem.result_shape),
-            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem, asks_residual=False),
+            pairs=int(self.column_step == 1 and self.columns % 2 == 0), **finish(problem),
         )
 
 
@@ -247,8 +248,7 @@ def schedule(problem: ConvProblem, config: Pointwise, device: Device, noted: boo
     product, split = _Product.of(problem, config, multiprocessors), config.SPLIT > 1
     defines = {
         "BLOCK_N": config.BLOCK_N, "BLOCKS": config.BLOCKS, "STAGES": config.STAGES, "LIMBS": limbs(problem), "WGRAD": int(_wgrad(problem)),
-        "NHWC": int(problem.layout == "NHWC"), "HAS_RESIDUAL": int(problem.has_residual), "MOMENTS": int(layout.moments is not None),
-        "RAW_FILTER": 0,
+        "NHWC": int(problem.layout == "NHWC"), "MOMENTS": int(layout.moments is not None), "RAW_FILTER": 0,
     }
     target: Place = scratch.take(4 * config.SPLIT * math.prod(problem.result_shape)) if split else RESULT
     prepare: list[list[KernelLaunch]] = []
@@ -345,7 +345,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
         if stages and columns * blocks <= (128 if limbs_each == 2 else 256):
             choices = {
                 "BLOCK_N": (columns,), "BLOCKS": (blocks,), "STAGES": (stages,), "LIMBS": (limbs_each,), "WGRAD": FLAG, "NHWC": FLAG,
-                "HAS_RESIDUAL": FLAG, "MOMENTS": FLAG, "RAW_FILTER": (0, 1)[: limbs_each],
+                "MOMENTS": FLAG, "RAW_FILTER": (0, 1)[: limbs_each],
             }  # fmt: skip
             yield TextFamily("pointwise_sm90", choices, _made, "sm_90a")
 
@@ -353,10 +353,10 @@ def texts(device: Device) -> Iterator[TextFamily]:
 def _made(d: Mapping[str, int]) -> bool:
     """Whether a product with these defines is ever made."""
     if d["WGRAD"]:
-        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["HAS_RESIDUAL"] or d["MOMENTS"] or d["RAW_FILTER"])
+        return d["BLOCKS"] == 1 and not (d["NHWC"] or d["MOMENTS"] or d["RAW_FILTER"])
     if d["RAW_FILTER"] and d["BLOCK_N"] > RAW_COLUMNS[d["BLOCKS"]]:
         return False
-    return (d["NHWC"] == 1 or d["BLOCKS"] == 2) and not (d["MOMENTS"] and d["HAS_RESIDUAL"])
+    return d["NHWC"] == 1 or d["BLOCKS"] == 2
 
 
 # ---- the choice

@@ -168,6 +168,12 @@ def fastest_first(problem: ConvProblem, configs: Iterable[Config], device: Devic
     return sorted(configs, key=lambda one: predicted(problem, one, device) or 0.0)
 
 
+def order(problem: ConvProblem, config: Config) -> Hashable:
+    """Equal for configurations that give the same bits."""
+    engine = engine_of(config)
+    return engine, engine.sum_order(problem.launched, config)
+
+
 def same_bits(problem: ConvProblem, config: Config, others: Iterable[Config]) -> Iterator[Config]:
     """Those of `others` that can run `problem` and give the same bits as `config`."""
     engine, launched = engine_of(config), problem.launched
