@@ -21,9 +21,7 @@
 // Moments  for a batch norm behind it (batch_norm.cu). A slice is the 64 pixels of a consumer. moments[slice][2][channel] has the mean of y, and
 //          the sum of squared deviations from it.
 // Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps, each of which writes every out_h-th
-//          row and out_w-th column. Those that meet the same pixels of x differ only in which taps these meet and which pixels of y they write:
-//          they count as one, and tiles of the same pixels of all of them run side by side. A launch takes PHASES such, one after the other,
-//          the longest first.
+//          row and out_w-th column. A launch takes PHASES of them, one after the other, the longest first, and the repeats of each.
 //
 // By hand: nvcc -cubin -arch=sm_90a cu/dense_nhwc_sm90.cu
 #ifndef BLOCK_M
@@ -52,14 +50,11 @@ struct DensePhase {
   long long low_d, low_h, low_w;
   long long plane, by_plane, pq, by_pq, q, by_q;              // pixels of an image, a slice and a row, as y is written
   long long out_size, out_base, out_d, out_h, out_w;          // pixels of an image of y, the first one, and from one to the next
-  long long alike, by_alike, beside, by_beside;               // phases that count as one, and those of them in a row
-  long long place_row, place_column, tap_row, tap_column;     // pixels of y, and numbers in w, from one to the next
   long long wide;                                             // how channels of y are written: Wide
   long long noted;                                            // whether moments are written, where NOTES
   long long has_bias, has_scale, has_residual, activation, slope;           // what finishes a sum; slope: a float's bits
 };
 typedef DensePhase Phase;
-#define PHASES_ALIKE
 #define NOTES (CLUSTER == 1 && PHASES == 1 && !W_MN_MAJOR && BLOCK_N <= 192)  // moments may be asked for: of whole sums, forwards
 #include "pixel_tiles.cuh"
 
@@ -79,13 +74,13 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
     const CUtensorMap* const map_x = maps.of + of.phase;
     const Range range(shape);
     const LoadBase base(shape, of.pixel);
-    const int channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
+    const int first_tap = (int)shape.tap_base + taps_apart(shapes, of), channel_blocks = (int)shape.channel_blocks, rank = (int)shape.rank;
     const Divided of_tap(range.first, channel_blocks, shape.by_channel_blocks), of_row(of_tap.quotient, shape.tap_s, shape.by_tap_s);
     const Divided of_slice(of_row.quotient, shape.tap_r, shape.by_tap_r);
     int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
     int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
     auto begin_tap = [&] {
-      tap = (int)shape.tap_base + of.tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+      tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
       x_s = s * (int)shape.dilation_w;
       x_r = r * (int)shape.dilation_h;
       x_t = t * (int)shape.dilation_d;

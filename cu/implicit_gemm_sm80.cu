@@ -80,6 +80,7 @@ struct GemmPhase {
   long long out_image, out_row;                            // elements of y from one image, and from one channel, to the next; NCHW
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // whether there are scales: SCALED
+  long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
 };
 
@@ -254,9 +255,11 @@ DEVICE void store(const float (&sums)[MT][NT][4], const GemmPhase& shape, int m0
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     implicit_gemm_sm80(const uint4* __restrict__ w, const uint4* __restrict__ x, const float* __restrict__ scale_n,
                        const float* __restrict__ scale_k, const out_t* __restrict__ bias, const out_t* __restrict__ scale,
-                       const out_t* residual, out_t* __restrict__ y,
+                       const out_t* residual, out_t* __restrict__ y, uint4* __restrict__ x_tiles, uint4* __restrict__ w_tiles,
                        const __grid_constant__ GemmPhase shape) {
   AFTER_LAST_LAUNCH
+  clear_packed_tiles(x_tiles, (int)shape.x_tiles, blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
+  clear_packed_tiles(w_tiles, (int)(shape.x_tiles >> 32), blockIdx.x * THREADS + threadIdx.x, gridDim.x * THREADS);
   extern __shared__ __align__(128) uint4 dynamic[];
   const uint32_t ring = shared_address(dynamic);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warp_m = warp % WARPS_M * WARP_M, warp_n = warp / WARPS_M * WARP_N;

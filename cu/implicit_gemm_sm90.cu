@@ -53,7 +53,9 @@
 //          mends them. pack.cu sets tickets to zero first; they count to splits and are zero again then. Where parts are many, one block would
 //          read them for too long: there joins is 0, and direct_reduce.cu adds them, as it adds those of 16-bit results.
 // Phases   the gradient of the input is made of stride phases: stride-1 convolutions with some of the taps (tap_base, tap_*), each of which writes
-//          every out_h-th row and out_w-th column. A launch takes 2^phase_bits of them, at most PHASES, by turns tile by tile. INTERLEAVE_COLUMNS, for a
+//          every out_h-th row and out_w-th column. A launch takes some of them, by turns tile by tile. All count as many tiles: those past
+//          the end of a phase that has fewer pixels are empty. It is told of at most PHASES, and how far from each of these the repeats of it lie, which
+//          read the same pixels: so many along each axis, a pixel of y and a tap further. INTERLEAVE_COLUMNS, for a
 //          stride of 2 along w: a block takes the same tile of two phases, of even and odd columns, one after the other. So a thread has neighbours
 //          in y at the same place of its sums. Sums of the first phase are kept in shared memory, and those of both are turned into rows of y.
 //
@@ -104,6 +106,7 @@
 #define NOTES (DENSE && VEC == 4 && LOAD_CHANNELS == 64 && !PATCH_ROWS && !W_MN_MAJOR && !(BF16 && OUT == 32) && (PRODUCTS == 1 || WGMMA_N <= 128))
 #include "finish.cuh"
 #include "truncation.cuh"
+#include "repeats.cuh"
 #include "ring.cuh"
 #if MENDS
 #include "mend.cuh"
@@ -139,7 +142,7 @@ constexpr int STAGING = TENSOR_STORE ? 2 * CHUNK * 64 * (int)sizeof(out_t) : INT
 
 // What the kernel is told of a phase of the problem. by_n is the divisor n, prepared (division.cuh).
 struct GemmPhase {
-  long long tiles, phase_bits;                             // all; the launch's phases are 2 to this power
+  long long tiles;                                         // all of a phase
   long long tiles_m, by_tiles_m;                           // along the channels of a group
   long long splits, by_splits, split_stages;               // splits; stages of the ring in one
   long long tiles_pixels, by_tiles_pixels;                 // along the pixels
@@ -165,6 +168,7 @@ struct GemmPhase {
   long long out_part;                                      // and from one part of a split sum to the next
   long long scaled;                                        // whether there are scales: SCALED
   long long noted;                                         // whether moments are written: NOTES
+  long long x_tiles;                                       // tiles of x to clear, and 2^32 times those of w, which was packed as images are
   long long has_bias, has_scale, has_residual, activation, slope;        // what finishes a sum; slope: a float's bits
   long long halo_w, by_halo_w, halo_h;                     // PATCH_ROWS: pixels of x that the taps of a patch meet in a row, and rows;
   long long x_stages, halo_bytes;                          // stages of the ring of x, and bytes of a limb in one
@@ -181,6 +185,9 @@ DEVICE bool scaled(const GemmPhase& shape) { return SCALED && (PRODUCTS == 3 || 
 
 struct Shapes {
   GemmPhase of[PHASES];
+#if PHASES > 1
+  Repeats repeats;
+#endif
 };
 struct Maps {
   CUtensorMap of[PHASES];
@@ -200,9 +207,24 @@ __shared__ int any_flag;  // whether anything is flagged: consumers write it whi
 #endif
 // Tiles of all phases of the launch, and which phase tile number `tile` belongs to. The grid and the phases (or the pairs of them) have no common factor, so a block
 // meets all phases.
-DEVICE int phase_bits(const Shapes& shapes) { return PHASES == 1 ? 0 : (int)shapes.of[0].phase_bits; }
-DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles << phase_bits(shapes); }
-DEVICE int phase_of(const Shapes& shapes, int tile) { return tile & ((1 << phase_bits(shapes)) - 1); }
+#if PHASES > 1
+DEVICE int all_tiles(const Shapes& shapes) { return (int)(shapes.of[0].tiles * shapes.repeats.turns); }
+DEVICE int inside_phase(const Shapes& shapes, int tile) { return divided(tile, shapes.repeats.by_turns); }
+DEVICE int turn_of(const Shapes& shapes, int tile) { return Divided(tile, shapes.repeats.turns, shapes.repeats.by_turns).rest; }
+DEVICE int phase_of(const Shapes& shapes, int tile) { return Divided(turn_of(shapes, tile), shapes.repeats.phases, shapes.repeats.by_phases).rest; }
+DEVICE int repeat_of(const Shapes& shapes, int tile) { return divided(turn_of(shapes, tile), shapes.repeats.by_phases); }
+DEVICE int taps_apart(const Shapes& shapes, int tile) { return taps_apart(shapes.repeats, repeat_of(shapes, tile)); }
+DEVICE long long y_apart(const Shapes& shapes, int tile) { return y_apart(shapes.repeats, repeat_of(shapes, tile)); }
+DEVICE long long w_apart(const Shapes& shapes, int tile) { return w_apart(shapes.repeats, repeat_of(shapes, tile)); }
+#else
+DEVICE int all_tiles(const Shapes& shapes) { return (int)shapes.of[0].tiles; }
+DEVICE int inside_phase(const Shapes&, int tile) { return tile; }
+DEVICE int turn_of(const Shapes&, int) { return 0; }
+DEVICE int phase_of(const Shapes&, int) { return 0; }
+DEVICE int taps_apart(const Shapes&, int) { return 0; }
+DEVICE int y_apart(const Shapes&, int) { return 0; }
+DEVICE int w_apart(const Shapes&, int) { return 0; }
+#endif
 DEVICE int first_tile() { return INTERLEAVE_COLUMNS ? 2 * blockIdx.x : blockIdx.x; }
 DEVICE int next_tile(int tile) { return !INTERLEAVE_COLUMNS ? tile + gridDim.x : tile % 2 ? tile - 1 + 2 * gridDim.x : tile + 1; }
 
@@ -232,13 +254,13 @@ struct Tile {
   DEVICE int image(const GemmPhase& shape) const { return divided(pixel, shape.by_plane); }
 };
 
-// stages of gemm k that a split takes: first to last
+// stages of gemm k that a tile's split takes: first to last
 struct Range {
   int first, last;
-  DEVICE Range(const GemmPhase& shape, int split) {
+  DEVICE Range(const GemmPhase& shape, const Tile& of) {
     const int stages = ((int)shape.blocks + SUB_TILES - 1) / SUB_TILES, each = (int)shape.split_stages;
-    first = min(split * each, stages);
-    last = min(first + each, stages);
+    first = min(of.split * each, stages);
+    last = PHASES > 1 && of.pixel >= of.end ? first : min(first + each, stages);
   }
 };
 
@@ -480,9 +502,10 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const CUtensorMap* const map_x = maps.of + phase_of(shapes, tile);
-    const Tile of(shape, tile >> phase_bits(shapes));
-    const Range range(shape, of.split);
+    const Tile of(shape, inside_phase(shapes, tile));
+    const Range range(shape, of);
     const LoadBase base(shape, of.pixel);
+    const int first_tap = (int)shape.tap_base + taps_apart(shapes, tile);
     const int channel = of.group * (int)shape.channels_group, limb_images = (int)shape.limb_images;
     const int blocks = (int)shape.blocks, channel_blocks = (int)shape.channel_blocks;
     const long long w_block = shape.row_blocks * A_SUB;  // bytes of 64 rows
@@ -494,7 +517,7 @@ DEVICE void produce_ranked(const uint8_t* w, [[maybe_unused]] const CUtensorMap*
     int c = of_tap.rest, s = of_row.rest, r = of_slice.rest, t = of_slice.quotient;
     int tap, x_s, x_r, x_t;  // its number in w and offsets in x, which take this thread long to make of a phase's numbers
     auto begin_tap = [&] {
-      tap = (int)shape.tap_base + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
+      tap = first_tap + t * (int)shape.tap_step_t + r * (int)shape.tap_step_r + s * (int)shape.tap_step_s;
       x_s = s * (int)shape.dilation_w;
       x_r = r * (int)shape.dilation_h;
       x_t = t * (int)shape.dilation_d;
@@ -925,7 +948,7 @@ DEVICE void prefetch_residual(const Shapes& shapes, int tile, int consumer, cons
   if (tile >= all_tiles(shapes)) return;
   const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
   if (!adds(shape)) return;
-  const Tile of(shape, tile >> phase_bits(shapes));
+  const Tile of(shape, inside_phase(shapes, tile));
   constexpr int LINE = 128 / (int)sizeof(out_t), CHANNELS = PINGPONG ? BLOCK_M : 64;
   const int m = of.m + (BLOCK_M == 128 && !PINGPONG ? 64 * consumer : 0), first = of.pixel + (BLOCK_M == 128 ? 0 : WGMMA_N * consumer);
   const int end = min(of.end, first + WGMMA_N), channels = min(m + CHANNELS, (int)shape.rows_group);
@@ -943,8 +966,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
   int parity = consumer == 0;  // the first turn comes without waiting
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile), mine = !mine) {
     const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
-    const Tile of(shape, tile >> phase_bits(shapes));
-    const Range range(shape, of.split);
+    const Tile of(shape, inside_phase(shapes, tile));
+    const Range range(shape, of);
     if (!mine) {
       at.skip(range.last - range.first);
       continue;
@@ -976,7 +999,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, uint
       }
       const Rows rows(shape, of, half, scale_n, scale_k, scale, bias);
       if (half == 0) stage_output_offsets(rows, shape, consumer, scales, output_offsets, scale_n);
-      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, output_offsets, residual, map_y, moments, y);
+      const auto apart = y_apart(shapes, tile);
+      store_sums(sum[half], rows, shape, tile, consumer, staging, scales, output_offsets, residual + apart, map_y, moments, y + apart);
     }
   }
 #if TENSOR_STORE
@@ -1050,7 +1074,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
   };
   [[maybe_unused]] int stored = first_tile();  // the tile that total and rows belong to
-  Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], stored >> phase_bits(shapes)), consumer, scale_n, scale_k, scale, bias);
+  Rows rows(shapes.of[phase_of(shapes, stored)], Tile(shapes.of[phase_of(shapes, stored)], inside_phase(shapes, stored)), consumer, scale_n, scale_k, scale, bias);
 #if PRODUCTS == 3
   // The products of the tile's stage that comes next, its first or second, while registers hold the tile before. The second one's main products and
   // half of its cross products are put off: a main sum of two stages would lose more to cuts, and nothing can be promoted yet.
@@ -1098,7 +1122,10 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
   };
   auto store = [&] { for_all<PARTS>(store_part); };
 #else
-  auto store = [&] { store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, output_offsets, residual, map_y, moments, y); };
+  auto store = [&] {
+    const auto apart = y_apart(shapes, stored);
+    store_sums(total, rows, shapes.of[phase_of(shapes, stored)], stored, consumer, staging, scales, output_offsets, residual + apart, map_y, moments, y + apart);
+  };
 #endif
   bool pending = false;  // total holds the tile before, not stored yet
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
@@ -1107,7 +1134,7 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #if PATCH_ROWS
     // The tile before is stored a part beside each of the first stages; what this one's stores will need comes beside them too, for one
     // product before, for three, whose registers are full, after.
-    const Range range(shape, 0);
+    const Range range(shape, Tile(shape, tile));
     int step = range.first;
 #if FUSED_SPLIT
     const int x_stage = x_at.stage;
@@ -1145,8 +1172,8 @@ DEVICE void consume(const Shapes& shapes, const Rings& rings, int consumer, [[ma
 #endif
     const bool any = range.first < range.last;  // always, but a compiler that knows it gives main and total a fourth set of registers, and spills
 #else
-    const Tile of(shape, tile >> phase_bits(shapes));
-    const Range range(shape, of.split);
+    const Tile of(shape, inside_phase(shapes, tile));
+    const Range range(shape, of);
     const bool any = range.first < range.last;
     int step = range.first;
     auto look_ahead = [&] {  // what the tile's stores will need; the tile before has been stored
@@ -1251,8 +1278,15 @@ DEVICE bool any_of_flags(const GemmPhase& shape, const int* __restrict__ x_flags
 }
 
 // A tile that the block stored, once more where limbs were too few. The warps of the consumers share it.
-__device__ __noinline__ void mend_tile(const GemmPhase& shape, const MendFinish& what, const Tile& of, const Mends& mends, int phase,
-                                       const MendOperands& operands, [[maybe_unused]] int* redone, out_t* y) {
+__device__ __noinline__ void mend_tile(const Shapes& shapes, int tile, const MendFinish& what, const Mends& mends, MendOperands operands,
+                                       [[maybe_unused]] int* redone, out_t* y) {
+  const int phase = phase_of(shapes, tile);
+  const GemmPhase& shape = shapes.of[phase];
+  const Tile of(shape, inside_phase(shapes, tile));
+  const auto apart = y_apart(shapes, tile);
+  y += apart;
+  operands.residual += apart;
+  operands.w += w_apart(shapes, tile);
   const int warp = threadIdx.x / 32 - 4, lane = threadIdx.x % 32;
 #pragma unroll 1  // results are seldom computed again, and every call with an empty cache waits for the compiler
   for (int strip = warp; strip < BLOCK_M / MENDED * ((BLOCK_N + 31) / 32); strip += 4 * CONSUMERS) {
@@ -1267,8 +1301,7 @@ __device__ __noinline__ void mend_tile(const GemmPhase& shape, const MendFinish&
 
 __device__ __noinline__ void mend_tiles(const Shapes& shapes, const Mends& mends, const MendOperands& operands, int* redone, out_t* y) {
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
-    const int phase = phase_of(shapes, tile);
-    mend_tile(shapes.of[phase], MendFinish(shapes.of[phase]), Tile(shapes.of[phase], tile >> phase_bits(shapes)), mends, phase, operands, redone, y);
+    mend_tile(shapes, tile, MendFinish(shapes.of[phase_of(shapes, tile)]), mends, operands, redone, y);
   }
 }
 #endif
@@ -1347,21 +1380,23 @@ __device__ __noinline__ void join_tiles(const Shapes& shapes, const JoinArgument
   __threadfence();
   named_barrier(STORED, 128 * CONSUMERS);
   for (int tile = first_tile(); tile < all_tiles(shapes); tile = next_tile(tile)) {
-    const int phase = phase_of(shapes, tile), number = tile >> phase_bits(shapes);
-    const GemmPhase& shape = shapes.of[phase];
+    const int number = inside_phase(shapes, tile), turns = all_tiles(shapes) / (int)shapes.of[0].tiles;
+    const GemmPhase& shape = shapes.of[phase_of(shapes, tile)];
     const Tile of(shape, number);
     const Divided down(number, shape.tiles_m, shape.by_tiles_m);
-    const int whole = (divided(down.quotient, shape.by_splits) * (int)shape.tiles_m + down.rest) << phase_bits(shapes) | phase;
+    const int whole = (divided(down.quotient, shape.by_splits) * (int)shape.tiles_m + down.rest) * turns + turn_of(shapes, tile);
     if (threadIdx.x == 128) last = atomicInc(operands.tickets + whole, (unsigned)shape.splits - 1) == (unsigned)shape.splits - 1;
     named_barrier(STORED, 128 * CONSUMERS);
     const bool mine = last;
     if (mine) {
       __threadfence();
-      add_parts(shape, join, of, operands.parts, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual, (out_t*)operands.y);
+      const auto apart = y_apart(shapes, tile);
+      add_parts(shape, join, of, operands.parts + apart, (const out_t*)operands.bias, (const out_t*)operands.scale, (const out_t*)operands.residual + apart,
+                (out_t*)operands.y + apart);
     }
     named_barrier(STORED, 128 * CONSUMERS);
 #if MENDS
-    if (mine && any_flag) mend_tile(shape, MendFinish(join), of, mends, phase, flagged, nullptr, (out_t*)operands.y);
+    if (mine && any_flag) mend_tile(shapes, tile, MendFinish(join), mends, flagged, nullptr, (out_t*)operands.y);
 #endif
   }
 }
@@ -1394,6 +1429,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
 #if JOINS
                        void* __restrict__ joined, unsigned* __restrict__ tickets,
+#endif
+#if !FUSED_SPLIT
+                       uint4* __restrict__ x_tiles,
+#if PHASES == 1
+                       uint4* __restrict__ w_tiles,
+#endif
 #endif
                        const __grid_constant__ Shapes shapes
 #if MENDS
@@ -1475,6 +1516,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #endif
   } else {
     registers_up<PINGPONG ? 240 : 232>();
+    const int thread = blockIdx.x * 128 * CONSUMERS + threadIdx.x - 128, threads = gridDim.x * 128 * CONSUMERS;
+    clear_packed_tiles(x_tiles, (int)shapes.of[0].x_tiles, thread, threads);
+#if PHASES == 1
+    clear_packed_tiles(w_tiles, (int)(shapes.of[0].x_tiles >> 32), thread, threads);
+#endif
 #if MENDS
     if (mends_own && scaled(shapes.of[0]) && any_of_flags(shapes.of[0], x_flags, w_flags)) any_flag = 1;  // while the first loads are under way
 #endif

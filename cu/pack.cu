@@ -3,8 +3,8 @@
 //   hi = fp16(x * s),  lo = fp16((x * s - hi) * 2^11): 22 bits of x, where s is a power of two
 //
 // Images are packed at once with s = 2^GUESS, which holds everything of magnitude 2^-23 to 2^6, and their extremes are noted on
-// the way: reading them once more to find the best scale would cost half as much again. finalize_scales looks at the extremes
-// and packs those images anew that did not fit, with the scale that brings their largest magnitude to [2^14, 2^15). The filter
+// the way: reading them once more to find the best scale would cost half as much again. When all of an image is packed, blocks look at the
+// extremes and pack it anew if it did not fit, with the scale that brings its largest magnitude to [2^14, 2^15). The filter
 // of an output channel is scaled so in the first place.
 // Flags say what limbs cannot hold. Flag 1: an image or a channel of the filter has values 2^(28 + slack) below its largest, or smaller, which
 // lose too many bits. mend.cuh or direct_gemm.cu looks for results that may show it, and computes these in plain fp32. An image has flag 1 too if
@@ -25,8 +25,9 @@
 //                It also sets the tickets of the product that follows to zero.
 //                With FILTER the images are the rows of a filter that is as large as images are (the gradient by a filter is the
 //                convolution with dy): one tile of a row each, to the filter's place.
-// finalize_scales  block -> a slice of an image's tiles. Writes scales and flags; packs its tiles again where the guess failed.
-// Clusters  images of up to CLUSTER tiles need no such launch. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
+//                The last blocks settle the images, `slices` of them each: they wait until all tiles of their image are packed (packed_tiles.cuh), write
+//                its scale and flag, and pack a slice of its tiles again where the guess failed.
+// Clusters  images of up to CLUSTER tiles need no such blocks. `each` neighbours in a cluster, a power of two, take a tile of an image each. They
 //          tell one another their extremes, so each knows those of the image. The first writes scale and flag, and all pack anew if they must.
 // Sampled  SAMPLE_SCALE is for gradients, whose magnitude nobody can guess. Each block of an image looks at the same 256 elements, spread evenly,
 //          and takes the power of two that brings the largest of them to [2^11, 2^12). guesses[image] is its exponent.
@@ -49,10 +50,12 @@
 #define SAMPLE_SCALE 0  // a guess is made for each image
 #define FILTER 0     // x is a filter: its images are rows, its pixels taps
 #define FOLDED 0     // taps are folded
-#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: finalize_scales follows
+#define CLUSTER 0    // 8: blocks of a cluster settle the scales of their images; 0: the launch's last blocks do
 #endif
 #if CLUSTER
 #include "cluster.cuh"
+#else
+#include "packed_tiles.cuh"
 #endif
 #include "limbs.cuh"
 
@@ -71,7 +74,7 @@ struct PackArguments {
   long long filter_rows;                                  // blocks of pack that take a filter's rows, or parts of rows: all of them, or none
   long long images, lines, by_lines;                      // images, and as many as are packed: a filter's rows are filled up
   long long tiles, by_tiles, tiles_c, by_tiles_c;         // tiles of an image; of those, side by side along the channels
-  long long slices, by_slices;                            // slices of an image, of finalize_scales
+  long long slices, by_slices;                            // blocks that settle an image; 0: none does
   long long chunk_bits;                                   // chunks of 8 channels of a tile: 1, 2, 4, 8 or 16
   long long together, together_bits;                      // so many of them are of each tap, the same ones; 0: they are neighbours in the packed image
   long long groups, group_chunks, by_group_chunks;        // groups, and chunks of one, packed
@@ -539,26 +542,40 @@ __device__ float sample(const in_t* __restrict__ x, const PackArguments& shape, 
 }
 #endif
 
+// Whether an image of which these are the extremes has to be packed again, and `scale`, which is 2^guess: with which scale then. `notes`: writes
+// its scale and its flag.
+__device__ bool settle(const MagnitudeRange& found, int guess, float& scale, const PackArguments& shape, int image, bool notes, float* __restrict__ x_scales,
+                       int* __restrict__ x_flags) {
+  if (IN != 32) guess = 0;
+  const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
+  if (!guessed) scale = found.scale();
+  if (notes) {
+    x_scales[image] = 1 / scale;
+    x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
+  }
+  return !guessed && found.usable();
+}
+
 extern "C" __global__ void
 #if CLUSTER
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, FOLDED ? 3 : 4)
-    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed,
-#if CLUSTER
-         float* __restrict__ x_scales, int* __restrict__ x_flags,
-#else
-         MagnitudeRange* __restrict__ parts, int* __restrict__ guesses,
+    pack(const in_t* __restrict__ x, const in_t* __restrict__ w, uint4* __restrict__ x_packed, float* __restrict__ x_scales, int* __restrict__ x_flags,
+#if !CLUSTER
+         PackedTile* __restrict__ packed_tiles,
 #endif
          uint4* __restrict__ w_packed, float* __restrict__ w_scales, int* __restrict__ w_flags, unsigned* __restrict__ tickets,
          const __grid_constant__ PackArguments shape) {
-  NEXT_LAUNCH_MAY_COME
+  const int settling = RANGE_CHECK && !CLUSTER ? (int)(shape.images * shape.slices) : 0, packing = gridDim.x - settling;
+  const bool settles = (int)blockIdx.x >= packing;
+  if (FILTER || !settles) { NEXT_LAUNCH_MAY_COME }  // behind a filter that is packed as images are come the images
   AFTER_LAST_LAUNCH
-  for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += gridDim.x * THREADS) tickets[i] = 0;
+  for (int i = blockIdx.x * THREADS + threadIdx.x; i < (int)shape.tickets; i += packing * THREADS) tickets[i] = 0;
   // a filter's row is a chain of waits, images are a stream of bytes: by turns, as long as there are both
   constexpr int EACH = CLUSTER ? CLUSTER : 1;  // blocks that take the same turn
   const int filter_rows = (int)shape.filter_rows, turn = blockIdx.x / EACH, rank = blockIdx.x % EACH;
-  const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = gridDim.x / EACH - filter_turns;
+  const int filter_turns = (filter_rows + EACH - 1) / EACH, image_turns = packing / EACH - filter_turns;
   const bool turns = filter_turns <= image_turns && turn < 2 * filter_turns;
   const bool filter = turns ? turn % 2 == 0 : filter_turns > image_turns && turn < filter_turns;
   if (!FILTER && filter) {
@@ -569,18 +586,26 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
   const int number = turns ? turn / 2 : turn - filter_turns;
 #if CLUSTER
   const int each = (int)shape.each, tile = rank % each, line = (number * CLUSTER + rank) / each;
+  const bool some = line < (int)shape.lines && tile < (int)shape.tiles;  // else the block only waits for others of its cluster
+  const int image = some ? row_of(shape, line) : -1;
 #else
   // neighbouring rows of a filter side by side: they are neighbours in the packed one
   const Divided of(number, FILTER ? shape.lines : shape.tiles, FILTER ? shape.by_lines : shape.by_tiles);
-  const int line = FILTER ? of.rest : of.quotient, tile = FILTER ? of.quotient : of.rest;
+  int line = FILTER ? of.rest : of.quotient, tile = FILTER ? of.quotient : of.rest, end = tile + 1;
+  int image = row_of(shape, line);
+#if RANGE_CHECK
+  const Divided of_image(blockIdx.x - packing, shape.slices, shape.by_slices);
+  if (settles) {
+    image = of_image.quotient;
+    line = line_of(shape, image);
+  }
 #endif
-  const bool some = !CLUSTER || (line < (int)shape.lines && tile < (int)shape.tiles);  // else the block only waits for others of its cluster
-  const int image = some ? row_of(shape, line) : -1;
+#endif
   const bool real = image >= 0;
-#if SAMPLE_SCALE
-  const float sampled = sample(x + max(image, 0) * shape.x_image, shape, real);
-#endif
   int guess = GUESS;
+#if SAMPLE_SCALE
+  const float sampled = sample(x + max(image, 0) * shape.x_image, shape, real && !settles);
+#endif
   auto guessed_scale = [&] {
 #if SAMPLE_SCALE
     MagnitudeRange few = {0, ~0u};
@@ -603,52 +628,47 @@ __launch_bounds__(THREADS, FOLDED ? 3 : 4)
     }
     if (settled) break;
     found = over_image(found, rank - tile, each);
-    if (IN != 32) guess = 0;
-    const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
-    if (!guessed) scale = found.scale();
-    if (tile == 0 && threadIdx.x == 0 && real) {
-      x_scales[image] = 1 / scale;
-      x_flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
-    }
-    if (guessed || !found.usable()) break;
+    if (!settle(found, guess, scale, shape, image, tile == 0 && threadIdx.x == 0 && real, x_scales, x_flags)) break;
   }
   cluster_wait();
 #else
-  const MagnitudeRange found = pack_tile(x, x_packed, shape, line, tile, guessed_scale);
-#if SAMPLE_SCALE
-  if (tile == 0 && threadIdx.x == 0 && real) guesses[image] = guess;
-#endif
+  float scale = 0;  // not known yet
 #if RANGE_CHECK
-  const MagnitudeRange all = over_block(found);
-  if (threadIdx.x == 0 && real) parts[image * shape.tiles + tile] = all;
+  __shared__ int first_guess;
+  if (settles) {
+    MagnitudeRange found = {0, ~0u};
+    for (int i = threadIdx.x; i < (int)shape.tiles; i += THREADS) {
+      const unsigned word = word_when_packed(packed_tiles + image * shape.tiles + i);
+      found.add(extremes_of(word));
+      if (SAMPLE_SCALE && i == 0) first_guess = guess_of(word);
+    }
+    found = over_block(found);
+    if (SAMPLE_SCALE) guess = first_guess;
+    scale = IN == 32 ? power_of_two(guess) : 1;
+    const int slice = of_image.rest;
+    if (shape.slices == 1) {
+      for (int i = threadIdx.x; i < (int)shape.tiles; i += THREADS) clear_when_stored(packed_tiles + image * shape.tiles + i);
+      __syncthreads();
+    }
+    if (!settle(found, guess, scale, shape, image, slice == 0 && threadIdx.x == 0, x_scales, x_flags)) return;
+    tile = (int)(shape.tiles * slice / shape.slices);
+    end = (int)(shape.tiles * (slice + 1) / shape.slices);
+    if (shape.slices > 1) {
+      for (int i = tile + threadIdx.x; i < end; i += THREADS) wait_until_stored(packed_tiles + image * shape.tiles + i);
+      __syncthreads();
+    }
+  }
 #endif
-#endif
-}
-
-#if RANGE_CHECK && !CLUSTER
-// scales[image] undoes the scale.
-extern "C" __global__ void __launch_bounds__(THREADS) finalize_scales(const in_t* __restrict__ x, uint4* __restrict__ packed,
-                                                                    const MagnitudeRange* __restrict__ parts, const int* __restrict__ guesses,
-                                                                    float* __restrict__ scales, int* __restrict__ flags,
-                                                                    const __grid_constant__ PackArguments shape) {
-  AFTER_LAST_LAUNCH
-  const Divided of(blockIdx.x, shape.slices, shape.by_slices);
-  const long long image = of.quotient, slice = of.rest, tiles = shape.tiles;
-  MagnitudeRange found = {0, ~0u};
-#pragma unroll 4
-  for (long long i = threadIdx.x; i < tiles; i += THREADS) found.add(parts[image * tiles + i]);
+  [[maybe_unused]] MagnitudeRange found = {0, ~0u};
+  for (; tile < end; ++tile) {
+    found = pack_tile(x, x_packed, shape, line, tile, [&] { return settles ? scale : guessed_scale(); });
+    if (settles) __syncthreads();  // the tile has left shared memory
+  }
+#if RANGE_CHECK
+  if (settles || !real) return;
+  --tile;
   found = over_block(found);
-  const int guess = IN != 32 ? 0 : SAMPLE_SCALE ? guesses[image] : GUESS;
-  const bool guessed = IN != 32 || found.fits(guess, (int)shape.slack);
-  const float scale = guessed ? power_of_two(guess) : found.scale();
-  if (slice == 0 && threadIdx.x == 0) {
-    scales[image] = 1 / scale;
-    flags[image] = IN != 32 ? 2 * (found.largest >= INFINITE) : guessed ? found.flag(guess, (int)shape.slack) : found.flag((int)shape.slack);
-  }
-  if (guessed || !found.usable()) return;
-  for (long long tile = tiles * slice / shape.slices; tile < tiles * (slice + 1) / shape.slices; ++tile) {
-    __syncthreads();  // the last tile has left shared memory
-    pack_tile(x, packed, shape, line_of(shape, (int)image), (int)tile, [&] { return scale; });
-  }
-}
+  if (threadIdx.x == 0) tell(packed_tiles + image * shape.tiles + tile, found, guess);
 #endif
+#endif
+}

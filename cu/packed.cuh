@@ -91,6 +91,12 @@ struct Deviations {
   DEVICE float off_mean(int count) const { return fmaxf(squares - all * (all / count), 0); }  // squared, summed
 };
 
+// ---- what blocks that packed told one another (packed_tiles.cuh): no launch reads it any more
+
+DEVICE void clear_packed_tiles(uint4* tiles, int count, int first, int apart) {
+  for (int i = first; i < count; i += apart) tiles[i] = make_uint4(0, 0, 0, 0);
+}
+
 // ---- a quotient and what remains, by a divisor and the same prepared
 
 struct Divided {

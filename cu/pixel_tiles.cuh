@@ -2,8 +2,7 @@
 // The two kernels differ in how x reaches shared memory.
 //
 // Set before this is included: BLOCK_M, BLOCK_N, STAGES, TYPE and CLUSTER; W_MN_MAJOR, PHASES and NOTES, unless they are as here; and Phase, the
-// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum; with
-// PHASES_ALIKE also which phases count as one.
+// kernel's arguments for a phase. Of these it reads tiles, blocks, part, rows, pixels, the places of y's pixels, and what finishes a sum.
 #pragma once
 #ifndef PHASES
 #define W_MN_MAJOR 0
@@ -27,6 +26,7 @@
 #endif
 #include "cluster.cuh"
 #include "finish.cuh"
+#include "repeats.cuh"
 #include "ring.cuh"
 #include "truncation.cuh"
 
@@ -45,6 +45,9 @@ static_assert(CLUSTER == 1 || BLOCK_M * SUMS_PITCH * 4 <= STAGES * STAGE_BYTES, 
 
 struct Shapes {
   Phase of[PHASES];
+#if PHASES > 1
+  Repeats repeats;  // of each
+#endif
 };
 
 DEVICE int first_tile() { return blockIdx.x / CLUSTER; }
@@ -56,24 +59,31 @@ DEVICE int all_tiles(const Shapes& shapes) {
   return tiles;
 }
 
-// A tile: its phase, its first pixel, and its first channel; how much further than the first of phases alike its own writes y, and its taps begin.
+// A tile: its phase, and which repeat of it, its first pixel, and its first channel.
 struct Tile {
-  int phase = 0, pixel, channel, place = 0, tap = 0;
+  int phase = 0, repeat = 0, pixel, channel;
   DEVICE Tile(const Shapes& shapes, int tile) {
     while (PHASES > 1 && tile >= (int)shapes.of[phase].tiles) tile -= (int)shapes.of[phase++].tiles;
+#if PHASES > 1
+    const Divided turn(tile, shapes.repeats.turns, shapes.repeats.by_turns);
+    tile = turn.quotient;
+    repeat = turn.rest;
+#endif
     const Phase& shape = shapes.of[phase];
     const Divided across(tile, shape.tiles_n, shape.by_tiles_n);
     channel = across.rest * BLOCK_N;
-#ifdef PHASES_ALIKE
-    const Divided down(across.quotient, shape.alike, shape.by_alike), row(down.rest, shape.beside, shape.by_beside);
-    place = row.quotient * (int)shape.place_row + row.rest * (int)shape.place_column;
-    tap = row.quotient * (int)shape.tap_row + row.rest * (int)shape.tap_column;
-    pixel = down.quotient * BLOCK_M;
-#else
     pixel = across.quotient * BLOCK_M;
-#endif
   }
 };
+
+// how far a tile's repeat lies behind the phase
+#if PHASES > 1
+DEVICE int taps_apart(const Shapes& shapes, const Tile& of) { return taps_apart(shapes.repeats, of.repeat); }
+DEVICE long long y_apart(const Shapes& shapes, const Tile& of) { return y_apart(shapes.repeats, of.repeat); }
+#else
+DEVICE int taps_apart(const Shapes&, const Tile&) { return 0; }
+DEVICE int y_apart(const Shapes&, const Tile&) { return 0; }
+#endif
 
 // the stages of gemm k that this block takes
 struct Range {
@@ -88,11 +98,11 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 
 // ---- sums to y
 
-// Which pixel of y a pixel of the tile's phase is, or -1.
-DEVICE int place_of(const Phase& shape, const Tile& of, int pixel) {
+// Which pixel of y a pixel of the phase is, or -1.
+DEVICE int place_of(const Phase& shape, int pixel) {
   if (pixel >= (int)shape.pixels) return -1;
   const Divided of_image(pixel, shape.plane, shape.by_plane);
-  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest) + of.place;
+  return of_image.quotient * (int)shape.out_size + plane_offset<false>(shape, of_image.rest);
 }
 
 // How channels of y are written: one at a time; four neighbours at once; where all of a pixel's are in one chunk and pixels follow one
@@ -228,7 +238,7 @@ DEVICE void store_runs(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
   constexpr int GROUP = 8 * EIGHTS, AT_ONCE = BLOCK_N > 192 ? 2 : 2 * EIGHTS;  // as many as registers hold
   static_assert(BLOCK_N % GROUP == 0, "runs of 16 bytes");
   const bool added_to = !plain && MAY_ADD && has_residual(shape);
-  const int own = place_of(shape, of, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
+  const int own = place_of(shape, of.pixel + threadIdx.x / 32 * 16 + threadIdx.x % 16), first = of.channel + Run::channel();
   long long at[2];
   bool there[2];
 #pragma unroll
@@ -301,7 +311,7 @@ DEVICE void store_sums(const float (&sum)[BLOCK_N / 2], const Phase& shape, cons
     if (!NOTES || !moments) return;
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int own = place_of(shape, of, of.pixel + 16 * warp + lane % 16);
+  const int own = place_of(shape, of.pixel + 16 * warp + lane % 16);
   for_all<BLOCK_N / CHUNK>([&](auto chunk) {
     constexpr int base = decltype(chunk)::value * CHUNK;
     __syncwarp();  // the last chunk has been read
@@ -347,7 +357,7 @@ DEVICE void add_parts(const Phase& shape, const Tile& of, uint32_t sums, const d
     const int row = cluster_rank() * ROWS + i / ACROSS, column = i % ACROSS * 4;
     const Four four(shape, of.channel + column, scale, bias);
     const float4 v = add_of_ranks(sums + (row * SUMS_PITCH + column) * 4);
-    four.store(shape, place_of(shape, of, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
+    four.store(shape, place_of(shape, of.pixel + row), {v.x, v.y, v.z, v.w}, residual, y);
   }
 }
 #endif
@@ -390,14 +400,15 @@ DEVICE void consume(const Ready& ready, const Shapes& shapes, const Ring& ring, 
       sum[i] = any ? sum[i] : 0;
       if (TYPE == 32) sum[i] += give_back_lost(sum[i], part);  // the rounding of 16 bits hides it
     }
+    const auto apart = y_apart(shapes, of);
 #if CLUSTER > 1
     named_barrier(1, CONSUMER_THREADS);  // the ring has been read
     leave_sums<SUMS_PITCH>(sum, sums);
     cluster_barrier();
-    add_parts(shape, of, shared_address(sums), scale, bias, residual, y);
+    add_parts(shape, of, shared_address(sums), scale, bias, residual + apart, y + apart);
 #else
     float* const noted = staging + 4 * CONSUMERS * 16 * PITCH + consumer * 16 * CHUNK;
-    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual, y, moments);
+    store_sums(sum, shape, of, staging + threadIdx.x / 32 * (16 * PITCH), noted, scale, bias, residual + apart, y + apart, moments);
 #endif
   }
 }

@@ -200,7 +200,7 @@ def filter_rows(step, s, memory: Memory) -> None:
     if not s.filter_rows:
         return
     define = step.defines
-    _, source, _, _, _, packed, scales, flags, _ = step.buffers
+    source, (packed, scales, flags) = step.buffers[1], step.buffers[-4:-1]
     kind, channels, kc, taps = ELEMENT[define["IN"]], s.channels, 8 << s.piece_bits, s.taps
     check_filter(step, s, kc)
     w, target = memory.view(source, kind), memory.view(packed, "bfloat16" if kind == "bfloat16" else "float16")
@@ -315,7 +315,7 @@ def sampled(step, s, memory: Memory, source, image: int) -> int:
 def pack(step, memory: Memory) -> None:
     s, cluster = named(step), step.defines["CLUSTER"]
     filter_rows(step, s, memory)
-    source, _, packed, parts, guesses, *_ = step.buffers
+    source, _, packed, scales, flags, packed_tiles = step.buffers[:6]
     assert cluster in (0, 8) and (not cluster or (step.grid % cluster == 0 and s.each in (1, 2, 4, 8) and s.each >= s.tiles))
 
     def in_clusters(blocks: int) -> int:
@@ -325,26 +325,37 @@ def pack(step, memory: Memory) -> None:
         store(memory.view(step.buffers[-1], "uint32"), np.arange(s.tickets), 0)
     blocks = step.grid - in_clusters(s.filter_rows)
     rows = s.images // s.rows_group * s.padded_group if step.defines["FILTER"] else s.images
-    assert blocks in (0, in_clusters(rows * (s.each if cluster else s.tiles))) and s.lines == rows
+    settling = bool(blocks and step.defines["RANGE_CHECK"] and not cluster)
+    assert (s.slices > 0) == settling and s.slices <= s.tiles
+    assert blocks in (0, in_clusters(rows * (s.each if cluster else s.tiles)) + s.images * s.slices) and s.lines == rows
     tiles, wide = s.tiles if blocks else 0, step.defines["IN"] == 32
     for line in range(rows if blocks else 0):
         image = row_of(s, line) if step.defines["FILTER"] else line
         real, guess, read = image >= 0, GUESS, []
         if step.defines["SAMPLE_SCALE"] and real:
             guess = sampled(step, s, memory, source, image)
-            if not cluster:
-                store(memory.view(guesses, "int32"), image, guess)
         for tile in range(tiles):
             values = image_tile(step, s, memory, source, packed, line, tile, 2.0**guess if wide and real else 1.0)
             if step.defines["RANGE_CHECK"] and real:
                 read.append(MagnitudeRange.of(values.astype("float32"), s.slack))
-                if not cluster:
-                    store(memory.view(parts, "uint32"), 2 * (image * tiles + tile) + np.arange(2), [read[-1].largest, read[-1].smallest - 1])
-        if cluster and real:
+        if settling and real:
+            store(memory.view(packed_tiles, "uint64"), 2 * image * tiles + np.arange(2 * tiles), TILE_MARK if s.slices > 1 else 0)
+        if step.defines["RANGE_CHECK"] and real:
             found = MagnitudeRange(max(one.largest for one in read), min(one.smallest for one in read), s.slack)
-            again = settle(step, memory, found, guess, (parts, guesses), image)
+            again = settle(step, memory, found, guess, (scales, flags), image)
             for tile in range(tiles if again else 0):
                 image_tile(step, s, memory, source, packed, line, tile, again)
+
+
+TILE_MARK = 0xFFF5D3A96B2E91C7
+
+
+def clear_tiles(memory: Memory, place, tiles: int) -> None:
+    """Clear what blocks that packed told those that settled scales; where one settled an image, or in a kept filter, that was done before."""
+    if tiles:
+        words = memory.view(place, "uint64")
+        assert np.isin(words[: 2 * tiles], (0, TILE_MARK)).all()
+        store(words, np.arange(2 * tiles), 0)
 
 
 def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, image: int) -> float:
@@ -359,22 +370,6 @@ def settle(step, memory: Memory, found: MagnitudeRange, guess: int, places, imag
     store(scales, image, 1 / scale)
     store(flags, image, int(found.loses(guess)) if guessed else found.flag())
     return 0.0 if guessed or not found.usable() else scale
-
-
-def finalize_scales(step, memory: Memory) -> None:
-    s = named(step)
-    source, packed, parts, guesses, scales, flags = step.buffers
-    slack = s.slack
-    assert step.grid == s.images * s.slices
-    for block in range(step.grid):
-        image, piece = divmod(block, s.slices)
-        largest, smallest = inside(memory.view(parts, "uint32"), 2 * (image * s.tiles + np.arange(s.tiles))[:, None] + np.arange(2)).T
-        found = MagnitudeRange(int(largest.max()), int(smallest.min()) + 1, slack)
-        guess = int(inside(memory.view(guesses, "int32"), image)) if step.defines["SAMPLE_SCALE"] else GUESS
-        again = settle(step, memory, found, guess, (scales, flags), image)
-        for tile in range(s.tiles * piece // s.slices, s.tiles * (piece + 1) // s.slices) if again else ():
-            line = divmod(image, s.rows_group)[0] * s.padded_group + image % s.rows_group if step.defines["FILTER"] else image
-            image_tile(step, s, memory, source, packed, line, tile, again)
 
 
 # ---- tensor maps
@@ -537,11 +532,12 @@ def runs_of(step, s, of_tile: int):
     found: dict[tuple, list[int]] = {}
     for m, pixel, group, part in tiles_of(step, s):
         found.setdefault((m, group, part), []).append(pixel)
-    most = max(1, 2**20 // max(of_tile, 1))
+    most, real = max(1, 2**20 // max(of_tile, 1)), ceil(s.pixels, step.defines["BLOCK_N"])
+    assert real <= s.tiles_pixels and (step.defines["PHASES"] > 1 or real == s.tiles_pixels)  # other phases of the launch may have more
     for (m, group, part), tiles in found.items():
         assert sorted(tiles) == list(range(s.tiles_pixels)), "a tile is lost or computed twice"
-        for first in range(0, s.tiles_pixels, most):
-            yield m, first, min(most, s.tiles_pixels - first), group, part
+        for first in range(0, real, most):
+            yield m, first, min(most, real - first), group, part
 
 
 def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
@@ -554,28 +550,38 @@ def multiply(total: np.ndarray, a: np.ndarray, b: list) -> None:
 
 def product(step, memory: Memory) -> None:
     """Its phases one after the other: a launch takes them by turns, as many tiles of each."""
-    room, phases = step.defines["PHASES"], 1 << step.structs[0].phase_bits
-    mends = step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
+    assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) <= 4096
+    if not step.defines["FUSED_SPLIT"]:
+        count, tiles = step.structs[0].x_tiles, 1 if step.defines["PHASES"] > 1 else 2
+        for place, some in zip(step.buffers[-tiles:], (count % 2**32, count >> 32), strict=False):
+            clear_tiles(memory, place, some)
+        step = replace(step, buffers=step.buffers[:-tiles])
+    room, mends = step.defines["PHASES"], step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
     may_join = step.defines["OUT"] == 32 and not any(step.defines[name] for name in ("BF16", "PATCH_ROWS", "PINGPONG"))
-    assert len(step.structs) == (2 * room + 1 if mends else room) + may_join
-    assert room >= phases and room in (1, 4) and len({s.phase_bits for s in step.structs[:room]}) == 1
-    whole = [replace(step, arguments=step.structs[i], maps=(*step.maps[i : i + 1], *step.maps[room:])) for i in range(phases)]
-    tiles = {named(one).tiles for one in whole}
-    turns = phases // 2 if step.defines["INTERLEAVE_COLUMNS"] else phases
+    told, others = step.structs[:room], step.structs[room + (room > 1) :]
+    assert room in (1, 4) and len(others) == (room + 1 if mends else 0) + may_join
+    numbers = turns_of(step, step.structs[room]) if room > 1 else [(0, 0, 0, 0)]
+    whole = []
+    for phase, tap, y, w in numbers:
+        shape = told[phase]._replace(tap_base=told[phase].tap_base + tap, out_base=told[phase].out_base + y)
+        mend = others[phase]._replace(w_base=others[phase].w_base + w) if mends else None
+        whole.append((replace(step, arguments=shape, maps=(*step.maps[phase : phase + 1], *step.maps[room:])), mend))
+    tiles = {named(one).tiles for one, _ in whole}
+    turns = len(whole) // 2 if step.defines["INTERLEAVE_COLUMNS"] else len(whole)
     assert len(tiles) == 1 and step.grid <= turns * max(tiles) and (step.grid == turns * max(tiles) or math.gcd(step.grid, turns) == 1)
     if step.defines["INTERLEAVE_COLUMNS"]:
-        check_pairs(step, [named(one) for one in whole])
-    assert 128 * len(step.maps) + 8 * (len(step.numbers) + len(step.buffers)) < 4096 - 128
-    for one in whole:
+        check_pairs(step, [named(one) for one, _ in whole])
+    for one, _ in whole:
         multiplied(replace(one, grid=min(step.grid, *tiles)), memory)
     before, joined = memory.mended, may_join and bool(step.structs[-1].joins)
     if joined:
         assert not step.layer, "constants of the layer would finish the parts, too"
-        whole = [join(one, named(one), step.structs[-1], number, len(whole), memory) for number, one in enumerate(whole)]
-    if mends and (named(whole[0]).splits == 1 or joined) and named(whole[0]).scaled:
-        for one, phase in zip(whole, step.structs[room : room + phases], strict=True):
-            mend_own(one, named(one), phase, step.structs[2 * room], memory)
-        if named(whole[0]).noted:
+        whole = [(join(one, named(one), step.structs[-1], number, len(whole), memory), mend) for number, (one, mend) in enumerate(whole)]
+    first = named(whole[0][0])
+    if mends and (first.splits == 1 or joined) and first.scaled:
+        for one, mend in whole:
+            mend_own(one, named(one), mend, others[room], memory)
+        if first.noted:
             store(memory.view(step.buffers[12], "int32"), np.arange(step.grid), 0)
             store(memory.view(step.buffers[12], "int32"), 0, int(memory.mended > before))
 
@@ -584,6 +590,19 @@ def may_note(define) -> bool:
     """Whether a text of implicit_gemm_sm90.cu can note moments: common stores of whole sums that leave registers."""
     common = define["DENSE"] and define["VEC"] == 4 and define["LOAD_CHANNELS"] == 64 and not define["PATCH_ROWS"] and not define["W_MN_MAJOR"]
     return bool(common and not (define["BF16"] and define["OUT"] == 32) and (define["PRODUCTS"] == 1 or define["WGMMA_N"] <= 128))
+
+
+def turns_of(step, s) -> list[tuple[int, int, int, int]]:
+    """Of each turn of a launch its phase, and how many taps, pixels of y and elements of w it lies behind that one's first."""
+    assert all(getattr(s, name) == divider(max(getattr(s, name[3:]), 1)) for name in s._fields if name.startswith("by_"))
+    repeats, found, pixel = s.turns // s.phases, [], step.structs[0].rows if step.defines.get("NHWC", 1) else 1
+    assert s.turns == repeats * s.phases and s.phases <= step.defines["PHASES"] and repeats % (s.along_r * s.along_s) == 0
+    for repeat in range(repeats):
+        of_s, of_r, of_t = repeat % s.along_s, repeat // s.along_s % s.along_r, repeat // (s.along_s * s.along_r)
+        tap, y, w = (of_t * t + of_r * r + of_s * along for t, r, along in ((s.tap_t, s.tap_r, s.tap_s), (s.y_t, s.y_r, s.y_s), (s.w_t, s.w_r, s.w_s)))
+        assert y % pixel == 0
+        found += [(phase, tap, y // pixel, w) for phase in range(s.phases)]
+    return found
 
 
 def join(step, s, a, number: int, phases: int, memory: Memory):
@@ -869,10 +888,11 @@ def transpose_filter(step, memory: Memory) -> None:
 
 def dense_product(step, memory: Memory) -> None:
     """Its phases one after the other; the blocks of a cluster share a tile's stages."""
-    define, shapes, w_map = step.defines, step.structs, step.maps[-1]
+    define, w_map = step.defines, step.maps[-1]
+    shapes, repeats = step.structs[: define["PHASES"]], turns_of(step, step.structs[-1]) if define["PHASES"] > 1 else [(0, 0, 0, 0)]
     rows, columns, cluster = define["BLOCK_M"], define["BLOCK_N"], define["CLUSTER"]
     tiles = sum(s.tiles for s in shapes)
-    assert len(shapes) == define["PHASES"] == len(step.maps) - 1 and step.block == 2 * rows + 32 and step.shared <= MOST_SHARED
+    assert len(step.structs) == define["PHASES"] + (define["PHASES"] > 1) == len(step.maps) + (define["PHASES"] > 1) - 1 and step.block == 2 * rows + 32 and step.shared <= MOST_SHARED
     assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
     wide = 128 // type_of(w_map).itemsize
@@ -883,14 +903,14 @@ def dense_product(step, memory: Memory) -> None:
         assert x_map.box.pixels == rows and x_map.box.channels == wide and s.part * cluster >= s.blocks
         for described in one.maps:
             check_map(described, memory)
-        for tile in range(s.tiles):
-            number, across = divmod(tile, s.tiles_n)
-            down, beside = divmod(number % s.alike, s.beside)
-            further = down * s.place_row + beside * s.place_column, down * s.tap_row + beside * s.tap_column
-            dense_tile(one, s, memory, number // s.alike * rows, across * columns, *further)
+        assert s.tiles % len(repeats) == 0
+        for number in range(s.tiles):
+            tile, (_, tap, y, _) = number // len(repeats), repeats[number % len(repeats)]
+            shifted = s._replace(tap_base=s.tap_base + tap, out_base=s.out_base + y)
+            dense_tile(one, shifted, memory, tile // s.tiles_n * rows, tile % s.tiles_n * columns)
 
 
-def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int, place0: int, tap0: int) -> None:
+def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
     define, (x_map, w_map), kind = step.defines, step.maps, ELEMENT[step.defines["TYPE"]]
     rows, columns, wide = define["BLOCK_M"], define["BLOCK_N"], x_map.box.channels
     image, inner = divmod(pixel0, s.load_plane)
@@ -901,7 +921,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int, place0: int,
     for block in range(s.blocks):
         tap, c = divmod(block, s.channel_blocks)
         t, r, across = tap // (s.tap_s * s.tap_r), tap // s.tap_s % s.tap_r, tap % s.tap_s
-        w_tap = s.tap_base + tap0 + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
+        w_tap = s.tap_base + t * s.tap_step_t + r * s.tap_step_r + across * s.tap_step_s
         offsets = (across * s.dilation_w, r * s.dilation_h, t * s.dilation_d)
         assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
         loads.append((c * wide, offsets[: s.rank]))
@@ -913,7 +933,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int, place0: int,
         multiply(total, [load_im2col(x_map, memory, [start], loads)], [np.concatenate(b, axis=1)])
     pixel, k = np.arange(pixel0, min(pixel0 + rows, s.pixels))[:, None], np.arange(channel0, min(channel0 + columns, s.rows))[None]
     number, inner = np.divmod(pixel, s.plane)
-    place = place0 + number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
+    place = number * s.out_size + s.out_base + inner // s.pq * s.out_d + inner % s.pq // s.q * s.out_h + inner % s.q * s.out_w
     at = place * s.rows + k
     assert s.wide == (3 if s.rows * np.dtype(kind).itemsize % 16 == 0 else 1 if s.rows % 4 == 0 else 2 if s.rows <= define["BLOCK_N"] == 32 and s.plane == s.out_size else 0)
     bias, scale, residual, y, *noted = step.buffers
@@ -1383,7 +1403,7 @@ def mend_own(step, s, phase, arrays, memory: Memory) -> None:
 
 
 def launch(stages, memory: Memory, finite: bool) -> None:
-    kernels = {"pack": pack, "finalize_scales": finalize_scales, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
+    kernels = {"pack": pack, "direct_reduce": direct_reduce, "direct_gemm": direct_gemm}
     kernels |= {"split_filter": split_filter, "lay_filter": lay_filter, "transpose_filter": transpose_filter, "wgrad_nhwc_reduce": wgrad_reduce, "wgrad_nhwc_add": wgrad_add, "fold_channels": fold_channels}
     for stage in stages:
         for step in stage:

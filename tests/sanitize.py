@@ -6,6 +6,7 @@
 
 racecheck takes copies of gather_nhwc_sm90.cu for races with the consumers' reads of them in TF32: of 31 lanes of a warp, since lane 0 alone
 arrives at the barrier, behind a __syncwarp() that all lanes enter when their copies have arrived. It knows of no other.
+initcheck finds the words that pack.cu's blocks wait for in memory as it comes (packed_tiles.cuh).
 
 Runs the cases in whose line the argument, a regular expression, is found, all of them without one. Each array is an allocation of its own, so that
 a read or write past its end is seen; no pool, no torch.

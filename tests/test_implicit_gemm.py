@@ -119,6 +119,8 @@ SHAPES = [
     dgrad((2, 16, 20), (16, 70, 4), stride=2, padding=1), dgrad((2, 16, 3, 4, 3), (16, 9, 3, 2, 4), stride=(1, 2, 2), padding=(1, 0, 0)),
     dgrad((1, 16, 2, 3, 5), (16, 9, 2, 3, 2), stride=2), dgrad((2, 48, 5, 6), (48, 20, 3, 3), stride=2, padding=1, output_padding=1, groups=2),
     dgrad((2, 16, 7, 7), (16, 40, 1, 1), stride=2, output_padding=1), dgrad((3, 72, 1, 1), (72, 16, 2, 2), stride=2),
+    # phases that are repeats of others: all of one, of several, in groups
+    dgrad((2, 20, 5, 3), (20, 24, 4, 4), stride=4), dgrad((2, 24, 13), (24, 40, 16), stride=8, padding=4), dgrad((1, 48, 2, 3), (48, 20, 8, 4), stride=(4, 2), padding=(2, 1), groups=2),
     # without the axis N
     fprop((20, 9, 8), (12, 20, 3, 3), padding=1), dgrad((16, 4, 3), (16, 9, 3, 3), stride=2),
 ]  # fmt: skip
@@ -629,7 +631,8 @@ def check_steps(program, kernel: str) -> None:
             mends = kernel == "implicit_gemm_sm90" and step.defines["OUT"] == 32 and not step.defines["BF16"] and not step.defines["FUSED_SPLIT"]
             d = step.defines
             joins = kernel == "implicit_gemm_sm90" and d["OUT"] == 32 and not (d["BF16"] or d["PATCH_ROWS"] or d["PINGPONG"])  # its text may add parts
-            assert len(step.structs) == (2 * phases + 1 if mends else phases) + joins and set(step.defines) == defaults and step.source()
+            told = phases + (phases > 1 and kernel in ("implicit_gemm_sm90", "dense_nhwc_sm90"))  # and how phases are repeated
+            assert len(step.structs) == told + (phases + 1 if mends else 0) + joins and set(step.defines) == defaults and step.source()
         assert all(isinstance(v, int) and -(2**63) <= v < 2**63 for v in step.numbers)
 
 
@@ -815,6 +818,29 @@ def test_what_is_not_finite_reaches_its_own_results_only(case, mode, config):
     check_not_finite(case, mode, lambda *arrays: emulated(case, mode, arrays, config, finite=False, keep=False))
 
 
+# ---- launches
+
+#: Layers of float32 and how many launches they take: packing, which settles scales, and products; of gradients of filters two launches pack.
+LAUNCHES = [
+    (fprop((1, 256, 56, 56), (64, 256, 1, 1)), 2), (fprop((8, 64, 56, 56), (64, 64, 3, 3), padding=1), 2), (fprop((8, 64, 200), (64, 64, 15), padding=7), 2),
+    (dgrad((8, 64, 28, 28), (64, 64, 3, 3), stride=2, padding=1), 2), (dgrad((8, 64, 28, 28), (64, 64, 3, 3), stride=2, padding=1, output_padding=1), 2),
+    (dgrad((4, 256, 16, 16), (256, 64, 2, 2), stride=2), 2), (dgrad((4, 256, 16, 16), (256, 64, 4, 4), stride=4), 2), (dgrad((4, 64, 32, 32), (64, 64, 16, 16), stride=8, padding=4), 2),
+    (dgrad((4, 256, 500), (256, 128, 16), stride=8, padding=4), 2), (dgrad((2, 64, 8, 16, 16), (64, 32, 2, 2, 2), stride=2), 2),
+    (dgrad((2, 64, 8, 16, 16), (64, 32, 3, 3, 3), stride=2), 3), (dgrad((4, 64, 16, 16), (64, 64, 5, 5), stride=3), 4),  # eight and nine phases, of which a launch takes four
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("case", "count"), LAUNCHES, ids=str)
+def test_as_few_launches_as_there_can_be(case, count):
+    for mode, residual in (("fp32", False), ("fp32", True), ("fp32 last", False), ("tf32", False)):
+        problem = replace(asked(case, mode), has_residual=residual)
+        program = ig.schedule(problem, ImplicitGemm(64, 64, 4), H200)
+        assert [len(step) for step in program.whole] == [1, count - 1], f"{mode} {residual}"
+    if not case.transposed:
+        program = ig.schedule(replace(asked(case, "fp32"), direction="wgrad").launched, ImplicitGemm(64, 64, 4), H200)
+        assert [len(step) for step in program.whole] == [2, 1]
+
+
 # ---- the emulator itself: a test that can't fail proves nothing
 
 
@@ -824,7 +850,7 @@ def test_what_is_not_finite_reaches_its_own_results_only(case, mode, config):
         (fprop((3, 24, 5, 6, 10), (80, 24, 2, 3, 2), stride=(1, 2, 2), padding=((1, 0), (0, 2), (1, 1)), dilation=(2, 1, 2)), "fp32", TILES["fp32"],
          "tiles tiles_m splits split_stages rank channel_blocks rows_group rows row_blocks tap_r tap_s tap_step_t tap_step_r dilation_d dilation_h dilation_w pixels limb_images load_plane load_pq "
          "load_q stride_h stride_w low_d low_h low_w"),
-        (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(1, 2, 0), groups=2), "tf32", TILES["tf32"],
+        (dgrad((3, 48, 4, 5, 6), (48, 40, 3, 4, 3), stride=(2, 1, 2), padding=(2, 2, 0), groups=2), "tf32", TILES["tf32"],
          "tiles_pixels blocks_group tap_base tap_step_t tap_step_r tap_step_s channels_group low_h plane pq q out_size out_base out_d out_h out_w rows"),
         (dgrad((2, 128, 8, 8), (128, 80, 3, 3), padding=1), "fp32", patches(64, 4),
          "tiles tiles_m tiles_pixels blocks channel_blocks row_blocks rows_group tap_r tap_s tap_base tap_step_r tap_step_s dilation_h dilation_w low_h low_w "
@@ -1059,6 +1085,7 @@ SANITIZED = [
     *((case, mode, ImplicitGemm(64, 128, 3)) for mode in ("fp32", "fp16") for case in (
         fprop((2, 72, 100), (9, 72, 3), stride=12, padding=1), fprop((1, 1300, 3, 4), (9, 1300, 3, 3), padding=1), fprop((2, 136, 7, 7), (9, 136, 1, 1)))),
     *((dgrad((2, 64, 7, 9), (64, 72, 3, 3), stride=2, padding=1, output_padding=1), mode, ImplicitGemm(64, 128, 3)) for mode in ("fp16 last", "bf16 last")),
+    (fprop((2, 24, 70, 70), (40, 24, 3, 3), padding=1), "fp32", ImplicitGemm(64, 128, 3)), (dgrad((2, 24, 70, 70), (24, 40, 3, 3), padding=1), "fp32 last", ImplicitGemm(64, 128, 3)),
 ]  # fmt: skip
 SANITIZED = [run for run in SANITIZED if run[1] in MODES]
 
@@ -1343,6 +1370,105 @@ def test_the_public_functions(torch, case, mode):
     if layout == "NCHW":
         got = function(x, w, b, **options, device="cuda")
         assert_close(got, ref, bound(case, mode, x, w, b, ref), f"{plan} of numpy arrays")
+
+
+# ---- images of many tiles: the last blocks of the launch that packs them settle their scales
+
+MANY_TILES = [
+    (fprop((5, 64, 56, 57), (40, 64, 3, 3), padding=1), "fp32"), (fprop((5, 40, 60, 56), (24, 40, 3, 3), padding=1), "tf32 last"),
+    (dgrad((5, 24, 64, 60), (24, 48, 3, 3), padding=1), "fp32"), (fprop((2, 16, 400, 300), (24, 16, 1, 1), stride=2), "fp32"),
+]  # fmt: skip
+
+
+def of_many_ranges(case: Case):
+    """Normal numbers; images whose scale is guessed right, and too large, and too small, and one that has Inf, by turns."""
+    x, w, b = case.normals("float32", seed=9)
+    for image, factor in zip(x[1:], (2.0**20, 2.0**-30, 1.0, 2.0**12), strict=False):
+        image *= np.float32(factor)
+    x[3 % len(x), 5, 7, 7] = np.inf
+    return x, w, b
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode"), MANY_TILES, ids=str)
+def test_images_of_many_tiles_are_settled_in_memory_as_it_comes(torch, case, mode):
+    """Whatever the workspace holds, hundreds of times in the memory of the calls before, and from a graph: the same bits."""
+    plan = Plan(asked(case, mode), "cuda", config=ImplicitGemm(64, 64, 2))
+    (packs, *others), arrays = [step for steps in plan.schedule.whole for step in steps], of_many_ranges(case)
+    assert packs.kernel == "pack" and packs.arguments.slices and {step.kernel for step in others} == {"implicit_gemm_sm90"}
+    on_gpu = Arrays(torch, plan, *arrays)
+    want = on_gpu.launch()
+    assert on_gpu.launch(kept=True).tobytes() == want.tobytes()
+    with np.errstate(all="ignore"):
+        ref, size = case.reference(*arrays), case.reference(*(np.abs(a) for a in arrays))
+        close = np.abs(want - ref) <= (2.0**-9 if mode.startswith("tf32") else 3e-6) * size
+        assert (close | (np.isnan(want) & np.isnan(ref)) | (want == ref)).all()
+    order = plan.problem.order or tuple(range(want.ndim))
+    expected = torch.from_numpy(np.ascontiguousarray(want.transpose(order))).cuda().view(torch.int32)
+    x, w, b = (whole.data_ptr() + MARGIN for whole in on_gpu.given[:3])
+    result, workspace = torch.empty_like(expected), torch.randint(0, 256, (plan.workspace_bytes,), dtype=torch.uint8, device="cuda")
+    buffers, wrong = (x, w, b, 0, 0, result.data_ptr(), workspace.data_ptr()), torch.zeros((), dtype=torch.int64, device="cuda")
+
+    def launch():
+        stream = torch.cuda.current_stream()
+        result.fill_(-1)
+        with plan.device:
+            plan.launch(buffers, stream.cuda_stream)
+        wrong.add_((result != expected).sum())
+
+    for fill in (None, 0, 0xFF, 0x7F):
+        if fill is not None:
+            workspace.fill_(fill)
+        for _ in range(100):
+            launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    for _ in range(100):
+        graph.replay()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "mode"), MANY_TILES, ids=str)
+def test_a_call_that_was_broken_off_behind_packing_leaves_nothing(torch, case, mode):
+    """Other images were packed in the same workspace, and no product has cleared what their blocks told one another."""
+    plan, arrays = Plan(asked(case, mode), "cuda", config=ImplicitGemm(64, 64, 2)), case.normals("float32", seed=9)
+    on_gpu, others = Arrays(torch, plan, *arrays), Arrays(torch, plan, arrays[0] * np.float32(2.0**20), *arrays[1:])
+    want = on_gpu.launch()
+    expected = torch.from_numpy(np.ascontiguousarray(want.transpose(plan.problem.order or tuple(range(want.ndim))))).cuda().view(torch.int32)
+    result, workspace = torch.empty_like(expected), torch.empty(plan.workspace_bytes, dtype=torch.uint8, device="cuda")
+    only_packs, wrong = plan.device.schedule_launcher([plan.loaded.whole[0]]), torch.zeros((), dtype=torch.int64, device="cuda")
+    for i in range(50):
+        x, w, b = (whole.data_ptr() + MARGIN for whole in others.given[:3])
+        scratch = workspace.data_ptr()
+        with plan.device:
+            only_packs((x, w, b, result.data_ptr(), scratch, scratch + plan.schedule.workspace_bytes, 0, 0), None)
+            if i % 2:
+                torch.cuda.synchronize()
+            plan.launch((*(whole.data_ptr() + MARGIN for whole in on_gpu.given[:3]), 0, 0, result.data_ptr(), scratch), None)
+        torch.cuda.synchronize()
+        wrong.add_((result != expected).sum())
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+def test_images_of_many_tiles_on_many_streams_at_once(torch):
+    """Each call counts in its own workspace, also where several launches that settle scales share the GPU."""
+    (case, _), *_ = MANY_TILES
+    x, w, b = (torch.from_numpy(a).cuda() for a in of_many_ranges(case))
+    small = torch.randn(1, 64, 96, 96, device="cuda")
+    want, want_small = pc.conv2d(x, w, b, padding=1), pc.conv2d(small, w, b, padding=1)
+    streams, wrong = [torch.cuda.Stream() for _ in range(8)], []
+    torch.cuda.synchronize()
+    for _ in range(40):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                given, expected = (x, want) if i % 2 else (small, want_small)
+                y = pc.conv2d(given, w, b, padding=1)
+                wrong.append((y.view(torch.int32) != expected.view(torch.int32)).sum())
+    torch.cuda.synchronize()
+    assert not any(int(count) for count in wrong)
 
 
 # ---- large; last, since an access outside an array would end the context for the tests after it

@@ -7,13 +7,13 @@ blocks of a cluster share a long sum for few results.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from itertools import product
+from typing import NamedTuple
 
 from pycuda_conv.engines import transpose_filter
 from pycuda_conv.engines.base import Config
@@ -36,7 +36,17 @@ from pycuda_conv.engines.hopper import (
     unsupported,
     wide_stores,
 )
-from pycuda_conv.engines.packing import MOST_PIXELS, PackedLayout, PhaseAddressing, phase_addressing, tap_numbers, written_places
+from pycuda_conv.engines.packing import (
+    MOST_PIXELS,
+    PackedLayout,
+    PhaseAddressing,
+    first_ones,
+    phase_addressing,
+    repeat_arguments,
+    repeats,
+    tap_numbers,
+    written_places,
+)
 from pycuda_conv.engines.range_guard import MomentsLayout
 from pycuda_conv.engines.schedule import (
     BIAS,
@@ -79,7 +89,6 @@ PHASES = 4  # in a launch, or one
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
-MOSTLY_EMPTY = 16  # channels of the input of a block of 64
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
 
@@ -101,59 +110,17 @@ TENSOR_CORES = True
 # ---- what runs
 
 
-class Alike(NamedTuple):
-    """Phases that meet the same pixels of the input, in rows and columns of so many.
-
-    The first one's walk, and the pixels of the result, and taps in the filter, from one of them to the next below it and beside it.
-    """
-
-    walk: PhaseAddressing
-    rows: int = 1
-    columns: int = 1
-    place_row: int = 0
-    place_column: int = 0
-    tap_row: int = 0
-    tap_column: int = 0
-
-    @property
-    def together(self) -> int:
-        """How many there are."""
-        return self.rows * self.columns
-
-
 @lru_cache(maxsize=1024)
-def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[Alike, ...]] | None:
+def _form(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]] | None:
     """The arrays as the loads see them, and the walks of the phases, the longest first; None if tensor loads can't make them."""
     load = stage_channels(problem)
     lying = PackedLayout(True, 0, (1, 1, 1), problem.operand_size, problem.operand_channels, load, problem.filter_size)
-    met: dict[tuple[Any, ...], list[PhaseAddressing]] = {}
-    for phase in phases(problem):
-        walk = phase_addressing(problem, phase, lying)
-        if walk is None:
-            return None
-        key = (phase.size, phase.origin[0], walk.base[0], walk.taps, walk.low, walk.step)
-        met.setdefault(key, []).append(walk)
-    found = [alike for walks in met.values() for alike in _alike(problem, walks)]
-    return lying, tuple(sorted(found, key=lambda alike: -math.prod(alike.walk.taps)))
+    walks = [phase_addressing(problem, phase, lying) for phase in phases(problem)]
+    found = [walk for walk in walks if walk is not None]
+    return (lying, tuple(sorted(found, key=lambda walk: -math.prod(walk.taps)))) if len(found) == len(walks) else None
 
 
-def _alike(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> list[Alike]:
-    """`walks` of the same pixels of the input as one, if their places and taps are evenly apart; else each alone."""
-    down, across = (_apart(walks, axis) for axis in (1, 2))
-    if down is None or across is None or down[0] * across[0] != len(walks):
-        return [Alike(walk) for walk in walks]
-    width, taps = problem.result_size[2], problem.filter_size[2]
-    return [Alike(walks[0], down[0], across[0], down[1] * width, across[1], down[2] * taps, across[2])]
-
-
-def _apart(walks: Sequence[PhaseAddressing], axis: int) -> tuple[int, int, int] | None:
-    """How many of `walks`, in their order, lie along an axis, and the pixels and taps from one to the next; None if these are uneven."""
-    met = list(dict.fromkeys((walk.phase.origin[axis], walk.base[axis]) for walk in walks))
-    steps = {(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(met)}
-    return (len(met), *(steps.pop() if steps else (0, 0))) if len(steps) <= 1 else None
-
-
-def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[Alike, ...]]:
+def _walks(problem: ConvProblem) -> tuple[PackedLayout, tuple[PhaseAddressing, ...]]:
     """:func:`_form` of a problem that has one."""
     found = _form(problem)
     assert found is not None
@@ -214,12 +181,8 @@ def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
-    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
-
-    Blocks of 64 channels of the input that are nearly empty take TMA longer to fill than it takes to transpose the filter first.
-    """
-    few = problem.operand_channels <= MOSTLY_EMPTY
-    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0 and not few
+    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be."""
+    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0
 
 
 # ---- launches
@@ -273,14 +236,6 @@ class DensePhase(NamedTuple):
     out_d: int
     out_h: int
     out_w: int
-    alike: int
-    by_alike: int
-    beside: int
-    by_beside: int
-    place_row: int
-    place_column: int
-    tap_row: int
-    tap_column: int
     wide: int
     noted: int
     has_bias: int
@@ -328,22 +283,27 @@ def _moments(problem: ConvProblem, config: DenseNhwc) -> Moments | None:
     return Moments(1, problem.N * math.prod(problem.result_size), SLICE, problem.result_channels)
 
 
-def _launches(walks: Sequence[Alike]) -> Iterator[Sequence[Alike]]:
-    """Phases that share a launch."""
-    for first in range(0, len(walks), PHASES):
-        yield walks[first : first + PHASES]
+def _launches(walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
+    """Phases that share a launch, which has their repeats too."""
+    told = first_ones(walks, repeats(walks))
+    for first in range(0, len(told), PHASES):
+        yield told[first : first + PHASES]
 
 
 def _product(
-    problem: ConvProblem, config: DenseNhwc, walks: Sequence[Alike], place: Place, mn_major: bool, multiprocessors: int, parts: Place | None
+    problem: ConvProblem, config: DenseNhwc, walks: Sequence[PhaseAddressing], place: Place, mn_major: bool, multiprocessors: int,
+    parts: Place | None,
 ) -> KernelLaunch:
     """The launch of some phases, with the moments' `parts` if they are noted."""
-    lying, _ = _walks(problem)
-    told = tuple(_arguments(problem, config, alike, parts is not None) for alike in walks)
-    maps = [image_map(problem, INPUT, lying, alike.walk, config.BLOCK_M) for alike in walks]
-    phases = 1 if len(walks) == 1 else PHASES
+    lying, all_walks = _walks(problem)
+    told = tuple(_arguments(problem, config, walk, parts is not None) for walk in walks)
+    maps = [image_map(problem, INPUT, lying, walk, config.BLOCK_M) for walk in walks]
+    phases = 1 if len(all_walks) == 1 else PHASES
     told += (told[-1]._replace(tiles=0),) * (phases - len(walks))  # of which there is nothing to compute
     maps += [maps[-1]] * (phases - len(walks)) + [_filter_map(problem, config, place, mn_major)]
+    structs: tuple[tuple[int, ...], ...] = told
+    if phases > 1:
+        structs += (repeat_arguments(problem, lying, 1, repeats(all_walks)),)
     tiles = sum(phase.tiles for phase in told)
     fitting = multiprocessors * (2 if config.BLOCK_M == 64 else 1)
     grid = tiles * config.CLUSTER if config.CLUSTER > 1 else min(tiles, fitting)
@@ -356,7 +316,7 @@ def _product(
         buffers += (parts or RESULT,)
     return KernelLaunch(
         "dense_nhwc_sm90", defines, grid, 2 * config.BLOCK_M + 32, buffers, (),
-        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=told,
+        maps=tuple(maps), shared=_shared_bytes(config, mn_major), arch="sm_90a", arguments=structs,
         layer=finish_constants(told[0]) | {"NOTED": told[0].noted},
     )  # fmt: skip
 
@@ -370,32 +330,29 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
 
 
-def _blocks(problem: ConvProblem, alike: Alike) -> int:
+def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
     """Stages of a sum of a phase."""
-    return math.prod(alike.walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
+    return math.prod(walk.taps) * ceil(problem.operand_channels, stage_channels(problem))
 
 
-def _tiles(problem: ConvProblem, config: DenseNhwc, alike: Alike) -> tuple[int, int]:
-    """Tiles along the channels, and the pixels, of phases alike."""
-    pixels = problem.N * math.prod(alike.walk.phase.size)
-    return ceil(problem.result_channels, config.BLOCK_N), ceil(pixels, config.BLOCK_M) * alike.together
+def _tiles(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing) -> tuple[int, int]:
+    """Tiles along the channels, and the pixels, of a phase."""
+    return ceil(problem.result_channels, config.BLOCK_N), ceil(problem.N * math.prod(walk.phase.size), config.BLOCK_M)
 
 
-def _arguments(problem: ConvProblem, config: DenseNhwc, alike: Alike, noted: bool) -> DensePhase:
-    """The kernel's arguments of phases alike."""
-    (lying, _), walk = _walks(problem), alike.walk
+def _arguments(problem: ConvProblem, config: DenseNhwc, walk: PhaseAddressing, noted: bool) -> DensePhase:
+    """The kernel's arguments of a phase."""
+    lying, all_walks = _walks(problem)
     size, plane = walk.phase.size, math.prod(walk.phase.size)
-    pixels, blocks = problem.N * plane, _blocks(problem, alike)
-    across, down = _tiles(problem, config, alike)
+    pixels, blocks = problem.N * plane, _blocks(problem, walk)
+    across, down = _tiles(problem, config, walk)
     places = written_places(problem, walk.phase)
     del places["out_image"], places["out_row"]
     return arguments(
-        DensePhase, tiles=across * down, tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
+        DensePhase, tiles=across * down * math.prod(repeats(all_walks)), tiles_n=across, blocks=blocks, part=ceil(blocks, config.CLUSTER),
         channel_blocks=ceil(problem.operand_channels, stage_channels(problem)), rows=problem.result_channels, **tap_numbers(lying, walk),
         **by_axis("dilation_", walk.dilation), pixels=pixels, **load_base(problem, walk), plane=plane, pq=size[1] * size[2], q=size[2],
-        **places, alike=alike.together, beside=alike.columns, place_row=alike.place_row, place_column=alike.place_column,
-        tap_row=alike.tap_row, tap_column=alike.tap_column, wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted),
-        **finish(problem),
+        **places, wide=wide_stores(problem, config.BLOCK_N, walk.phase), noted=int(noted), **finish(problem),
     )  # fmt: skip
 
 
@@ -412,7 +369,7 @@ def sum_order(problem: ConvProblem, config: DenseNhwc) -> Hashable:
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile, the type, and the phases."""
     for (rows, columns), clusters in (PHASED_TILES | TILES).items():
-        for mn_major, cluster in itertools.product((0, 1), clusters):
+        for mn_major, cluster in product((0, 1), clusters):
             stages = _most_stages(rows, columns, cluster, bool(mn_major))
             choices = {
                 "BLOCK_M": (rows,), "BLOCK_N": (columns,), "STAGES": (stages,), "TYPE": tuple(ELEMENTS.values()),
@@ -453,38 +410,30 @@ MULTIPLIED = 1.27  # of the tensor core's cycles: what products take beside load
 ADDED, MEMORY, BESIDE, AGAIN = 12.5e3, 3.6e6, 0.98, 0.16
 WIDEST_FINISHED = 14e3  # FINISHED of the widest tile, which has fewer registers for it
 FOLLOW = 0.4  # microseconds of a launch behind another one
-#: Microseconds that blocks which leave half of the multiprocessors to the next call's take less; that others take more; and clusters. Seen
-#: in 77 times below 9 us, of 17 problems on an H200 and an H100.
-BESIDE_OTHERS, FULL, CLUSTERED = -0.5, 0.3, {2: 0.4, 4: 0.8}
-VOLUME, VOLUME_NARROW = 1.35, 1.45  # times as long takes a load of a volume; of pixels that have 32 bytes besides rows of 128
 
 
 def time(problem: ConvProblem, config: DenseNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads or arithmetic, stores, rounds of tiles; and bytes from and to memory."""
     _, walks = _walks(problem)
+    many = math.prod(repeats(walks))
     mn_major, shared, size = _reads_mn_major(problem), config.CLUSTER > 1, problem.itemsize
     channels = problem.result_channels  # what a tile has more of is not loaded
     rows = min(_stage_rows(config, mn_major) - config.BLOCK_M, ceil(channels, 64) * 64 if mn_major else channels)
-    pixel, slower = problem.operand_channels * size, 1.0
-    if walks[0].walk.rank == 3:
-        slower = VOLUME_NARROW if pixel % ROW == 32 else VOLUME
-    loads = config.BLOCK_M * pixel_cycles(pixel) * slower + rows * ROW_CYCLES
+    loads = config.BLOCK_M * pixel_cycles(problem.operand_channels * size) + rows * ROW_CYCLES
     step = max(MULTIPLIED * 2 * config.BLOCK_N * config.BLOCK_M / 64, loads) / CLOCK
     rate = WIDEST_FINISHED if config.BLOCK_N > NOTED_COLUMNS else FINISHED
     sums = config.BLOCK_M * config.BLOCK_N
     end = sums * 4 / ADDED if shared else finished_time(problem, config.BLOCK_M, config.BLOCK_N, rate)
     slots = at_once(device, config.CLUSTER)
-    us, all_jobs = 0.0, 0
+    us = 0.0
     for group in _launches(walks):
-        jobs = [math.prod(_tiles(problem, config, walk)) * config.CLUSTER for walk in group]
+        jobs = [math.prod(_tiles(problem, config, walk)) * many * config.CLUSTER for walk in group]
         works = [ceil(_blocks(problem, walk), config.CLUSTER) * step + end for walk in group]
         mean = sum(map(operator.mul, jobs, works)) / sum(jobs)
         if config.BLOCK_M == 64 and sum(jobs) > slots:
             mean *= BESIDE
         rounds = ceil(sum(jobs), slots)
-        all_jobs += sum(jobs)
         us += (FOLLOW if us else BEGIN) + max(*works, 0.0, rounds * mean + (AGAIN * (rounds - 1) if shared else 0))
-    us += CLUSTERED.get(config.CLUSTER, 0.0) if shared else BESIDE_OTHERS if 2 * all_jobs <= device.multiprocessors else FULL
     moved = read_bytes(problem) + size * (math.prod(problem.result_shape) + math.prod(problem.weight_shape))
     lies = problem.direction == "fprop" or mn_major
     transposed = 0 if lies else transpose_filter.TIME + 2 * size * math.prod(problem.weight_shape) / MEMORY

@@ -153,8 +153,9 @@ def schedule(problem: ConvProblem, config: ImplicitGemm80, device: Device, noted
     def products(
         packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands, target: Place, layout: MomentsLayout
     ) -> list[KernelLaunch]:
-        buffers = (operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
-        return [_product(problem, config, packed, walk, buffers) for walk in walks]
+        read = operands.w_limbs, operands.x_limbs, operands.x_scales, operands.w_scales
+        buffers = (*read, BIAS, SCALE, RESIDUAL, target, operands.x_tiles, operands.w_tiles)
+        return [_product(problem, config, packed, walk, buffers, operands.tiles) for walk in walks]
 
     made = assemble(problem, config.SPLIT, multiprocessors, products)
     if not packs_filter_last(problem):
@@ -219,6 +220,7 @@ class GemmPhase(NamedTuple):
     out_row: int
     out_part: int
     scaled: int
+    x_tiles: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -227,7 +229,7 @@ class GemmPhase(NamedTuple):
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...]
+    problem: ConvProblem, config: ImplicitGemm80, packed: PackedLayout, walk: PhaseAddressing, buffers: tuple[Place, ...], x_tiles: int
 ) -> KernelLaunch:
     """The launch of one phase."""
     phase, rows, chunks = walk.phase, problem.result_channels, packed.group // 8
@@ -243,7 +245,8 @@ def _product(
         **by_axis("size_", packed.size), **by_axis("stride_", walk.stride), **by_axis("low_", walk.low),
         **by_axis("dilation_", walk.dilation),
         pixels=problem.N * plane, plane=plane, pq=phase.size[1] * row, q=row, **written_places(problem, phase),
-        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), **finish(problem, config.SPLIT > 1),
+        out_part=math.prod(problem.result_shape), scaled=int(problem.dtype == "float32"), x_tiles=x_tiles,
+        **finish(problem, config.SPLIT > 1),
     )
     defines = arithmetic(problem, phase, config.SPLIT > 1) | {"BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "STAGES": config.STAGES}
     grid = _blocks(problem, config, walk)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import groupby, product
+from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pycuda_conv.engines.base import Config
@@ -24,10 +24,13 @@ from pycuda_conv.engines.packing import (
     arithmetic,
     assemble,
     filter_sizes,
+    first_ones,
     overhead,
     packed_key,
     packed_layout,
     packs_filter_last,
+    repeat_arguments,
+    repeats,
     row_blocks,
     tap_numbers,
     why_not,
@@ -39,7 +42,7 @@ from pycuda_conv.engines.schedule import BIAS, INPUT, RESIDUAL, RESULT, SCALE, W
 from pycuda_conv.engines.split_sum import splits
 from pycuda_conv.engines.tensor_cores import FLOAT, fastest, limbs, products, why_not_so_many
 from pycuda_conv.engines.texts import FLAG, TextFamily
-from pycuda_conv.problem import ConvProblem
+from pycuda_conv.problem import ConvProblem, Size3
 from pycuda_conv.runtime.base import Device, Im2col, KernelLaunch, Place, TensorMap
 
 JOINED_BYTES = 512 << 10  # of a tile's parts, which one block reads
@@ -68,8 +71,8 @@ BFLOAT_PARTS: tuple[dict[int, tuple[int, ...]], ...] = ({128: (64, 128), 64: (64
 #: The same of consumers that take turns; and the tiles, (rows, pixels), of images that are loaded once for all taps, split then or before.
 PINGPONG_PIXELS: tuple[tuple[int, ...], ...] = ((128, 160), (128,), (128,), ())
 HALOS = ((64, 224),)
-#: In a launch, no more than its parameters hold arguments and tensor maps; and where phases of even and odd columns are written together.
-PHASES, PAIRED_PHASES = (4, 1), (4, 2)
+#: Of a launch, no more than its parameters hold arguments and tensor maps.
+PHASES = 4
 
 
 #: How a tile's pixels reach shared memory: each tap's from packed images by TMA's im2col mode; once for all taps, from packed images; or
@@ -350,15 +353,15 @@ def _schedule(
             ours = INPUT, operands.x_scales, operands.x_flags, operands.w_limbs
         buffers = (*ours, operands.w_scales, BIAS, SCALE, RESIDUAL, target)
         launches, (arena, first) = [], operands.tickets
-        for group in _launches(problem, walks):
+        for group in _launches(problem):
             place = (arena, first) if joins(problem, config) else None
-            among = operands.x_limbs, buffers, flagged, multiprocessors, layout, map_w, filter_last, place
+            among = operands, buffers, flagged, multiprocessors, layout, map_w, filter_last, place
             launches.append(_product(problem, config, packed, group, *among))
             first += 4 * _results(problem, config, group)
         return launches
 
     high = config.BLOCK_N // 8 if config.splits_images else 0
-    tickets = sum(_results(problem, config, group) for group in _launches(problem, _form(problem)[1])) if joins(problem, config) else 0
+    tickets = sum(_results(problem, config, group) for group in _launches(problem)) if joins(problem, config) else 0
     return assemble(
         problem, config.SPLIT, multiprocessors, products, moments, config.packs_images, filter_last, windows=True, patch_rows=high,
         clusters=True, mends=_may_mend(problem, config) and (config.SPLIT == 1 or tickets > 0), tickets=tickets,
@@ -383,7 +386,7 @@ def _parts_bytes(config: ImplicitGemm) -> int:
 
 def _results(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> int:
     """Tiles of a launch of some phases, those that share their sums counted once; filled up to 16 bytes of tickets."""
-    return ceil(math.prod(_tiles(problem, config, walks[0].phase)) * problem.groups * len(walks), 4) * 4
+    return ceil(math.prod(_tiles(problem, config, walks)) * problem.groups * _turns(problem, walks), 4) * 4
 
 
 def _may_mend(problem: ConvProblem, config: ImplicitGemm) -> bool:
@@ -403,25 +406,22 @@ def _moments(problem: ConvProblem, config: ImplicitGemm) -> Moments | None:
     return Moments(1, problem.N * plane, pixels, problem.result_channels)
 
 
-def _launches(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> Iterator[Sequence[PhaseAddressing]]:
-    """Phases that share a launch: as many pixels, loaded along as many axes; such as write into each other's gaps first."""
-    walks = _columns_side_by_side(walks) if paired(problem) else walks
-
-    def alike(walk: PhaseAddressing) -> tuple[Hashable, ...]:
-        return walk.rank, walk.flat, walk.phase.size
-
-    for _, found in groupby(sorted(walks, key=lambda walk: (alike(walk), walk.phase.origin)), alike):
-        group = list(found)
-        while group:
-            count = next(count for count in (PAIRED_PHASES if paired(problem) else PHASES) if count <= len(group))
-            yield group[:count]
-            group = group[count:]
+def _launches(problem: ConvProblem) -> Iterator[Sequence[PhaseAddressing]]:
+    """Phases that share a launch, which has their repeats too; such as write into each other's gaps first."""
+    told = first_ones(*_alike(problem))
+    for first in range(0, len(told), PHASES):
+        yield told[first : first + PHASES]
 
 
-def _columns_side_by_side(walks: Sequence[PhaseAddressing]) -> Sequence[PhaseAddressing]:
-    """Walks that are made alike, so that those of neighbouring columns share a launch: all along as many axes."""
-    rank = max(walk.rank for walk in walks)
-    return walks if all(walk.flat for walk in walks) else [replace(walk, rank=rank, flat=False) for walk in walks]
+@lru_cache(maxsize=64)  # the planner asks for it once a configuration
+def _alike(problem: ConvProblem) -> tuple[Sequence[PhaseAddressing], Size3]:
+    """The phases, all loaded along as many axes, in the order of their pixels; and how many are repeats of one, along each axis."""
+    _, walks = _form(problem)
+    if not all(walk.flat for walk in walks):
+        rank = max(walk.rank for walk in walks)
+        walks = tuple(replace(walk, rank=rank, flat=False) for walk in walks)
+    d, h, w = repeats(tuple(walks))
+    return sorted(walks, key=lambda walk: walk.phase.origin), (d, h, 1 if paired(problem) else w)  # columns are a pair
 
 
 def _packed_strides(problem: ConvProblem, packed: PackedLayout, axes: Sequence[int]) -> list[int]:
@@ -502,7 +502,7 @@ def _result_map(problem: ConvProblem, config: ImplicitGemm, place: Place) -> Ten
 
 
 def _product(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], x_limbs: tuple[int, int],
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walks: Sequence[PhaseAddressing], operands: Operands,
     buffers: tuple[Place, ...], flagged: tuple[Place, ...], multiprocessors: int, layout: MomentsLayout, map_w: TensorMap | None,
     filter_last: bool, tickets: Place | None,
 ) -> KernelLaunch:
@@ -515,23 +515,25 @@ def _product(
         "PATCH_ROWS": _consumer_pixels(config) // 8 if config.halo else 0, "FUSED_SPLIT": int(config.splits_images),
     }
     if not defines["DENSE"]:
-        defines["PHASES"] = max(PHASES)
+        defines["PHASES"] = PHASES
     if config.splits_images:
         maps = [_raw_map(problem, config)]
     elif config.halo:
-        maps = [_halo_map(problem, config, packed, x_limbs)]
+        maps = [_halo_map(problem, config, packed, operands.x_limbs)]
     else:
-        maps = [_image_map(problem, config, packed, walk, x_limbs) for walk in walks]
+        maps = [_image_map(problem, config, packed, walk, operands.x_limbs) for walk in walks]
     unused = defines["PHASES"] - len(walks)  # the launch's arguments have room for so many more phases
     maps += maps[-1:] * unused
     if products(problem) == 1 and problem.layout == "NHWC":
         maps.append(map_w or maps[0])  # of a filter that is packed there is none
     if tensor_store(problem, config):
         maps.append(_result_map(problem, config, buffers[6]))
-    noted = layout.moments is not None
-    bits = {"phase_bits": len(walks).bit_length() - 1, "w_lies": int(map_w is not None), "noted": int(noted)}
-    phases = tuple(_arguments(problem, config, packed, walk, bits) for walk in walks)
+    noted, tiles = layout.moments is not None, _tiles(problem, config, walks)
+    bits = {"w_lies": int(map_w is not None), "noted": int(noted), "x_tiles": operands.tiles}
+    phases = tuple(_arguments(problem, config, packed, walk, tiles, bits) for walk in walks)
     structs: tuple[tuple[int, ...], ...] = (*phases, *phases[-1:] * unused)
+    if defines["PHASES"] > 1:
+        structs += (repeat_arguments(problem, packed, len(walks), _alike(problem)[1]),)
     if _may_mend(problem, config):
         structs += mending(problem, [walk.phase for walk in walks], defines["PHASES"], filter_last)
     if _may_note(defines):
@@ -542,6 +544,8 @@ def _product(
         buffers += RESULT, tickets or RESULT
         kept = finish(problem) if tickets else dict.fromkeys(finish(problem), 0)
         structs += (JoinArguments(joins=int(tickets is not None), **kept),)
+    if not config.splits_images:
+        buffers += (operands.x_tiles,) if defines["PHASES"] > 1 else (operands.x_tiles, operands.w_tiles)
     return KernelLaunch(
         "implicit_gemm_sm90", defines, _grid(problem, walks, phases[0].tiles, multiprocessors), THREADS + 128 * config.splits_images,
         buffers, (), maps=tuple(maps), shared=shared_bytes(problem, config), arch="sm_90a",
@@ -552,9 +556,15 @@ def _product(
 
 def _grid(problem: ConvProblem, walks: Sequence[PhaseAddressing], tiles: int, multiprocessors: int) -> int:
     """Blocks of the launch of some phases, of so many tiles each. A block takes a tile, or that of two phases, and meets all of these."""
-    turns = len(walks) // _at_once(problem)
+    turns = _turns(problem, walks) // _at_once(problem)
     some = multiprocessors if tiles * turns <= multiprocessors or math.gcd(multiprocessors, turns) == 1 else multiprocessors - 1
     return min(tiles * turns, some)
+
+
+def _turns(problem: ConvProblem, walks: Sequence[PhaseAddressing]) -> int:
+    """The phases of a launch, with their repeats."""
+    _, many = _alike(problem)
+    return len(walks) * math.prod(many)
 
 
 def _at_once(problem: ConvProblem) -> int:
@@ -566,7 +576,6 @@ class GemmPhase(NamedTuple):
     """What the kernel is told of a phase, which its text explains."""
 
     tiles: int
-    phase_bits: int
     tiles_m: int
     by_tiles_m: int
     splits: int
@@ -630,6 +639,7 @@ class GemmPhase(NamedTuple):
     out_part: int
     scaled: int
     noted: int
+    x_tiles: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -666,11 +676,12 @@ class JoinArguments(NamedTuple):
 
 
 def _arguments(
-    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, of_launch: Mapping[str, int]
+    problem: ConvProblem, config: ImplicitGemm, packed: PackedLayout, walk: PhaseAddressing, tiles: tuple[int, int],
+    of_launch: Mapping[str, int],
 ) -> GemmPhase:
-    """The kernel's arguments of a phase, with those of its launch."""
+    """The kernel's arguments of a phase, with those `of_launch`, whose phases all count so many `tiles`."""
     phase, groups, rows = walk.phase, problem.groups, problem.result_channels
-    tiles_m, tiles_pixels = _tiles(problem, config, phase)
+    tiles_m, tiles_pixels = tiles
     blocks_group, _, channel_blocks = filter_sizes(problem, packed)
     plane, size = math.prod(phase.size), phase.size
     blocks = channel_blocks * math.prod(walk.taps)
@@ -706,9 +717,9 @@ def _raw(problem: ConvProblem, config: ImplicitGemm) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _tiles(problem: ConvProblem, config: ImplicitGemm, phase: Phase) -> tuple[int, int]:
-    """Tiles of a group: along its channels and along the pixels."""
-    plane = math.prod(phase.size)
+def _tiles(problem: ConvProblem, config: ImplicitGemm, walks: Sequence[PhaseAddressing]) -> tuple[int, int]:
+    """Tiles of a group: along its channels, and along the pixels of the phase with the most."""
+    plane = max(math.prod(walk.phase.size) for walk in walks)
     across = problem.N * plane // config.BLOCK_N if config.halo else ceil(problem.N * plane, config.BLOCK_N)
     return ceil(problem.result_channels // problem.groups, config.BLOCK_M), across
 
@@ -794,12 +805,12 @@ def texts(device: Device) -> Iterator[TextFamily]:
 
 #: The defines of a product whose images are loaded tap by tap, and written pixel by pixel.
 _ORDINARY: dict[str, tuple[int, ...]] = {
-    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": PHASES,
+    "LOAD_CHANNELS": (16, 32, 64), "TENSOR_STORE": (0,), "W_MN_MAJOR": FLAG, "PINGPONG": (0,), "PHASES": (1, PHASES),
     "INTERLEAVE_COLUMNS": (0,), "PATCH_ROWS": (0,), "FUSED_SPLIT": (0,), "STAGES": (0,),
 }  # fmt: skip
 _STORED: dict[str, tuple[int, ...]] = {"TENSOR_STORE": (1,), "NHWC": (1,), "VEC": (4,), "DENSE": (1,), "PHASES": (1,)}
 _PAIRED: dict[str, tuple[int, ...]] = {
-    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": PHASES, "W_MN_MAJOR": (0,),
+    "INTERLEAVE_COLUMNS": (1,), "NHWC": (0,), "VEC": (1,), "DENSE": (0,), "PHASES": (1, PHASES), "W_MN_MAJOR": (0,),
 }  # fmt: skip
 _HALO: dict[str, tuple[int, ...]] = {
     "NHWC": (0,), "VEC": (4,), "DENSE": (1,), "LOAD_CHANNELS": (64,), "PHASES": (1,), "W_MN_MAJOR": (0,), "STAGES": (6, 5, 4, 3),
@@ -980,10 +991,10 @@ def _pixel_cycles(problem: ConvProblem, packed: PackedLayout) -> float:
 @lru_cache(maxsize=64)
 def _stages_of_launches(problem: ConvProblem) -> tuple[tuple[Sequence[PhaseAddressing], tuple[int, ...]], ...]:
     """The phases of each launch, and the stages of the ring that a tile of each goes through without splits."""
-    packed, walks = _form(problem)
+    packed, _ = _form(problem)
     blocks, at_once = ceil(packed.group, packed.load), 64 // packed.load
     return tuple(
-        (group, tuple(ceil(blocks * math.prod(walk.taps), at_once) for walk in group)) for group in _launches(problem, walks)
+        (group, tuple(ceil(blocks * math.prod(walk.taps), at_once) for walk in group)) for group in _launches(problem)
     )
 
 
@@ -1039,11 +1050,11 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
     for number, (group, stages) in enumerate(_stages_of_launches(problem)):
         us += FOLLOW if number else 0.0
         works = [sum(map(tile_time, stages[i : i + at_once])) for i in range(0, len(group), at_once)]
-        tiles = math.prod(_tiles(problem, config, group[0].phase)) * problem.groups * config.SPLIT
-        grid = _grid(problem, group, tiles, multiprocessors)
-        rounds = ceil(tiles * len(works), grid)
+        tiles = math.prod(_tiles(problem, config, group)) * problem.groups * config.SPLIT
+        grid, turns = _grid(problem, group, tiles, multiprocessors), _turns(problem, group)
+        rounds = ceil(tiles * turns // at_once, grid)
         if joins(problem, config):
-            joined += _parts_bytes(config) * ceil(tiles * len(group), config.SPLIT * grid)
+            joined += _parts_bytes(config) * ceil(tiles * turns, config.SPLIT * grid)
         # phases come by turns, so that blocks have as much of each
         own = max(max(works), rounds * sum(works) / len(works)) + (between if config.takes_turns else 0)
         longest, shared = max(longest, own), shared + own * grid / multiprocessors

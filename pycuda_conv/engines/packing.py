@@ -27,6 +27,7 @@ from pycuda_conv.engines.geometry import (
     phases,
     places,
     read_strides,
+    row_major,
     written_strides,
 )
 from pycuda_conv.engines.range_guard import MomentsLayout, slack
@@ -40,6 +41,7 @@ from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 PACK_THREADS = 256
 PACK_PIXELS = 4  # of 8 channels, that a thread of it takes at once, if an image has so many
 PACK_APART = 2  # the same where taps are folded or channels last: each has addresses of its own
+SLOTS = 4  # blocks a multiprocessor that settle scales, at the most
 CLUSTER = 8  # blocks of a cluster: images of so many tiles have their scale settled while they are packed
 FILTER_ROOM = 11264  # words of shared memory for a row of a filter: with four such blocks a multiprocessor is not full yet
 
@@ -304,7 +306,8 @@ class Operands:
     """The packed operands: where they, their scales and flags lie, and the launches that make them.
 
     `prepare` packs the filter, `images` the images, `both` does the two in as few launches. Packing the images also sets the `tickets`
-    of blocks that add the parts of split sums to zero.
+    of blocks that add the parts of split sums to zero. The product clears what blocks that packed told one another of `tiles` tiles: so
+    many of the images, and 2^32 times so many of a filter that was packed as they are.
     """
 
     x_limbs: tuple[int, int]
@@ -314,6 +317,9 @@ class Operands:
     w_scales: tuple[int, int]
     w_flags: tuple[int, int]
     tickets: tuple[int, int]
+    x_tiles: Place
+    w_tiles: Place
+    tiles: int
     prepare: list[list[KernelLaunch]]
     images: list[list[KernelLaunch]]
     both: list[list[KernelLaunch]]
@@ -407,13 +413,13 @@ class PackArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedArray:
-    """One array to be packed as images: what the kernels are specialised by and told, and what follows from that.
+    """One array to be packed as images: what the kernel is specialised by and told, and what follows from that.
 
     A filter can be such an array: its rows are images then, and its taps pixels.
     """
 
     defines: dict[str, int]
-    arguments: PackArguments  # but for the launch's filter rows and slices
+    arguments: PackArguments  # but for the launch's filter rows
     shared: int  # bytes of shared memory that a tile passes through
     filter_shared: int  # and a row of the filter that is packed beside the images
 
@@ -429,16 +435,21 @@ class PackedArray:
     @property
     def blocks(self) -> int:
         """Of a launch that packs all images."""
-        return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles))
+        return self.in_clusters(self.arguments.lines * (self.arguments.each or self.tiles)) + self.settling
 
     @property
-    def settles(self) -> bool:
-        """Whether blocks settle the scale of their image, so that no launch behind them has to."""
+    def settling(self) -> int:
+        """The last of these, which settle scales."""
+        return self.images * self.arguments.slices
+
+    @property
+    def clustered(self) -> bool:
+        """Whether blocks of a cluster settle the scale of their image, so that no others have to."""
         return self.defines["CLUSTER"] > 0
 
     def in_clusters(self, blocks: int) -> int:
         """So many, or a few more."""
-        return ceil(blocks, CLUSTER) * CLUSTER if self.settles else blocks
+        return ceil(blocks, CLUSTER) * CLUSTER if self.clustered else blocks
 
     def in_cluster(self) -> PackedArray:
         """The same by clusters of blocks, if these can have all tiles of an image."""
@@ -481,7 +492,7 @@ def _packed(problem: ConvProblem, packed: PackedLayout, gradient: bool, as_filte
     }
     fitting, pieces = _fitting(problem, packed), packed.load // 8
     told = arguments(
-        PackArguments, filter_rows=0, images=images, lines=lines, **tile, slices=1, groups=groups, group_chunks=group // 8, channels=read,
+        PackArguments, filter_rows=0, images=images, lines=lines, **tile, slices=0, groups=groups, group_chunks=group // 8, channels=read,
         slack=slack(problem), each=0, **dict(zip("dhw", size, strict=True)), x_image=strides.image, x_group=strides.group,
         x_channel=strides.channel, x_pixel=strides.pixel, **by_axis("packed_", packed_size),
         **_columns(problem, not as_filter and not packed.level), folds=math.prod(packed.folded), fold_r=packed.folded[1],
@@ -569,69 +580,68 @@ def pack_operands(
     nowhere: tuple[int, int] = (INPUT, 0)
     x_limbs = x_scales = x_flags = nowhere
 
-    def at(images: PackedArray, room: Arena) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of the extremes and the guesses."""
-        if not checked or images.settles:
-            return nowhere, nowhere
-        return room.take(8 * images.images * images.tiles), room.take(4 * images.images)
+    def settled(images: PackedArray) -> PackedArray:
+        """The same with blocks that settle scales: one for an image that was guessed right, many where few images may have to be packed
+        again, since one block alone is slow. (Those of 16 bits are only looked at.)"""
+        if clusters:
+            images = images.in_cluster()
+        if not checked or images.clustered:
+            return images
+        slices = max(1, min(images.tiles, SLOTS * multiprocessors // images.images)) if problem.dtype == "float32" else 1
+        return replace(images, arguments=images.arguments._replace(slices=slices, by_slices=divider(slices)))
 
-    def settle(
-        images: PackedArray, array: int, limbs: tuple[int, int], parts: tuple[int, int], guesses: tuple[int, int], scales: tuple[int, int],
-        flags: tuple[int, int],
-    ) -> list[KernelLaunch]:
-        if not checked or images.settles:
-            return []
-        # a block for each image that was guessed right, many where few images may have to be packed again: one alone should be fast
-        # (those of 16 bits are only looked at)
-        slices = max(1, min(images.tiles, 4 * multiprocessors // images.images)) if problem.dtype == "float32" else 1
-        buffers = (array, limbs, parts, guesses, scales, flags)
-        told = images.arguments._replace(slices=slices, by_slices=divider(slices))
-        grid = images.images * slices
-        shared = images.shared
-        return [KernelLaunch("finalize_scales", images.defines, grid, PACK_THREADS, buffers, (), "pack", shared=shared, arguments=told)]
+    def noted(images: PackedArray, room: Arena, scales: Place, flags: Place) -> tuple[Place, ...]:
+        """Where they note scales and flags; and, without clusters, the extremes of tiles."""
+        if images.clustered:
+            return scales, flags
+        return scales, flags, room.take(16 * images.images * images.tiles) if images.settling else nowhere
 
     images = _packed(problem, packed, problem.direction == "dgrad", False)
-    if clusters and not packed.as_is:
-        images = images.in_cluster()
-    parts = guesses = nowhere
     if not packed.as_is:
+        images = settled(images)
         x_limbs = scratch.take(2 * count * problem.N * math.prod(packed.stored) * problem.groups * packed.pixel)
-        parts, guesses = at(images, scratch)
         if checked:
             x_scales, x_flags = scratch.take(4 * problem.N), scratch.take(4 * problem.N)
+    of_images, tiles = noted(images, scratch, x_scales, x_flags), _told_tiles(images)
+    x_tiles: Place = of_images[-1] if tiles else nowhere
+    w_tiles: Place = nowhere
 
     filter_rows *= _filter_parts(problem, packed)  # from here on the blocks that pack them
     tickets_at = scratch.take(4 * tickets) if tickets else nowhere
 
     def pack(filter_rows: int, blocks: int) -> list[KernelLaunch]:
-        noted = (x_scales, x_flags) if images.settles else (parts, guesses)
-        buffers = (INPUT, WEIGHT, x_limbs, *noted, w_limbs, w_scales, w_flags, tickets_at)
+        buffers = (INPUT, WEIGHT, x_limbs, *of_images, w_limbs, w_scales, w_flags, tickets_at)
         told = images.arguments._replace(filter_rows=filter_rows, tickets=tickets if blocks else 0)
+        if not blocks:
+            told = told._replace(slices=0, by_slices=divider(1))
         if filter_last:
             told = told._replace(w_c=1, w_tap=told.channels)
         shared = max(images.shared if blocks else 0, images.filter_shared if filter_rows else 0)
         grid = images.in_clusters(filter_rows) + blocks  # blocks of a cluster all pack one or the other
         return [KernelLaunch("pack", images.defines, grid, PACK_THREADS, buffers, (), shared=shared, arguments=told)]
 
-    settle_x = settle(images, INPUT, x_limbs, parts, guesses, x_scales, x_flags)
     if problem.layout == "CNHW":  # the filter is as large as the images
-        rows = _packed(problem, packed, True, True)
-        if clusters:
-            rows = rows.in_cluster()
-        w_parts, w_guesses = at(rows, kept)
-        noted = (w_scales, w_flags) if rows.settles else (w_parts, w_guesses)
-        buffers = (WEIGHT, WEIGHT, w_limbs, *noted, w_limbs, w_scales, w_flags, nowhere)
-        pack_w, pack_x = [
-            KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
-        ], pack(0, images.blocks)
-        settle_w = settle(rows, WEIGHT, w_limbs, w_parts, w_guesses, w_scales, w_flags)
-        prepare, alone = [pack_w, settle_w], [pack_x, settle_x]
-        both = [pack_w + pack_x, settle_w, settle_x]  # to settle takes less than to run side by side
+        rows = settled(_packed(problem, packed, True, True))
+        of_rows = noted(rows, kept, w_scales, w_flags)
+        tiles, w_tiles = tiles + (_told_tiles(rows) << 32), of_rows[-1] if rows.settling else nowhere
+        buffers = (WEIGHT, WEIGHT, w_limbs, *of_rows, w_limbs, w_scales, w_flags, nowhere)
+
+        def pack_rows(rows: PackedArray) -> KernelLaunch:
+            return KernelLaunch("pack", rows.defines, rows.blocks, PACK_THREADS, buffers, (), shared=rows.shared, arguments=rows.arguments)
+
+        one = rows.arguments._replace(slices=min(rows.arguments.slices, 1), by_slices=divider(1))  # no product follows that clears
+        prepare, alone = [[pack_rows(replace(rows, arguments=one))]], [pack(0, images.blocks)]
+        both = [[pack_rows(rows), *alone[0]]]
     else:
         prepare = [pack(filter_rows, 0)]
-        alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks), settle_x] for n in (0, filter_rows))
-    prepare, alone, both = ([step for step in steps if step] for steps in (prepare, alone, both))
-    return Operands(x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, tickets_at, prepare, alone, both, kept.used)
+        alone, both = ([], prepare) if packed.as_is else ([pack(n, images.blocks)] for n in (0, filter_rows))
+    places = (x_limbs, x_scales, x_flags, w_limbs, w_scales, w_flags, tickets_at)
+    return Operands(*places, x_tiles, w_tiles, tiles, prepare, alone, both, kept.used)
+
+
+def _told_tiles(images: PackedArray) -> int:
+    """Tiles of which several blocks are told that settle an image's scale: a single one clears that itself."""
+    return images.images * images.tiles if images.arguments.slices > 1 else 0
 
 
 def filter_sizes(problem: ConvProblem, packed: PackedLayout) -> tuple[int, int, int]:
@@ -683,6 +693,69 @@ def assemble(
         after += [[step] for step in layout.guarded(problem, found, filter_last, patch_rows)]
     filter_bytes, moments = operands.filter_bytes, layout.moments
     return Schedule(operands.prepare, operands.images + after, operands.both + after, scratch.used, filter_bytes, checked, moments)
+
+
+# ---- phases that are repeats of others
+
+
+class Repeats(NamedTuple):
+    """What ``repeats.cuh`` is told, which says what its members are."""
+
+    phases: int
+    by_phases: int
+    turns: int
+    by_turns: int
+    along_r: int
+    by_along_r: int
+    along_s: int
+    by_along_s: int
+    tap_t: int
+    tap_r: int
+    tap_s: int
+    y_t: int
+    y_r: int
+    y_s: int
+    w_t: int
+    w_r: int
+    w_s: int
+
+
+@lru_cache(maxsize=64)  # the planner asks for it once a configuration
+def repeats(walks: tuple[PhaseAddressing, ...]) -> Size3:
+    """How many neighbouring phases are the same but for a pixel of the result and a tap from one to the next, along each axis."""
+    by_origin = {walk.phase.origin: walk for walk in walks}
+
+    def repeated(i: int, n: int) -> bool:
+        """Whether the phases along axis `i` are groups of `n` such neighbours."""
+
+        def moved(values: Size3, by: int) -> Size3:
+            return size3([v + by * (axis == i) for axis, v in enumerate(values)])
+
+        for origin, walk in by_origin.items():
+            by = origin[i] % n
+            first = by_origin[moved(origin, -by)]
+            phase = replace(first.phase, origin=origin, first=moved(first.phase.first, by))
+            if replace(first, phase=phase, base=moved(first.base, by)) != walk:
+                return False
+        return True
+
+    counts = [1 + max(origin[i] for origin in by_origin) for i in range(3)]
+    return size3([next(n for n in range(count, 0, -1) if count % n == 0 and repeated(i, n)) for i, count in enumerate(counts)])
+
+
+def first_ones(walks: Sequence[PhaseAddressing], many: Size3) -> list[PhaseAddressing]:
+    """Those that are no repeats of others, where :func:`repeats` says how many there are."""
+    return [walk for walk in walks if not any(at % n for at, n in zip(walk.phase.origin, many, strict=True))]
+
+
+def repeat_arguments(problem: ConvProblem, packed: PackedLayout, phases: int, many: Size3) -> Repeats:
+    """Of a launch in which so many phases take turns with their repeats."""
+    pixel = problem.result_channels if problem.layout == "NHWC" else 1
+    return arguments(
+        Repeats, phases=phases, turns=phases * math.prod(many), along_r=many[1], along_s=many[2],
+        **by_axis("tap_", row_major(packed.taps), "trs"), **by_axis("w_", row_major(problem.filter_size), "trs"),
+        **by_axis("y_", [pixel * n for n in row_major(problem.result_size)], "trs"),
+    )  # fmt: skip
 
 
 def tap_numbers(packed: PackedLayout, walk: PhaseAddressing) -> dict[str, int]:

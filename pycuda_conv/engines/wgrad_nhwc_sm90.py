@@ -581,7 +581,7 @@ PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8}, {2: 1.0, 4: 1.4}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
-    """The configurations worth comparing for `problem`: runs of positions that fill the machine once."""
+    """The configurations worth comparing for `problem`: runs of positions that fill the machine once, or a few times."""
     if why_not(problem):
         return
     stages, least = _stages(problem), 1 if _loaded(problem).C == forward_of(problem).C else 2
@@ -591,7 +591,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
             config = WgradNhwc(rows, columns, _most_stages(rows, columns))
             tiles = math.prod(_tiles(problem, config)) * problem.groups
             filling = device.multiprocessors * (1 + _shares(config)) // tiles
-            tried = (1, ceil(filling, 4), ceil(filling, 2), filling) if filling else (1, 2, 3, 4)
+            # blocks of several rounds are dealt out more evenly, which pays where products take long
+            more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
+            tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
             most = max(stages // LEAST_STAGES, least)
             for split in sorted({max(min(split, most), least) for split in tried}):
                 one = replace(config, SPLIT=split)

@@ -70,7 +70,7 @@ def machine() -> ctypes.CDLL:
 
 
 ENTRY = """
-static const simt::Kernel described_{kernel} = {{[](const char* parameters) {{ simt::call({kernel}, parameters); }}, simt::bytes_of({kernel}), {cluster}, {align},
+static const simt::Kernel described_{kernel} = {{[](const char* parameters) {{ simt::call({kernel}, parameters); }}, simt::bytes_of({kernel}), {cluster}, {align}, {in_order},
                                               __start_simt_shared, __stop_simt_shared}};
 extern "C" __attribute__((visibility("default"))) const simt::Kernel* simt_{kernel}() {{ return &described_{kernel}; }}
 """
@@ -87,7 +87,8 @@ def text_of(kernels: Sequence[str], source: str) -> str:
     text = re.sub(r"__shared__\s+(alignas\(\w+\))", r"\1 __shared__", text)
     cluster = re.search(r"__cluster_dims__\(([^,]*),", text)
     text = re.sub(r"__cluster_dims__\([^)]*\)", "", text)
-    entries = "".join(ENTRY.format(kernel=kernel, cluster=cluster[1] if cluster else 1, align=align) for kernel in kernels)
+    told = {"cluster": cluster[1] if cluster else 1, "align": align, "in_order": int("ld.acquire.gpu" in text)}
+    entries = "".join(ENTRY.format(kernel=kernel, **told) for kernel in kernels)
     return f'#include "device.h"\nnamespace {{\n{translated(text)}\n}}\n{entries}'
 
 

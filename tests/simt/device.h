@@ -90,6 +90,11 @@ template <class T, class V> T atomicAdd(T* at, V v) {
   *at = old + (T)v;
   return old;
 }
+template <class T> T atomicCAS(T* at, T expected, T v) {
+  const T old = *at;
+  if (old == expected) *at = v;
+  return old;
+}
 inline unsigned atomicInc(unsigned* at, unsigned most) {
   const unsigned old = *at;
   *at = old >= most ? 0 : old + 1;
@@ -125,6 +130,7 @@ template <class T> T unpacked(unsigned long long bits) {
 }
 inline int lane() { return threadIdx.x % 32; }
 }  // namespace simt
+inline void __nanosleep(unsigned) { simt::fail("a block waits for blocks that come later"); }
 
 namespace ptx {
 void bar_sync(int id, int threads);
@@ -271,6 +277,7 @@ struct Kernel {
   unsigned long bytes;  // of the parameters
   int cluster;
   unsigned align;  // of dynamic shared memory
+  bool in_order;  // some blocks wait for others, which come before them
   char *shared_begin, *shared_end;
 };
 constexpr unsigned long after(unsigned long at, unsigned long align) { return (at + align - 1) / align * align; }

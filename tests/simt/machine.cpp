@@ -1,6 +1,7 @@
 // machine.cpp: a multiprocessor of Hopper that runs kernels compiled by g++ behind device.h, as strictly as the hardware may ever be.
 //
-// Threads are fibers, the blocks of a cluster run side by side, clusters one after the other in a random order. A fiber runs until it waits; who is next is
+// Threads are fibers, the blocks of a cluster run side by side, clusters one after the other in a random
+// order, or in theirs if some wait for others. A fiber runs until it waits; who is next is
 // random, by a seed. What the hardware does behind the threads' backs, it does as late as it may, or earlier, at random: bulk and tensor loads come in any
 // order, and what they go to is NaN meanwhile; stores read shared memory when they are waited for; wgmma reads its operands and writes its sums when a wait
 // retires it, and until then the registers of its sums are NaN. Each warp waits for its own quarter of a product. Shared memory begins as NaN.
@@ -415,7 +416,7 @@ extern "C" const char* simt_launch(const simt::Kernel* of, const char* with, siz
     if (dynamic_begin - RESERVED + dynamic > MOST_SHARED) simt::fail("%zu bytes of shared memory", dynamic_begin - RESERVED + dynamic);
     std::vector<int> order;
     for (int i = 0; i < grid; i += of->cluster) order.push_back(i);
-    for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[chance(i)]);
+    for (size_t i = of->in_order ? 0 : order.size(); i > 1; --i) std::swap(order[i - 1], order[chance(i)]);
     for (const int first : order) run_cluster(first, threads);
     for (size_t i = 0; i < buffers.size(); ++i) {
       const Buffer& b = buffers[i];

@@ -136,7 +136,7 @@ INSTRUCTIONS = {
     r"mapa\.shared::cluster\.u32": "{0} = ptx::map_rank({1}, {2})",
     r"ld\.shared(?:::c\w+)?(?:\.v\d)?\.(\w+)": load_shared,
     r"st\.shared\.(\w+)": lambda found, at, v: f"ptx::store_shared<{C_TYPES[found[1]]}>({at[0]}, {v})",
-    r"ld\.global(?:\.nc|\.cg)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
+    r"ld(?:\.acquire\.gpu)?\.global(?:\.nc|\.cg)?(?:\.L2::cache_hint)?(?:\.v\d)?\.(\w+)": load,
     r"st\.global(?:\.v\d)?\.b32": store,
     r"createpolicy\.[\w.:]+": "{0} = 0",
     r"cp\.async\.bulk\.shared::c\w+\.global\.mbarrier::complete_tx::bytes": "ptx::bulk_load({0[0]}, {1[0]}, {2}, {3[0]})",
@@ -168,6 +168,7 @@ INSTRUCTIONS = {
     ),
     r"cvt(?:\.rn|\.rna)?\.(f16x2|bf16x2|f16|bf16|tf32|f32)\.(f32|f16|bf16)": converted,
     r"mov\.b(?:16|32|64)": move,
+    r"mov\.u64": "{0} = 0x123456789abcdef",  # the number of the launch
     r"min\.NaN\.xorsign\.abs\.f32": "{0} = ptx::least_magnitude({1}, {2})",
     r"setp\.ne\.b32": "{0} = {1} != {2}",
     r"selp\.\w32": "{0} = {3} ? {1} : {2}",
