@@ -23,6 +23,7 @@
 //
 // By hand: nvcc -cubin cu/direct_dgrad.cu
 #include "portable.cuh"
+#include "first_tap.cuh"
 
 #ifndef THREADS
 #define THREADS 128
@@ -68,17 +69,6 @@ typedef struct DgradArguments {
 #endif
 #define TOTALS (DTYPE == 64 || (DTYPE == 32 && BLOCK_C <= 4))  // more of float32 would cost registers
 
-// The first tap that a pixel meets along an axis, of `every` that differ; none meets it if that is the result. `at` is its place with the padding.
-WITHIN_KERNEL int first_tap(int at, int stride, int dil, int every) {
-  int rest = at % stride, tap = 0;
-  const int down = dil % stride;
-  if (rest < 0) rest += stride;
-  for (; tap < every && rest != 0; ++tap) {
-    rest -= down;
-    if (rest < 0) rest += stride;
-  }
-  return rest == 0 ? tap : 1 << 30;
-}
 #define FIRST(at, stride, dil, every) ((every) == 1 && (stride) == 1 ? 0 : first_tap(at, stride, dil, every))
 
 KERNEL LAUNCH_BOUNDS(THREADS, (DTYPE == 64 ? 512 : 640) / THREADS) void direct_dgrad(const GLOBAL_MEM data_t* RESTRICT y, const GLOBAL_MEM data_t* RESTRICT w,

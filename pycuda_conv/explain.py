@@ -29,7 +29,8 @@ def explain(plan: Plan, measure: bool) -> str:
 
         facts.append(("measured", _speed(plan, measured(plan)) + ", now"))
     elif plan.tuned is not None:
-        facts.append(("measured", _speed(plan, plan.tuned.us) + ", when it was tuned"))
+        elsewhere = f" on {plan.tuned.gpu}" if plan.tuned.gpu else ""
+        facts.append(("measured", f"{_speed(plan, plan.tuned.us)}, when it was tuned{elsewhere}"))
     if plan.workspace_bytes:
         packed = f", {plan.filter_bytes:,} of them the packed filter" if plan.filter_bytes else ""
         facts.append(("workspace", f"{plan.workspace_bytes:,} bytes{packed}"))
@@ -42,7 +43,7 @@ def _why(plan: Plan, predicted: Sequence[tuple[float, engines.Config]]) -> str:
     if plan.fixed:
         return "the caller gave it"
     if plan.tuned is not None:
-        return f"tuned: the fastest measured on {plan.device.model}"
+        return f"tuned: the fastest measured on {plan.tuned.gpu or plan.device.model}"
     best = {type(config).__name__: us for us, config in reversed(predicted)}  # of each kernel, the fastest
     own = best.pop(type(plan.config).__name__, None)
     others = " and ".join(f"{_microseconds(us)} for the best {name}" for name, us in best.items())

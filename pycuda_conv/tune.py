@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +34,18 @@ VERSION = 4
 CHANCE = 1.03
 
 SHIPPED = Path(__file__).resolve().parent / "tuned"
+#: By compute capability and multiprocessors: whose shipped choices a GPU follows of which nothing was measured.
+ALIKE = {((9, 0), 132): "NVIDIA H200"}
 LOCK_SECONDS = 10  # another process merges its choices in milliseconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A configuration, and the microseconds that it took."""
+    """A configuration, and the microseconds that it took, on another GPU if that is named."""
 
     config: engines.Config
     us: float
+    gpu: str = ""
 
 
 #: (GPU, problem) -> choice
@@ -206,24 +209,33 @@ def shipped_table(gpu: str) -> Table:
 # ---- the choice
 
 
-def lookup(problem: ConvProblem, device: Device) -> Choice | None:
-    """What was measured for `problem` on such a GPU, by the user or else by us; None if nothing was that still can run it."""
-    if not device.model:
-        return None
-    name = key(problem)
-    for table in (user_table(), shipped_table(device.model)):
-        choice = table.get(device.model, name)
+def lookup(problem: ConvProblem, device: Device, own: bool = False) -> Choice | None:
+    """What was measured for `problem` on such a GPU, by the user or else by us, or else on one alike; None if nothing was that can run it.
+
+    With `own` other GPUs' measurements don't count.
+    """
+    name = key(problem) if device.model else ""
+    for table, gpu in _tables_of(device):
+        choice = table.get(gpu, name)
         if choice is not None and engines.refusal(problem, choice.config, device) is None:
-            return choice
+            if gpu == device.model:
+                return choice
+            return None if own else replace(choice, gpu=gpu)
     return None
 
 
 def measured_configs(device: Device) -> tuple[engines.Config, ...]:
     """All configurations that :func:`lookup` may find for such a GPU, whatever the problem."""
+    return tuple(dict.fromkeys(config for table, gpu in _tables_of(device) for config in table.configs(gpu)))
+
+
+def _tables_of(device: Device) -> list[tuple[Table, str]]:
+    """Where a device's choices are looked for, each table with the name that the GPU has there; none for a CPU."""
     if not device.model:
-        return ()
-    found = (config for table in (user_table(), shipped_table(device.model)) for config in table.configs(device.model))
-    return tuple(dict.fromkeys(found))
+        return []
+    found = [(user_table(), device.model), (shipped_table(device.model), device.model)]
+    alike = ALIKE.get((device.capability, device.multiprocessors), device.model) if device.backend == "cuda" else device.model
+    return found if alike == device.model else [*found, (shipped_table(alike), alike)]
 
 
 def best(found: Sequence[Choice], own: engines.Config) -> Choice:
@@ -247,15 +259,15 @@ def tuned(problem: ConvProblem, device: Device) -> Choice | None:
         There is something to measure while the caller's stream is being captured, as far as that can be seen: a capture of
         another library than torch and CuPy can't.
     """
-    found = lookup(problem, device)
+    found = lookup(problem, device, own=True)
     if found is not None or device.backend != "cuda" or not problem.macs:
-        return found
+        return found or lookup(problem, device)
     if device.capturing():
         raise ConvArgumentError(
             f"tune=True has to measure {problem}, which can't be done while a stream is being captured: call it once before that"
         )
     with _measuring:  # one at a time, or they would slow each other down
-        found = lookup(problem, device)
+        found = lookup(problem, device, own=True)
         if found is None:
             from pycuda_conv.measure import trials
 

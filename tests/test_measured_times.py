@@ -10,7 +10,7 @@ from pycuda_conv import ConvProblem, engines
 from pycuda_conv.engines.dense_nhwc_sm90 import DenseNhwc
 from pycuda_conv.engines.depthwise_planes import DepthwisePlanes
 from pycuda_conv.engines.depthwise_wgrad import DepthwisePlanesWgrad
-from pycuda_conv.engines.direct import Dgrad, Single, Tile
+from pycuda_conv.engines.direct import Batched, Dgrad, Single, Tile, Wgrad
 from pycuda_conv.engines.direct_gemm import Gemm
 from pycuda_conv.engines.direct_quads import Quads
 from pycuda_conv.engines.few_inputs import FewInputs
@@ -57,7 +57,33 @@ def joined(n, c, k, size, taps, stride=1, transposed=False, **options):
     return make(2, *shapes, residual_shape=make(2, *shapes, **options).result_shape, **options)
 
 
+def volume(x, w, **options):
+    return ConvProblem.forward(3, x, w, **options)
+
+
+def filter_gradient(x, w, **options):
+    """Of a convolution in two dimensions."""
+    return ConvProblem.gradient("weight", 2, x, w, ConvProblem.forward(2, x, w, **options).result_shape, **options)
+
+
+#: Volumes with a stride, a filter whose rows are odd, planes that one tile holds, and gradients of large depthwise filters.
+SLICES = volume((4, 16, 24, 24, 24), (16, 16, 3, 1, 1), stride=2, padding=(1, 0, 0), precision="tf32", activation="relu")
+ODD_ROWS = ConvProblem.forward(2, (3, 12, 81, 48), (159, 12, 2, 3))
+ONE_TILE = depthwise(4, 48, 16, 32, 7, 2, precision="tf32")
+LARGE_FILTERS = filter_gradient((2, 128, 80, 80), (128, 1, 9, 9), padding=4, groups=128, precision="tf32")
+
 TAKEN = [
+    # filters of many rows, and of gradients by the input, which lie apart (H100, H200)
+    (ConvProblem.forward(2, (1, 128, 10, 10), (2048, 128, 3, 3), padding=1, activation="relu"), ImplicitGemm(64, 64, 6), 26.3),
+    (ConvProblem.transposed(2, (1, 2048, 16, 16), (2048, 1280, 1, 1), precision="tf32"), ImplicitGemm(64, 64, 6), 37.8),
+    (ConvProblem.transposed(2, (1, 160, 7, 7), (160, 2048, 3, 3), padding=1), ImplicitGemm(64, 64, 6), 34.1),
+    # volumes
+    (SLICES, Batched(128, 8, 16), 22.8), (volume((1, 128, 16, 16, 16), (64, 128, 1, 1, 1), stride=2), Batched(128, 8, 16), 56.5),
+    (volume((1, 64, 4, 96, 96), (32, 64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", activation="relu"), DenseNhwc(128, 64, 8), 27.8),
+    (volume((1, 64, 4, 96, 96), (32, 64, 3, 3, 3), padding=1, dtype="float16", layout="NHWC", activation="relu"), ImplicitGemm(64, 256, 5), 37.5),
+    # planes and gradients of filters that leave the GPU idle
+    (ODD_ROWS, Quads(1, 1), 18.1), (ONE_TILE, Tile(8, 16, 2), 4.5), (ONE_TILE, Tile(14, 32, 7), 5.4),
+    (LARGE_FILTERS, Wgrad(128, 9, 1, 1), 131), (filter_gradient((13, 43, 17, 34), (149, 43, 3, 1), stride=2), Wgrad(128, 3, 1, 4), 20.9),
     # residuals, which take as long to read as the result to write (H100)
     (joined(8, 3, 64, (299, 598), 3, 2), Quads(2, 4), 134), (joined(64, 128, 128, (64, 67), 3, groups=16), Quads(2, 1), 286),
     (joined(16, 64, 256, (32, 32), 3, transposed=True, precision="tf32"), Lines(64, 2, 32, STAGES=2, W_STAGES=8, CHUNKS=1), 36.1),
@@ -94,6 +120,8 @@ def test_predictions_are_near(problem, config, us):
 
 #: What was fastest, and what other candidates took.
 FASTEST = [
+    (SLICES, {gemm(64, 64, 16, (8, 4), 4): 6.6, Batched(128, 8, 16): 22.8}), (ODD_ROWS, {gemm(64, 64, 16, (8, 4), 4): 14.7, Quads(2, 4): 22.9}),
+    (ONE_TILE, {Single(): 2.8, Tile(8, 16, 2): 4.5}), (LARGE_FILTERS, {ViaNhwc("DepthwiseWgrad(ROWS=4, PARTS=34)"): 69.0, Wgrad(128, 9, 1, 1): 131}),
     (depthwise(16, 2048, 8, 8, 13, 2, precision="tf32"), {Single(): 67.1, ViaNhwc("Depthwise(CHUNK=64, TILE_P=1, TILE_Q=4)"): 98.7, Tile(8, 16, 2): 154}),
     (depthwise_gradient(1, 2048, 80, 80, 13), {Tile(14, 32, 7): 277, Tile(14, 64, 7): 365, Tile(8, 16, 2): 459}),
     (depthwise_gradient(8, 160, 28, 56, 7, 2), {Tile(14, 64, 7): 14.5, Tile(8, 16, 2): 31.6, Dgrad(128, 1, 1, 1): 54.9}),

@@ -296,6 +296,27 @@ def test_the_user_s_table_comes_before_the_shipped_one_and_both_before_the_model
     assert tune.lookup(replace(PROBLEM, has_bias=False), device) is None
 
 
+def test_a_gpu_that_nothing_was_measured_on_follows_one_alike(folder):
+    """One of the same compute capability and as many multiprocessors; what was measured on the GPU itself comes before."""
+    name, other = tune.key(PROBLEM), fake(model="NVIDIA H100 80GB HBM3")
+    write(folder / "shipped" / "nvidia_h200.json", {("NVIDIA H200", name): Choice(ODDER, 2)})
+    assert tune.lookup(PROBLEM, fake(model="NVIDIA H200")) == Choice(ODDER, 2)
+    assert tune.lookup(PROBLEM, other) == Choice(ODDER, 2, "NVIDIA H200") and tune.lookup(PROBLEM, other, own=True) is None
+    assert tune.measured_configs(other) == (ODDER,)
+    unlike = fake(multiprocessors=114), fake(capability=(10, 0)), fake(model=""), fake(backend="opencl")
+    assert [tune.lookup(PROBLEM, device) for device in unlike] == [None] * 4
+    tune.store(PROBLEM, other, Choice(ODD, 1))
+    assert tune.lookup(PROBLEM, other) == tune.lookup(PROBLEM, other, own=True) == Choice(ODD, 1)
+    assert tune.measured_configs(other) == (ODD, ODDER)
+
+
+def test_what_was_measured_on_a_gpu_alike_is_measured_again(folder, monkeypatch):
+    device = fake()
+    write(folder / "shipped" / "nvidia_h200.json", {("NVIDIA H200", tune.key(PROBLEM)): Choice(ODDER, 2)})
+    monkeypatch.setattr("pycuda_conv.measure.trials", lambda problem, device: [Choice(ODD, 1), Choice(engines.choose(problem, device), 2)])
+    assert tune.tuned(PROBLEM, device) == tune.lookup(PROBLEM, device) == Choice(ODD, 1)
+
+
 @pytest.mark.parametrize("config", [Dgrad(), Single(), Batched(128, 64, 64), ImplicitGemm(96, 8, 3)], ids=str)
 def test_a_choice_that_is_no_longer_legal_is_passed_over(folder, config, recwarn):
     write(folder / "cache" / "tuned.json", {(GPU, tune.key(PROBLEM)): Choice(config, 2)})
@@ -486,6 +507,13 @@ def test_a_plan_tells_what_it_launches_and_why(named):
     found = told(Plan(PROBLEM, named))
     assert found["chosen"] == str(ODD) and found["because"] == f"tuned: the fastest measured on {GPU}"
     assert found["measured"].startswith("4.5 us: ") and found["measured"].endswith(", when it was tuned")
+
+
+def test_a_plan_tells_on_which_gpu_its_choice_was_measured(named, monkeypatch):
+    monkeypatch.setattr("pycuda_conv.plan.lookup", lambda *_: Choice(ODD, 4.5, "NVIDIA H200"))
+    memo.forget_plans()
+    found = told(Plan(PROBLEM, named))
+    assert found["because"] == "tuned: the fastest measured on NVIDIA H200" and found["measured"].endswith(", when it was tuned on NVIDIA H200")
 
 
 def test_a_plan_measures_itself_when_it_is_asked_to(device):

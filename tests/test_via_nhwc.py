@@ -15,12 +15,15 @@ from alike import check_epilogue, check_numbers_on_gpu
 from reference import DTYPES, assert_close, assert_exact, dgrad, fprop
 from test_implicit_gemm import H200, NVCC, Arrays, asked, check_compiled, check_steps, dtype_of, ids_of, side_by_side, torch  # noqa: F401 -- torch: a fixture
 from test_kernels import check_refused
-from test_wgrad_nhwc import Filter
+from test_wgrad_nhwc import Filter, launched
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import via_nhwc as vn
+from pycuda_conv.engines.implicit_gemm_sm90 import ImplicitGemm
+from pycuda_conv.engines.inner import parsed
 from pycuda_conv.engines.schedule import RESULT
-from pycuda_conv.engines.via_nhwc import ViaNhwc
+from pycuda_conv.engines.via_nhwc import ViaNchw, ViaNhwc
+from pycuda_conv.plan import as_called
 from pycuda_conv.runtime.base import KernelLaunch
 from pycuda_conv.tools import families
 
@@ -47,11 +50,40 @@ def problem_of(case, mode: str):
 
 def planned(case, mode: str) -> ViaNhwc:
     """What would be chosen if the arrays had their channels last."""
-    return ViaNhwc(str(engines.choose(vn._last(problem_of(case, mode).launched), H200)))
+    return ViaNhwc(str(engines.choose(vn._turned(problem_of(case, mode).launched), H200)))
 
 
 #: Each case in one of the modes.
 SOME = [(case, mode, planned(case, mode)) for i, case in enumerate([*CASES, *FILTERS]) for mode in MODES[i % len(MODES) :][:1]]
+
+
+def of_float32(case):
+    """The gradient of a filter of float32 from arrays with their channels last, in fp32, and what is chosen by way of NCHW."""
+    problem = case.problem("float32", "NHWC", "fp32")
+    return problem, vn.choose(problem.launched, H200)[1]
+
+
+#: A product that packs both arrays, its sum in parts and whole.
+PACKED = ViaNchw(str(ImplicitGemm(64, 64, 2))), ViaNchw(str(ImplicitGemm(64, 64, 2, 2)))
+
+
+@simulated
+@pytest.mark.parametrize(("case", "config"), [*((case, None) for case in FILTERS), *((FILTERS[1], config) for config in PACKED)], ids=str)
+def test_gradients_of_filters_of_float32_go_by_way_of_nchw(case, config):
+    (problem, found), arrays = of_float32(case), case.integers("float32")
+    assert type(found) is ViaNchw
+    assert_exact(simt.computed(problem, config or found, *arrays, seeds=(1,)), case.reference(*arrays), config)
+
+
+def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
+    """No copy in NCHW is asked for; other types and other directions take no way round."""
+    problem, config = of_float32(FILTERS[0])
+    assert as_called(problem, H200) == problem and engines.choose(problem, H200) == config
+    assert vn.choose(FILTERS[0].problem("float32", "NHWC").launched, H200) is None
+    assert "is for arrays that lie so" in engines.refusal(problem, ViaNhwc(config.INNER), H200)
+    assert engines.refusal(FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
+    kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
+    assert kernels[:2] == ["via_nhwc"] * 2 and "via_nhwc" not in kernels[2:]
 
 
 def test_all_of_them_run():
@@ -99,7 +131,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (asked(BASE, "fp32"), ViaNhwc(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), ViaNhwc(), "in the layouts NCHW, CNHW, not in NHWC"), (asked(fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16"), ViaNhwc(), "nothing to compute"),
+        (asked(BASE, "fp32"), ViaNhwc(), "float16 and bfloat16"), (asked(BASE, "fp16 last"), ViaNhwc(), "in the layouts NCHW, CNHW, CHWN, not in NHWC"), (asked(fprop((0, 8, 5, 5), (8, 8, 3, 3)), "fp16"), ViaNhwc(), "nothing to compute"),
         (asked(fprop((2, 2**14, 256, 257), (8, 2**14, 1, 1)), "fp16"), ViaNhwc(), "32 bits"), (asked(BASE, "fp16"), ViaNhwc("Tile()"), "takes arrays in the layouts NCHW, CNHW, not in NHWC"),
         (asked(BASE, "fp16"), ViaNhwc("DenseNhwc(BLOCK_M=96)"), "a tile has"), *((asked(BASE, "fp16"), ViaNhwc(text), "as it is printed") for text in ("", "1", "Gemm", "Gemm(1)", "a.Gemm()", "Nobody()", "Gemm(BLOCK_M='a')", "Gemm(BLOCK_M=print())")),
     ],
@@ -118,7 +150,7 @@ def test_other_gpus_do_not_have_it():
 def test_buffers_that_are_transposed_lie_in_the_workspace():
     """The inner launches meet none of the arrays themselves, and none of each other's memory."""
     problem, config = replace(asked(BASE, "fp16"), has_residual=True), ViaNhwc(str(engines.choose(asked(BASE, "fp16 last"), H200)))
-    made, inner = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), vn._inner(config), H200)
+    made, inner = engines.schedule(problem, config, H200), engines.schedule(replace(problem, layout="NHWC"), parsed(config.INNER), H200)
     first, *rest, last = made.steps
     assert [launch.kernel for launch in (*first, *last)] == ["via_nhwc"] * 3 and len(rest) == len(inner.steps)
     assert last[0].buffers[1] == RESULT and made.filter_bytes == inner.filter_bytes and made.workspace_bytes >= inner.workspace_bytes + 2 * sum(np.prod(shape) for shape in (problem.input_shape, problem.result_shape, problem.result_shape))
@@ -139,7 +171,7 @@ def test_it_is_chosen_where_it_pays_and_its_texts_are_listed():
         if found is None:
             continue
         us, own = found
-        assert us == vn.time(problem, own, H200) > engines.predicted(vn._last(problem), vn._inner(own), H200)
+        assert us == vn.time(problem, own, H200) > engines.predicted(vn._turned(problem), parsed(own.INNER), H200)
         chosen += config == own
         for launch in (launch for step in vn.schedule(problem, own, H200).whole for launch in step):
             assert launch.kernel != "via_nhwc" or any(launch in one for one in listed)
@@ -167,6 +199,18 @@ def test_the_kernel_compiles_and_does_not_spill():
 # ---- on the GPU
 
 RUNS = [(case, mode, planned(case, mode)) for case in [*CASES, *FILTERS] for mode in MODES]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "config"), [(case, config) for case in FILTERS for config in (None, *PACKED)], ids=str)
+def test_gradients_of_filters_of_float32_on_the_gpu(torch, case, config):  # noqa: F811
+    problem, found = of_float32(case)
+    plan = Plan(problem, "cuda", config=config or found)
+    arrays = case.integers("float32")
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    arrays = case.normals("float32")
+    ref = case.reference(*arrays)
+    assert_close(launched(torch, plan, *arrays), ref, case.bound(*arrays, ref), plan)
 
 
 @cache

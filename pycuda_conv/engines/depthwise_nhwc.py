@@ -573,7 +573,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float:
     waits = 0.0  # of a thread, for one tap after another
     if isinstance(config, Depthwise) and not (_unrolled_by(problem, Depthwise) and problem.K == problem.groups):
         waits = math.prod(problem.filter_size) * (TAP_WAIT + ELEMENT_WAIT * config.TILE_P * config.TILE_Q)
-    if problem.K != problem.groups and not _of_filter(problem):  # threads load one number at a time
+    strips = isinstance(config, DepthwiseStrips) and _unrolled_by(problem, DepthwiseStrips)
+    if problem.K != problem.groups and not _of_filter(problem) and not strips:  # threads load one number at a time
         return 3 + max(waits, problem.macs / 2e6 * 132 / device.multiprocessors)
     if not _unrolled_by(problem, type(config)):  # its loops take the time that a 9x9 filter's were seen to take
         # a load takes as long, of one channel

@@ -441,17 +441,23 @@ def _few_sums(filters: int, taps: int) -> bool:
 STAGED = 0.096  # microseconds in which each thread of a block brings a number of the filter to shared memory
 TAP = 0.42  # microseconds that a thread of direct_single.cu waits for a tap whose pixels lie apart
 WARP = 32  # pixels of a warp of direct_single.cu
+CLEARLY = 1.4  # times as long as direct_single.cu's model says a tile has to take for planes of more pixels than that
 #: Microseconds of a launch of direct_single.cu, and of 132 multiprocessors for a tap of a warp, and for a warp.
 SINGLE_START, SINGLE_TAP, SINGLE_WARP = 2.0, 1.12e-5, 6.1e-5
 ALONE = 0.58  # of a full multiprocessor's time: what a single thread's walk takes
 TILE_START = 1.9  # microseconds of a launch of direct_tile.cu
+TILE_ALONE, TILE_ROW_ALONE = 0.045, 0.004  # microseconds of a block for each tap, be it alone; and for each row of a thread
 #: What 132 multiprocessors do in a microsecond: taps of pixels; those of threads with two rows, which read more for each; numbers loaded.
 #: And microseconds of a block.
 TILE_TAPS, TWO_ROWS_TAPS, TILE_LOADS, TILE_BLOCK = 12e6, 8e6, 0.87e6, 4.1e-4
 BATCHED_START = 1.1  # microseconds of a launch of direct_batched.cu
 BATCHED_CHANNEL, BATCHED_TAP = 0.21, 0.04  # and of a thread for a channel, and for a tap of it
 STRIDED = 0.37  # which takes the stride along w to the power of this as long
-DIRECT_MEMORY = 3e6  # bytes a microsecond
+SLICE_WAIT = 0.7  # microseconds that a thread waits for a slice of a volume with a stride: a filter's slices are loaded one by one
+#: Of direct_wgrad.cu: taps from which on it takes so many times as long as its pixels and taps say; and where a filter's taps lie above
+#: one another, and the stride steps over columns.
+MANY_TAPS, LONGER, SKIPPING = 81, 1.9, 1.5
+DIRECT_MEMORY, RESIDUAL_MEMORY = 3e6, 0.75e6  # bytes a microsecond; of a residual, behind which threads of direct_batched.cu wait
 DGRAD_START, DGRAD_ROUND = 0.7, 0.3  # microseconds of a launch of direct_dgrad.cu, and of a round of blocks
 DGRAD_WAIT, DGRAD_TAP = 0.73, 0.08  # microseconds of a thread for a channel whose taps are unrolled: the least, of a tap
 DGRAD_ANY, DGRAD_SUM = 0.033, 0.0075  # and of a tap of others, with each sum that it has
@@ -466,8 +472,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     A thread of direct_batched.cu and direct_dgrad.cu waits for memory at every channel, so what counts are the channels that one walks
     and how many threads are there for each that fits, not the multiplications. So it is with pixels in direct_wgrad.cu. A tile costs its
     multiplications, those of its overhang included, and its loads, and its block. Fitted to 119 times of float32 on an H200: half
-    of a tile's are within 7%, of the others most within a quarter. direct_wgrad.cu's are older, and too short for filters of 81 taps and
-    more. direct_single.cu costs the taps of its warps, where each channel has one result: 11 times of float32 are within 16%.
+    of a tile's are within 7%, of the others most within a quarter. direct_wgrad.cu's are older. direct_single.cu
+    costs the taps of its warps, where each channel has one result: 11 times of float32 are within 16%.
     """
     if isinstance(config, Tile):
         _, p, q = problem.result_size
@@ -477,7 +483,7 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         multiplied = taps * (min(_tile_stride(problem)[1], 2) if config.TILE_Q >= 32 else 1)  # neighbours in a warp meet every other bank
         rate = TWO_ROWS_TAPS if config.ROWS == 2 else TILE_TAPS
         of_plane = pixels * multiplied / rate + _tile_loads(problem, config) / TILE_LOADS + blocks * TILE_BLOCK
-        us = planes * of_plane * 132 / device.multiprocessors
+        us = max(planes * of_plane * 132 / device.multiprocessors, (TILE_ALONE + TILE_ROW_ALONE * config.ROWS) * taps)
         return TILE_START + us * (1.0 if problem.K == problem.C else 3.0)  # of several results of a channel each reads it again
     if isinstance(config, Wgrad):
         return _wgrad_time(problem, config, device.multiprocessors)
@@ -497,6 +503,8 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
     if isinstance(config, Batched):
         block, start = config.BLOCK_K, BATCHED_START
         channel = (BATCHED_CHANNEL + BATCHED_TAP * taps) * problem.stride[2] ** STRIDED
+        if problem.has_depth and max(problem.stride) > 1:
+            channel = max(channel, SLICE_WAIT * problem.filter_size[0])
     else:  # of a strided convolution's taps a pixel meets only some; eight channels' loads are on their way at once, or a plane's taps
         met = taps / math.prod(_every(problem.stride, problem.dilation))
         block, start = config.BLOCK_C, DGRAD_ROUND
@@ -514,8 +522,11 @@ def time(problem: ConvProblem, config: Config, device: Device) -> float | None:
         us = start + (rounds if rounds > 1 else ALONE + (1 - ALONE) * rounds) * walk
     else:
         us = DGRAD_START + max(1.0, rounds) * (start + walk)
-    moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape))
+    written_bytes = problem.itemsize * math.prod(problem.result_shape)
+    moved = problem.itemsize * math.prod(problem.input_shape) + written_bytes * (2 if problem.has_residual else 1)
     us = max(us, moved / DIRECT_MEMORY)
+    if isinstance(config, Batched) and problem.has_residual:
+        us += written_bytes / RESIDUAL_MEMORY
     return us if split == 1 else us + reduce_time(size, split, accumulator_bytes(problem), device.multiprocessors)
 
 
@@ -530,9 +541,9 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, Config] | None:
         return BY_RULE, legal[0]
     if not (alone and legal):
         legal += [part for config in _for_little_work(problem, device) for part in _in_parts(problem, config)]
-    if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:
-        legal.remove(Single())  # its model knows few times: it is for planes that leave tiles nearly empty
-    timed = ((time(problem, config, device), config) for config in legal)
+    timed = [(time(problem, config, device), config) for config in legal]
+    if alone and len(legal) > 1 and math.prod(problem.result_size) > WARP:  # direct_single.cu's model knows few times
+        timed = [(us if us is None or config != Single() else us * CLEARLY, config) for us, config in timed]
     return min(((BY_RULE if us is None else us, config) for us, config in timed), key=lambda pair: pair[0], default=None)
 
 
@@ -584,7 +595,12 @@ def _wgrad_time(problem: ConvProblem, config: Wgrad, multiprocessors: int) -> fl
     fit = 16 if filters * taps <= 16 else 5 if filters * taps <= 40 else 3  # blocks of a multiprocessor, as registers allow
     step = 0.3 + fit / 16 * (0.03 * filters + taps * (0.02 + 0.01 * filters))
     rounds = max(1.0, _wgrad_blocks(problem, taps, filters) * config.SLICES / (fit * multiprocessors))
-    us = 2 + 1.15 * rounds * (3 + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    us = 1 + 1.15 * rounds * ((2 if filters == 1 else 3) + ceil(ceil(_summed_pixels(problem), config.SLICES), config.THREADS) * step)
+    all_taps, across = math.prod(problem.output_size), problem.output_size[2]
+    if all_taps >= MANY_TAPS:
+        us *= LONGER
+    elif all_taps > across == 1 < problem.dilation[2]:  # of a convolution with a stride: columns between its taps are loaded for nothing
+        us *= SKIPPING
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -263,6 +263,7 @@ LOAD_CYCLES = 80.0  # of a multiprocessor, for 128 numbers of a patch, and for e
 COPY_CYCLES = 27.0
 STORE_CYCLES = 30.0  # of a multiprocessor, for a block's quads of a channel
 RESIDUAL_CYCLES = 290.0  # the same, for a residual that is added
+SINGLE_CYCLES = 290.0  # the same, for numbers that are stored one by one
 FILLED = 0.25  # n blocks together take n to the power of this as long as one alone, which does not fill a multiprocessor
 BUSY = 1.1  # what the multiplications take, of what the multiprocessor could do
 
@@ -292,7 +293,11 @@ def time(problem: ConvProblem, config: Quads, device: Device) -> float:
     patch, taps = ceil(tile.patch_rows * tile.patch_columns, 128), ceil(r * s * CHANNELS * config.CHANNEL_WARPS, 128)
     buffers = ceil(tile.planes, tile.at_once)
     loading = buffers * patch * LOAD_CYCLES + tile.planes * (patch + 2 * taps) * COPY_CYCLES
-    each = products + loading + config.QUADS * CHANNELS * (STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    storing = CHANNELS * (STORE_CYCLES + (RESIDUAL_CYCLES if problem.has_residual else 0))
+    if problem.result_size[2] % 4 and not problem.has_residual:  # rows are stored number by number
+        filled = tile.rows * tile.quads * config.CHANNEL_WARPS / (config.QUADS * WARPS * LANES)
+        storing += min(CHANNELS, problem.result_channels // problem.groups) * filled * SINGLE_CYCLES
+    each = products + loading + config.QUADS * storing
     resident = min(5 if config.QUADS == 1 else 4, 224 * 1024 // (tile.shared + 1024))
     together = ceil(tile.blocks, device.multiprocessors)
     alone = each * min(together, resident) ** FILLED / CLOCK + buffers * WAIT

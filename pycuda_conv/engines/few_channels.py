@@ -341,7 +341,8 @@ PRODUCT_CYCLES = 1.5  # of a multiprocessor, for a product of 16 x 8, of half a 
 LOAD_BYTES = 56.0  # that a multiprocessor loads in a cycle from L1 and L2, a lane's channels at once
 SINGLE_CYCLES = 2.9  # of a warp's load of single elements
 SHARED_RATE = 128.0  # bytes a cycle from and to shared memory
-STORE_CYCLES = 26.0  # of a multiprocessor, for 32 elements of the result, besides their taps
+STORE_CYCLES = 26.0  # of a multiprocessor, for 32 elements of the result, besides their taps, and for as many of a residual
+MANY_ROWS, LARGE = 7, 0.72  # taps one above another, from which on blocks take so much of what is counted: they wait less
 WAIT = 340.0  # cycles of a warp that waits for a step of channels
 TILE_CYCLES = 1930.0  # of a block, for a tile: first loads, barriers
 FILTER_CYCLES = 0.74  # of a block, for an element of the filter that it lays in order first
@@ -379,13 +380,15 @@ def time(problem: ConvProblem, config: FewChannels, device: Device) -> float:
     used, area = problem.filter_size[2] * tile.chunk, tile.rows * tile.columns
     results = tile.rows * tile.tile_q * tile.chunk
     added = config.PARTS * (used * area + results * ceil(problem.filter_size[2], across.every))
-    adding = 4 * added / SHARED_RATE + results / 32 * STORE_CYCLES
+    adding = 4 * added / SHARED_RATE + results / 32 * STORE_CYCLES * (2 if problem.has_residual else 1)
     workers, combinations = _workers(problem, tile, device), tile.combinations
     together = ceil(workers * combinations, device.multiprocessors)  # blocks of a multiprocessor
     alone = loaded * WAIT + TILE_CYCLES + adding
     each = max(alone, together * (max(multiplying, loading + filter_cycles) + adding))
     filled = tile.taps * problem.filter_size[2] * tile.chunk * problem.operand_channels * FILTER_CYCLES + 500
     factor = MEASURED_FP32 if products(problem) > 1 else MEASURED
+    if tile.taps >= MANY_ROWS:
+        factor *= LARGE
     us = factor * (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = size * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
     return BEGIN + max(us, moved / MEMORY)

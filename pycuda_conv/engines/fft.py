@@ -359,8 +359,9 @@ def _tiles(dtype: str) -> tuple[tuple[int, int], ...]:
 
 
 #: Microseconds that a multiprocessor of an H200 should take for a pair of tiles, there and back, divided by numbers times log2 of them; and
-#: to judge a pair. Fitted to 18 times of 8 large filters: root mean square of the error 11%.
-STAGE, JUDGED = 0.9e-4, 12.5
+#: to judge a pair; TOGETHER where a multiprocessor has room for several pairs. Fitted to 23 times of 13 large filters on H200s and H100s:
+#: root mean square of the error 11%.
+STAGE, TOGETHER, JUDGED = 0.85e-4, 1.15e-4, 12.5
 #: MACs of a channel's filters a microsecond by plain cores, of 132 multiprocessors: what a transform has to beat.
 PLAIN_RATE = 10e6
 #: How much less time transforms should take than what else there is: images with dark areas take them two to nine times as long.
@@ -370,11 +371,11 @@ CLEARLY = 1.5
 def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     """Microseconds that `config` should take: launches, transforms, and spectra that go through memory."""
     tiles, size = _Tiles.of(problem, config), accumulator_bytes(problem)
-    pair = tiles.frequencies * math.log2(tiles.frequencies) * STAGE * (size // 4) ** 2
+    alone = 2 * _shared_bytes(problem, config) > SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
+    pair = tiles.frequencies * math.log2(tiles.frequencies) * (STAGE if alone else TOGETHER) * (size // 4) ** 2
     read, written = (channels * tiles.pairs for channels in (problem.operand_channels, problem.result_channels))
     scale = 132 / device.multiprocessors
     spectrum = 2 * tiles.frequencies * size
-    alone = 2 * _shared_bytes(problem, config) > SHARED_KIB.get(device.capability, OTHER_SHARED_KIB) << 10
 
     def rounds(count: float) -> float:
         """Pairs that a multiprocessor takes one after the other: whole ones, if it has room for one only."""
@@ -384,7 +385,7 @@ def time(problem: ConvProblem, config: Fft, device: Device) -> float:
     def transforms(count: float, share: float) -> float:
         return rounds(count) * share * pair
 
-    us = 27 + transforms(_filters(problem), 0.5) + JUDGED * rounds(problem.groups * tiles.pairs)
+    us = 22 + transforms(_filters(problem), 0.5) + JUDGED * rounds(problem.groups * tiles.pairs)
     if not _dense(problem):
         return us + transforms(written, 1.0)
     channels = problem.operand_channels // problem.groups

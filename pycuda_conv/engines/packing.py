@@ -843,6 +843,8 @@ FITTING = 3e7  # bytes that the L2 cache keeps from one launch to the next
 #: which packs FEW pixels adds to one.
 BESIDE = {8: (3.9e6, 0.9, 0.018), 4: (3.9e6, 0.9, 0.018), 2: (3.5e6, 1.5, 0.008)}
 FEW = 32
+SECTOR = 32  # bytes of memory that are read at once
+FILTER_ROW = 1.7e-3  # microseconds that a row of a filter takes to be packed, for each limb, besides its bytes
 JOIN_TIME, JOIN_RATE = 1.9, 9.4e3  # microseconds, and bytes a microsecond, of a block that adds the parts of its tile
 
 
@@ -861,9 +863,11 @@ def overhead(
     `joined`: bytes of the parts that a block of the product adds, where no launch does.
     """
     moved = 0.0
+    rows = 0
     if packs_filter:  # a tap's channels are filled up, and what is much is read from memory again
         packed_filter = 2.0 * limbs(problem) * 64 * packed.load * math.prod(filter_sizes(problem, packed)) * problem.groups
-        moved = math.prod(problem.weight_shape) * problem.itemsize + packed_filter * (1 if packed_filter < FITTING else 2)
+        moved = _read_filter(problem) + packed_filter * (1 if packed_filter < FITTING else 2)
+        rows = limbs(problem) * problem.result_channels
     if packs_images:
         moved += math.prod(problem.input_shape) * problem.itemsize
         moved += 2 * limbs(problem) * problem.N * math.prod(packed.stored) * packed.pixel * problem.groups
@@ -878,4 +882,12 @@ def overhead(
     if problem.layout == "CNHW" and math.prod(packed.taps) < FEW:  # blocks of the other operand that have little to do
         few = few_time * _filter_blocks(problem, packed)
     launches = (2 if packs_filter else 0) + (2 if flagged(problem, packed) else 0) + (not packed.as_is)
-    return adding + max(moved / rate, few) + launch_time * launches
+    return adding + max(moved / rate + FILTER_ROW * rows, few) + launch_time * launches
+
+
+def _read_filter(problem: ConvProblem) -> int:
+    """Bytes of a filter that packing it reads: a row of a gradient by the input has the taps of one channel side by side, and no more."""
+    taps = math.prod(problem.filter_size)
+    if problem.direction != "dgrad":
+        return math.prod(problem.weight_shape) * problem.itemsize
+    return math.prod(problem.weight_shape) // taps * (taps * problem.itemsize + SECTOR - problem.itemsize)

@@ -188,6 +188,9 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
+SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
+
+
 def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     """Microseconds that `config` should take: the instructions of the fullest multiprocessor's blocks, or the waits of few blocks.
 
@@ -207,6 +210,8 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     busy = deep * steps * step * threads / 32 / (3.1 * warps / (warps + 4)) / 1700
     waiting = ceil(deep, fit) * steps * 0.6
     us = 4 + max(busy, waiting) * (1.45 if problem.itemsize == 2 else 1)
+    if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
+        us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
     if config.SLICES > 1:
         us += reduce_time(math.prod(problem.result_shape), config.SLICES, accumulator_bytes(problem), multiprocessors)
     return us

@@ -37,8 +37,11 @@ def launch(problem: ConvProblem, place: Place, steps: tuple[int, int, int], pitc
     `steps` are the elements of the filter, as it lies, from one row, tap and channel to the next.
     """
     rows, channels, taps = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size)
+    pitch = pitch or taps * channels
+    if steps[:2] == (taps, 1) and pitch == taps * channels:  # taps lie side by side here and there: each counts as a row
+        rows, taps, pitch, steps = rows * taps, 1, channels, (1, 0, steps[2])
     told = arguments(
-        TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, TILE), pitch=pitch or taps * channels,
+        TransposedFilter, rows=rows, taps=taps, channels=channels, tiles_c=ceil(channels, TILE), pitch=pitch,
         **dict(zip(("row_step", "tap_step", "channel_step"), steps, strict=True)),
     )  # fmt: skip
     grid = ceil(rows, TILE) * taps * told.tiles_c

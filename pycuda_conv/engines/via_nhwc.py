@@ -1,28 +1,28 @@
 """Convolutions of NCHW arrays by way of channels last: arrays are transposed (``cu/via_nhwc.cu``), and another engine does the rest.
 
 Tensor cores take 16-bit channels as they lie only if these are neighbours, so many engines read channels-last arrays alone. To transpose an
-array takes the time of a copy.
+array takes the time of a copy. Gradients of filters of float32 go the other way: most engines of theirs read NCHW alone.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.schedule import INPUT, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
+from pycuda_conv.engines.inner import moved, parsed
+from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import Device, KernelLaunch, Place
 
 __all__ = [
-    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
-    "unsupported",
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "ViaNchw", "ViaNhwc", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order",
+    "texts", "time", "unsupported",
 ]  # fmt: skip
 
 THREADS, TILE_BYTES, LEAST_COLUMNS = 256, 8192, 64  # of a block that transposes
@@ -35,8 +35,15 @@ class ViaNhwc(Config):
     INNER: str = "Gemm()"
 
 
-CONFIGS = (ViaNhwc,)
-LAYOUTS = "NCHW", "CNHW"
+@dataclass(frozen=True)
+class ViaNchw(ViaNhwc):
+    """The same for the gradient of a filter from arrays with their channels last, which takes them in NCHW."""
+
+
+CONFIGS = (ViaNhwc, ViaNchw)
+#: Each with that of the transposed arrays: see ConvProblem.launched.
+TURNED: dict[str, Literal["NHWC", "CHWN", "CNHW"]] = {"NCHW": "NHWC", "CNHW": "CHWN", "CHWN": "CNHW"}
+LAYOUTS = tuple(TURNED)
 TENSOR_CORES = True
 
 unsupported = hopper.unsupported
@@ -45,28 +52,27 @@ unsupported = hopper.unsupported
 # ---- what runs
 
 
-def _last(problem: ConvProblem) -> ConvProblem:
-    """The same problem, channels last, as it is launched."""
-    return replace(problem, layout="CHWN" if problem.layout == "CNHW" else "NHWC").launched
+def _turned(problem: ConvProblem) -> ConvProblem:
+    """The same problem of the transposed arrays, as it is launched."""
+    return replace(problem, layout=TURNED[problem.layout]).launched
 
 
-def _inner(config: ViaNhwc) -> Config | None:
-    """The configuration that takes the transposed arrays; None if the text says none."""
-    from pycuda_conv.engines import registry  # which imports this module
+def _of_filter(problem: ConvProblem) -> bool:
+    """Whether `problem` is the gradient of a filter."""
+    return problem.layout in ("CNHW", "CHWN")
 
-    try:
-        call = ast.parse(config.INNER, mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-            return None
-        values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
-        return registry.config_classes()[call.func.id].from_table(values)
-    except (SyntaxError, ValueError, KeyError):
-        return None
+
+def _kind(problem: ConvProblem) -> type[ViaNhwc]:
+    """Which way the arrays go."""
+    return ViaNchw if problem.layout == "CHWN" else ViaNhwc
 
 
 def why_not(problem: ConvProblem) -> str | None:
     """Why no configuration can run `problem`, or None if one may."""
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
+    if problem.layout == "CHWN":
+        if problem.dtype != "float32" or problem.precision != "fp32":
+            return "of channels-last arrays it takes float32 with precision='fp32'"
+    elif problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
         return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
     if problem.is_empty:
         return "there is nothing to compute"
@@ -84,13 +90,15 @@ def refusal(problem: ConvProblem, config: ViaNhwc) -> str | None:
     reason = why_not(problem)
     if reason:
         return reason
-    inner = _inner(config)
+    if type(config) is not _kind(problem):
+        return f"{_kind(problem).__name__} is for arrays that lie so"
+    inner = parsed(config.INNER)
     if inner is None:
         return "it takes a configuration as it is printed"
-    engine, last = registry.engine_of(inner), _last(problem)
-    if last.layout not in engine.LAYOUTS:
-        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {last.layout}"
-    return engine.refusal(last, inner)
+    engine, turned = registry.engine_of(inner), _turned(problem)
+    if turned.layout not in engine.LAYOUTS:
+        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {turned.layout}"
+    return engine.refusal(turned, inner)
 
 
 # ---- launches
@@ -168,10 +176,12 @@ class _Transposition:
 def _read(problem: ConvProblem) -> list[_Transposition]:
     """What is transposed before the inner launches."""
     size, plane = problem.itemsize, math.prod(problem.operand_size)
-    if problem.layout == "CNHW":  # see ConvProblem.launched
+    if _of_filter(problem):  # see ConvProblem.launched
         images, channels = problem.C // problem.groups, problem.N * problem.groups
-        taps = math.prod(problem.filter_size)
-        return [_Transposition(INPUT, images, channels, plane, size), _Transposition(WEIGHT, images, problem.K, taps, size)]
+        both = (INPUT, channels, plane), (WEIGHT, problem.K, math.prod(problem.filter_size))
+        if problem.layout == "CHWN":  # pixels of channels become channels of pixels
+            return [_Transposition(one, images, pixels, n, size) for one, n, pixels in both if n > 1 and pixels > 1]
+        return [_Transposition(one, images, n, pixels, size) for one, n, pixels in both]
     found = [_Transposition(INPUT, problem.N, problem.operand_channels, plane, size)]
     if problem.has_residual:
         found.append(_Transposition(RESIDUAL, problem.N, problem.result_channels, math.prod(problem.result_size), size))
@@ -180,7 +190,7 @@ def _read(problem: ConvProblem) -> list[_Transposition]:
 
 def _written(problem: ConvProblem) -> _Transposition | None:
     """What is transposed behind them."""
-    if problem.layout == "CNHW":  # a filter, in C order anyway
+    if _of_filter(problem):  # in C order anyway
         return None
     plane, channels = math.prod(problem.result_size), problem.result_channels
     return _Transposition(RESULT, problem.N, plane, channels, problem.itemsize) if plane > 1 and channels > 1 else None
@@ -190,57 +200,41 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     """The launches of `config`, which can run `problem`."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     assert inner is not None
-    made = registry.schedule(_last(problem), inner, device)
+    made = registry.schedule(_turned(problem), inner, device)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
     places = {one.buffer: scratch.take(one.nbytes) for one in (*read, *([written] if written else []))}
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
     first = [one.launch(one.buffer, places[one.buffer]) for one in read]
     last = [written.launch(places[RESULT], RESULT)] if written else []
 
-    def moved(steps: list[list[KernelLaunch]]) -> list[list[KernelLaunch]]:
-        return [[_moved(launch, places) for launch in step] for step in steps]
-
-    steps = [step for step in (first, *moved(made.steps), last) if step]
-    return Schedule(moved(made.prepare), steps, moved(made.prepare) + steps, scratch.used, made.filter_bytes, made.redoes)
-
-
-def _moved(launch: KernelLaunch, places: dict[Buffer, tuple[int, int]]) -> KernelLaunch:
-    """The launch with other places for some buffers."""
-
-    def place(buffer: int, offset: int) -> tuple[int, int]:
-        to, start = places.get(Buffer(buffer), (buffer, 0))
-        return to, start + offset
-
-    def moved(one: Place) -> Place:
-        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
-        return (at, offset) if offset else at
-
-    maps = []
-    for one in launch.maps:
-        buffer, offset = place(one.buffer, one.offset)
-        maps.append(replace(one, buffer=buffer, offset=offset))
-    return replace(launch, buffers=tuple(map(moved, launch.buffers)), maps=tuple(maps))
+    if _of_filter(problem):  # both arrays are transposed before any launch reads them
+        places[PACKED] = scratch.take(made.filter_bytes)
+        steps = [first, *moved(made.whole, places)] if first else moved(made.whole, places)
+        return Schedule([], steps, steps, scratch.used, 0, made.redoes)
+    prepare = moved(made.prepare, places)
+    steps = [step for step in (first, *moved(made.steps, places), last) if step]
+    return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
-    return None if inner is None else registry.filter_key(_last(problem), inner)
+    inner = parsed(config.INNER)
+    return None if inner is None else registry.filter_key(_turned(problem), inner)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says, of its own configurations."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
+    inner = parsed(config.INNER)
     if inner is None:
         return config
     engine = registry.engine_of(inner)
-    return engine.CONFIGS, engine.sum_order(_last(problem), inner)
+    return engine.CONFIGS, engine.sum_order(_turned(problem), inner)
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
@@ -267,18 +261,18 @@ def _transposing(problem: ConvProblem) -> float:
 def _packing(problem: ConvProblem) -> float:
     """Microseconds that the filter should take, which models of channels-last engines expect to lie as they want it."""
     taps = math.prod(problem.filter_size)
-    if problem.layout == "CNHW" or taps == 1:
+    if _of_filter(problem) or taps == 1:
         return 0.0
     return FILTER + problem.itemsize * math.prod(problem.weight_shape) / FILTER_BYTES
 
 
 def _engines(problem: ConvProblem, device: Device) -> Iterator[Engine]:
-    """Those that only run the problem with its channels last."""
+    """Those that only run the problem of the transposed arrays."""
     from pycuda_conv.engines import registry
 
-    last = _last(problem)
+    turned = _turned(problem)
     for engine in registry.ENGINES:
-        alone = last.layout in engine.LAYOUTS and engine.unsupported(device) is None
+        alone = turned.layout in engine.LAYOUTS and engine.CONFIGS != CONFIGS and engine.unsupported(device) is None
         if alone and not (problem.layout in engine.LAYOUTS and engine.choose(problem, device)):
             yield engine
 
@@ -287,19 +281,19 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[ViaNhwc]:
     """The configurations worth comparing for `problem`."""
     if why_not(problem):
         return
-    last = _last(problem)
+    turned, kind = _turned(problem), _kind(problem)
     for engine in _engines(problem, device):
-        for inner in engine.configs(last, device):
-            if engine.refusal(last, inner) is None:
-                yield ViaNhwc(str(inner))
+        for inner in engine.configs(turned, device):
+            if engine.refusal(turned, inner) is None:
+                yield kind(str(inner))
 
 
 def time(problem: ConvProblem, config: ViaNhwc, device: Device) -> float | None:
     """Microseconds that `config` should take."""
     from pycuda_conv.engines import registry
 
-    inner = _inner(config)
-    us = None if inner is None else registry.predicted(_last(problem), inner, device)
+    inner = parsed(config.INNER)
+    us = None if inner is None else registry.predicted(_turned(problem), inner, device)
     return None if us is None else us + _transposing(problem) + _packing(problem)
 
 
@@ -307,10 +301,10 @@ def choose(problem: ConvProblem, device: Device) -> tuple[float, ViaNhwc] | None
     """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
     if why_not(problem):
         return None
-    last, best = _last(problem), None
+    turned, best = _turned(problem), None
     for engine in _engines(problem, device):
-        found = engine.choose(last, device)
-        us = None if found is None else engine.time(last, found[1], device)
+        found = engine.choose(turned, device)
+        us = None if found is None else engine.time(turned, found[1], device)
         if found and us is not None and (best is None or us < best[0]):
             best = us, found[1]
-    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), ViaNhwc(str(best[1])))
+    return None if best is None else (best[0] + _transposing(problem) + _packing(problem), _kind(problem)(str(best[1])))

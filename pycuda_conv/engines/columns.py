@@ -1,0 +1,276 @@
+"""Gradients by the input as a product without taps, whose columns are added (``cu/columns_add.cu``).
+
+What each tap makes of each pixel that it reads is a product of a 1x1 filter of as many channels as the filter has channels and taps. Any
+engine computes it. It is dense, whatever the stride, and where pixels of the result meet few taps it has hardly more numbers than the
+result: patches, long filters with long strides, strides of three.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.geometry import arguments, by_axis, ceil
+from pycuda_conv.engines.inner import moved, parsed
+from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
+from pycuda_conv.engines.texts import TextFamily
+from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
+from pycuda_conv.runtime.base import Device, KernelLaunch, Place
+
+__all__ = [
+    "CONFIGS", "LAYOUTS", "TENSOR_CORES", "Columns", "choose", "configs", "filter_key", "refusal", "schedule", "sum_order", "texts", "time",
+    "unsupported",
+]  # fmt: skip
+
+THREADS = 256  # of a block of columns_add.cu
+
+
+@dataclass(frozen=True)
+class Columns(Config):
+    """The configuration of the product without taps, as it is printed."""
+
+    INNER: str = "Gemm()"
+
+
+CONFIGS = (Columns,)
+LAYOUTS = "NCHW", "NHWC"
+TENSOR_CORES = True
+
+
+def unsupported(device: Device) -> str | None:
+    """Why the kernel can't run on `device`, or None if it can."""
+    return None if device.backend == "cuda" else "it takes a GPU of CUDA"
+
+
+# ---- what runs
+
+
+def _taps(problem: ConvProblem) -> int:
+    return math.prod(problem.filter_size)
+
+
+def _every(problem: ConvProblem) -> Size3:
+    """Taps along each axis from one that a pixel meets to the next."""
+    d, h, w = (stride // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
+    return d, h, w
+
+
+def _met(problem: ConvProblem) -> int:
+    """Taps that a pixel meets at the most."""
+    return math.prod(ceil(taps, every) for taps, every in zip(problem.filter_size, _every(problem), strict=True))
+
+
+def _product(problem: ConvProblem) -> ConvProblem:
+    """The product without taps: all taps of all channels are its channels."""
+    one, none = (1, 1, 1), (0, 0, 0)
+    return replace(
+        problem, C=problem.C * _taps(problem), input_size=problem.output_size, filter_size=one, stride=one, dilation=one,
+        padding_before=none, padding_after=none, has_bias=False, has_scale=False, has_residual=False, activation=None,
+    ).launched  # fmt: skip
+
+
+def why_not(problem: ConvProblem) -> str | None:
+    """Why no configuration can run `problem`, or None if one may."""
+    if problem.direction != "dgrad":
+        return "it computes gradients by the input"
+    if problem.is_empty:
+        return "there is nothing to compute"
+    if math.prod(_every(problem)) == 1:
+        return "it is for filters with a stride"
+    if problem.itemsize == 2 and (_met(problem) > 1 or problem.has_bias or problem.has_scale or problem.has_residual or problem.activation):
+        return "columns of 16 bits are rounded: each has to be an element of the result"
+    if max(_columns(problem), problem.largest_array) >= 2**31:
+        return "it counts in 32 bits"
+    return None
+
+
+def refusal(problem: ConvProblem, config: Columns) -> str | None:
+    """Why `config` can't run `problem`, or None if it can."""
+    from pycuda_conv.engines import registry
+
+    reason = why_not(problem)
+    if reason:
+        return reason
+    inner = parsed(config.INNER)
+    if inner is None:
+        return "it takes a configuration as it is printed"
+    engine, product = registry.engine_of(inner), _product(problem)
+    if product.layout not in engine.LAYOUTS:
+        return f"{inner} takes arrays in the layouts {', '.join(engine.LAYOUTS)}, not in {product.layout}"
+    return engine.refusal(product, inner)
+
+
+# ---- launches
+
+
+class ColumnsArguments(NamedTuple):
+    """The struct of ``columns_add.cu``, which says what its members are."""
+
+    size: int
+    channels: int
+    by_channels: int
+    plane: int
+    by_plane: int
+    hw: int
+    by_hw: int
+    h: int
+    w: int
+    by_w: int
+    last: int
+    image: int
+    channel: int
+    tap: int
+    pixel: int
+    o: int
+    p: int
+    q: int
+    t: int
+    r: int
+    s: int
+    stride_d: int
+    by_stride_d: int
+    stride_h: int
+    by_stride_h: int
+    stride_w: int
+    by_stride_w: int
+    every_d: int
+    every_h: int
+    every_w: int
+    back_d: int
+    back_h: int
+    back_w: int
+    pad_d: int
+    pad_h: int
+    pad_w: int
+    dil_d: int
+    dil_h: int
+    dil_w: int
+    has_scale: int
+    has_bias: int
+    has_residual: int
+    activation: int
+    slope: int
+
+
+def schedule(problem: ConvProblem, config: Columns, device: Device, noted: bool = False) -> Schedule:
+    """The launches of `config`, which can run `problem`; they note no moments."""
+    from pycuda_conv.engines import registry
+
+    inner, product = parsed(config.INNER), _product(problem)
+    assert inner is not None
+    made = registry.schedule(product, inner, device)
+    scratch = Arena(WORKSPACE)
+    columns = scratch.take(problem.itemsize * math.prod(product.result_shape))
+    places = {RESULT: columns, WORKSPACE: scratch.take(made.workspace_bytes)}
+    prepare, steps = moved(made.prepare, places), moved(made.steps, places)
+    added = [[_launch(problem, columns, False)]]
+    last = None
+    if problem.layout == "NHWC" and problem.groups == 1:  # the same numbers in another order of the product's channels
+        last = [*prepare, *steps, [_launch(problem, columns, True)]]
+    return Schedule(
+        prepare, steps + added, prepare + steps + added, scratch.used, made.filter_bytes, made.redoes, filter_last=last
+    )
+
+
+def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLaunch:
+    """The launch that adds the columns; with `filter_last` the channels of a tap are neighbours in them, else the taps of a channel."""
+    (_, h, w), (o, p, q), (t, r, s), taps = problem.result_size, problem.output_size, problem.filter_size, _taps(problem)
+    read, channels = o * p * q, problem.C
+    last = problem.layout == "NHWC"
+    channel, tap = (1, channels) if filter_last else (taps, 1)
+    if not last:
+        channel, tap = channel * read, tap * read
+    back = (dilation // math.gcd(stride, dilation) for stride, dilation in zip(problem.stride, problem.dilation, strict=True))
+    size = math.prod(problem.result_shape)
+    told = arguments(
+        ColumnsArguments, size=size, channels=channels, plane=math.prod(problem.result_size), hw=h * w, h=h, w=w, last=int(last),
+        image=channels * taps * read, channel=channel, tap=tap, pixel=channels * taps if last else 1, o=o, p=p, q=q, t=t, r=r, s=s,
+        **by_axis("stride_", problem.stride), **by_axis("every_", _every(problem)), **by_axis("back_", tuple(back)),
+        **by_axis("pad_", problem.padding_before), **by_axis("dil_", problem.dilation), **finish(problem),
+    )  # fmt: skip
+    defines = {"DTYPE": DTYPE_CODES[problem.dtype], "INDEX_64": 0, "THREADS": THREADS}
+    return KernelLaunch("columns_add", defines, ceil(size, THREADS), THREADS, (columns, BIAS, SCALE, RESIDUAL, RESULT), (), arguments=told)
+
+
+def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
+    """As the product's engine says."""
+    from pycuda_conv.engines import registry
+
+    inner = parsed(config.INNER)
+    return None if inner is None else registry.filter_key(_product(problem), inner)
+
+
+def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
+    """As the product's engine says, of its own configurations."""
+    from pycuda_conv.engines import registry
+
+    inner = parsed(config.INNER)
+    if inner is None:
+        return config
+    engine = registry.engine_of(inner)
+    return engine.CONFIGS, engine.sum_order(_product(problem), inner)
+
+
+def texts(device: Device) -> Iterator[TextFamily]:
+    """A text for a type."""
+    yield TextFamily("columns_add", {"DTYPE": tuple(DTYPE_CODES.values()), "INDEX_64": (0,), "THREADS": (THREADS,)})
+
+
+# ---- the choice
+
+BEGIN, ELEMENT = 2.0, 1e-5  # microseconds of the launch that adds columns, and of an element of the result on 132 multiprocessors
+#: Bytes a microsecond of columns that are read, and of the result, on 132 multiprocessors: with channels last, and in NCHW.
+LAST_RATE, PLANES_RATE = 2.5e6, 1.8e6
+MOST_MET = 64  # taps that a pixel meets: more make many more columns than the result has elements
+MOST_BYTES = 2**30  # of columns, in the workspace
+BEST = 3  # of the product's configurations
+
+
+def _columns(problem: ConvProblem) -> int:
+    """Numbers that the product has."""
+    return problem.N * math.prod(problem.output_size) * problem.C * _taps(problem)
+
+
+def _adding(problem: ConvProblem, device: Device) -> float:
+    """Microseconds that it should take to add the columns."""
+    moved_bytes = problem.itemsize * (2 * _columns(problem) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
+    rate = LAST_RATE if problem.layout == "NHWC" else PLANES_RATE
+    return BEGIN + (moved_bytes / rate + ELEMENT * math.prod(problem.result_shape)) * 132 / device.multiprocessors
+
+
+def _worth_it(problem: ConvProblem) -> bool:
+    small = problem.itemsize * _columns(problem) <= MOST_BYTES
+    return why_not(problem) is None and _met(problem) <= MOST_MET and small
+
+
+def configs(problem: ConvProblem, device: Device) -> Iterator[Columns]:
+    """The configurations worth comparing for `problem`: the best of the product."""
+    from pycuda_conv.engines import registry
+
+    if _worth_it(problem):
+        for _, inner in registry.predictions(_product(problem), device)[:BEST]:
+            yield Columns(str(inner))
+
+
+def time(problem: ConvProblem, config: Columns, device: Device) -> float | None:
+    """Microseconds that `config` should take."""
+    from pycuda_conv.engines import registry
+
+    inner = parsed(config.INNER)
+    us = None if inner is None else registry.predicted(_product(problem), inner, device)
+    return None if us is None else us + _adding(problem, device)
+
+
+def choose(problem: ConvProblem, device: Device) -> tuple[float, Columns] | None:
+    """The configuration that should be the fastest, behind the microseconds it should take; None where none runs."""
+    from pycuda_conv.engines import registry
+
+    if not _worth_it(problem):
+        return None
+    product = _product(problem)
+    inner = registry.find(product, device)
+    us = None if inner is None else registry.predicted(product, inner, device)
+    return None if us is None else (us + _adding(problem, device), Columns(str(inner)))

@@ -1,0 +1,46 @@
+"""What engines share that have another engine do a part of their work: its configuration as text, and its launches on other buffers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pycuda_conv.engines.base import Config
+from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
+
+
+def parsed(text: str) -> Config | None:
+    """The configuration that was printed so; None if none was."""
+    from pycuda_conv.engines import registry  # which imports the engines that import this module
+
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            return None
+        values = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
+        return registry.config_classes()[call.func.id].from_table(values)
+    except (SyntaxError, ValueError, KeyError):
+        return None
+
+
+def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:
+    """The launches with other places for some buffers."""
+
+    def place(buffer: int, offset: int) -> tuple[int, int]:
+        to, start = places.get(Buffer(buffer), (buffer, 0))
+        return to, start + offset
+
+    def of_buffer(one: Place) -> Place:
+        at, offset = place(*one) if isinstance(one, tuple) else place(one, 0)
+        return (at, offset) if offset else at
+
+    def of_map(one: TensorMap) -> TensorMap:
+        buffer, offset = place(one.buffer, one.offset)
+        return replace(one, buffer=buffer, offset=offset)
+
+    def of_launch(launch: KernelLaunch) -> KernelLaunch:
+        return replace(launch, buffers=tuple(map(of_buffer, launch.buffers)), maps=tuple(map(of_map, launch.maps)))
+
+    return [[of_launch(launch) for launch in step] for step in steps]
