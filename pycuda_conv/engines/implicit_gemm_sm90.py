@@ -1023,7 +1023,7 @@ def _time(problem: ConvProblem, config: ImplicitGemm, multiprocessors: int) -> f
         stores *= SCATTERED
     elif problem.layout == "NCHW" and problem.itemsize == 2 and not paired(problem) and _defines_of(problem)["VEC"] == 1:
         # elements one by one, so far apart: memory, which all multiprocessors share, writes so many sectors
-        stored_at_once = math.prod(_tiles(problem, config, walks[0].phase)) * problem.groups * len(walks) / multiprocessors
+        stored_at_once = math.prod(_tiles(problem, config, walks[:1])) * problem.groups * len(walks) / multiprocessors
         stores *= SCATTERED * max(1.0, min(walks[0].phase.step[2], SECTOR // problem.itemsize) * min(1.0, stored_at_once))
     elif problem.layout == "NCHW" and problem.itemsize == 4 and len(walks) > 1:
         stores *= PHASED
