@@ -14,7 +14,7 @@
 // slack is half the bits of gemm k, which the rounding of a sum of that length may lose anyway. With one limb slack is 2, since its products may
 // lose two bits of eleven.
 //
-// pack           filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
+// Mapping        filter_rows blocks (every other one at first): one output channel m of w each, or a part of one that does not fit
 //                shared memory, to [m / 64][tap][block of b channels][limb][m % 64][b], rows of b = 64, 32 or 16 channels, swizzled as in shared
 //                memory: 64 of them are one bulk copy. Rows and channels are filled up with zeros; where a stage takes several blocks,
 //                one of zeros follows each 64 rows', to fill it up.

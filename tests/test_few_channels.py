@@ -220,7 +220,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
 
 
 LAST = ConvProblem.forward(2, (8, 16, 256, 256), (1, 16, 7, 7), padding=3, dtype="float16", layout="NHWC")
-UPSAMPLING = ConvProblem.transposed(2, (16, 128, 64, 64), (128, 3, 4, 4), stride=2, padding=1, dtype="float32")
+UPSAMPLING = ConvProblem.transposed(2, (16, 128, 64, 64), (128, 3, 4, 4), stride=2, padding=1, dtype="float16")
 FIRST = ConvProblem.gradient("input", 2, (16, 3, 224, 224), (64, 3, 7, 7), (16, 64, 112, 112), stride=2, padding=3, dtype="float16", layout="NHWC")
 
 

@@ -34,7 +34,7 @@ class Depthwise(Config):
     """Channels of a block, and pixels of a thread: ``depthwise_nhwc.cu``."""
 
     CHUNK: int = 64
-    TILE_P: int = 4
+    TILE_P: int = 2
     TILE_Q: int = 4
 
 
