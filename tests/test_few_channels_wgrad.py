@@ -11,7 +11,7 @@ import simt
 from reference import assert_close, assert_exact
 from test_implicit_gemm import H200, NVCC, check_compiled, check_steps, side_by_side, torch  # noqa: F401 -- torch: a fixture
 from test_kernels import check_refused
-from test_wgrad_nhwc import TYPES, Filter, ids_of, launched
+from test_wgrad_nhwc import TYPES, Filter, check_on_the_gpu, ids_of, launched
 
 from pycuda_conv import Plan, engines
 from pycuda_conv.engines import few_channels_wgrad as fw
@@ -183,14 +183,7 @@ def plans() -> dict:
 @pytest.mark.gpu
 @pytest.mark.parametrize("run", GPU_RUNS, ids=ids_of(GPU_RUNS))
 def test_on_the_gpu(torch, run):  # noqa: F811
-    case, dtype, _ = run
-    plan = plans()[str(run)]
-    arrays = case.integers(dtype)
-    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
-    arrays = case.normals(dtype)
-    ref, got = case.reference(*arrays), launched(torch, plan, *arrays)
-    assert_close(got, ref, case.bound(*arrays, ref), plan)
-    assert got.tobytes() == launched(torch, plan, *arrays).tobytes()
+    check_on_the_gpu(torch, plans()[str(run)], *run[:2])
 
 
 @pytest.mark.gpu

@@ -380,17 +380,23 @@ def launched(torch, plan: Plan, x: np.ndarray, dy: np.ndarray, filter_last: bool
     return np.moveaxis(found.reshape(k, *taps, c), -1, 1) if filter_last else found.reshape(plan.result_shape)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
-def test_on_the_gpu(torch, run):  # noqa: F811
-    case, dtype, _ = run
-    plan = plans()[str(run)]
+def check_on_the_gpu(torch, plan: Plan, case: Filter, dtype: str) -> tuple[tuple[np.ndarray, ...], np.ndarray]:  # noqa: F811
+    """Exact for integers, within the bound for random numbers, with the same bits again: the random arrays and their gradient."""
     arrays = case.integers(dtype)
     assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
     arrays = case.normals(dtype)
     ref, got = case.reference(*arrays), launched(torch, plan, *arrays)
     assert_close(got, ref, case.bound(*arrays, ref), plan)
     assert got.tobytes() == launched(torch, plan, *arrays).tobytes()
+    return arrays, got
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("run", RUNS, ids=ids_of(RUNS))
+def test_on_the_gpu(torch, run):  # noqa: F811
+    plan = plans()[str(run)]
+    arrays, got = check_on_the_gpu(torch, plan, *run[:2])
+    case, *_ = run
     assert plan.writes_filter_last == (case.has_taps and case.layout == "NHWC")
     if plan.writes_filter_last:
         assert got.tobytes() == launched(torch, plan, *arrays, filter_last=True).tobytes()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.geometry import arguments, by_axis, ceil
-from pycuda_conv.engines.inner import moved, parsed
+from pycuda_conv.engines.inner import inner_filter_key, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import BIAS, RESIDUAL, RESULT, SCALE, WORKSPACE, Arena, Schedule, finish
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import DTYPE_CODES, ConvProblem, Size3
@@ -197,21 +197,12 @@ def _launch(problem: ConvProblem, columns: Place, filter_last: bool) -> KernelLa
 
 def filter_key(problem: ConvProblem, config: Columns) -> Hashable:
     """As the product's engine says."""
-    from pycuda_conv.engines import registry
-
-    inner = parsed(config.INNER)
-    return None if inner is None else registry.filter_key(_product(problem), inner)
+    return inner_filter_key(_product(problem), config.INNER)
 
 
 def sum_order(problem: ConvProblem, config: Columns) -> Hashable:
     """As the product's engine says, of its own configurations."""
-    from pycuda_conv.engines import registry
-
-    inner = parsed(config.INNER)
-    if inner is None:
-        return config
-    engine = registry.engine_of(inner)
-    return engine.CONFIGS, engine.sum_order(_product(problem), inner)
+    return inner_sum_order(_product(problem), config.INNER) or config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 
 from pycuda_conv.engines.base import Config
 from pycuda_conv.engines.schedule import Buffer
+from pycuda_conv.problem import ConvProblem
 from pycuda_conv.runtime.base import KernelLaunch, Place, TensorMap
 
 
@@ -23,6 +24,25 @@ def parsed(text: str) -> Config | None:
         return registry.config_classes()[call.func.id].from_table(values)
     except (SyntaxError, ValueError, KeyError):
         return None
+
+
+def inner_filter_key(problem: ConvProblem, inner: str) -> Hashable:
+    """As the engine says that runs `inner`, whose problem is given; None where nothing was printed so."""
+    from pycuda_conv.engines import registry
+
+    config = parsed(inner)
+    return None if config is None else registry.filter_key(problem, config)
+
+
+def inner_sum_order(problem: ConvProblem, inner: str) -> Hashable:
+    """The same of the order of sums, among that engine's own configurations."""
+    from pycuda_conv.engines import registry
+
+    config = parsed(inner)
+    if config is None:
+        return None
+    engine = registry.engine_of(config)
+    return engine.CONFIGS, engine.sum_order(problem, config)
 
 
 def moved(steps: list[list[KernelLaunch]], places: Mapping[Buffer, tuple[int, int]]) -> list[list[KernelLaunch]]:

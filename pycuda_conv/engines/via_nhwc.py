@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
 from pycuda_conv.engines.geometry import arguments, ceil
-from pycuda_conv.engines.inner import moved, parsed
+from pycuda_conv.engines.inner import inner_filter_key, inner_sum_order, moved, parsed
 from pycuda_conv.engines.schedule import INPUT, PACKED, RESIDUAL, RESULT, WEIGHT, WORKSPACE, Arena, Buffer, Schedule
 from pycuda_conv.engines.texts import TextFamily
 from pycuda_conv.problem import ConvProblem
@@ -220,21 +220,12 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says."""
-    from pycuda_conv.engines import registry
-
-    inner = parsed(config.INNER)
-    return None if inner is None else registry.filter_key(_turned(problem), inner)
+    return inner_filter_key(_turned(problem), config.INNER)
 
 
 def sum_order(problem: ConvProblem, config: ViaNhwc) -> Hashable:
     """As the inner engine says, of its own configurations."""
-    from pycuda_conv.engines import registry
-
-    inner = parsed(config.INNER)
-    if inner is None:
-        return config
-    engine = registry.engine_of(inner)
-    return engine.CONFIGS, engine.sum_order(_turned(problem), inner)
+    return inner_sum_order(_turned(problem), config.INNER) or config
 
 
 def texts(device: Device) -> Iterator[TextFamily]:
