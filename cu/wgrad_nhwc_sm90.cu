@@ -1,4 +1,5 @@
-// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32.
+// wgrad_nhwc_sm90.cu: the gradient of a filter from channels-last arrays as they lie, on Hopper's tensor cores: 16 bits, and float32 in TF32 or by three
+// products of TF32.
 //
 //   dw[k, c, tap] = sum over positions of dy[position, k] * x[position + tap, c]
 //   gemm m: channel of dy | gemm n: (tap, channel of x in blocks of CHANNELS) | gemm k: position (n,o,p,q) of dy
@@ -22,6 +23,8 @@
 //          are not written.
 // TF32     a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
 //          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
+// LIMBS 2  float32: TMA brings it as it is. A lane splits what it has loaded into two TF32 numbers, and three products are added up: of the first ones, by
+//          stages, which a float32 sum takes, because the tensor core truncates its own; and of first and second ones.
 // Result   With one run of positions it is dw, [k][c][tap] or [k][tap][c]. With more it is parts[run][k][tap][c] in fp32, which wgrad_nhwc_reduce.cu
 //          adds for the former, and wgrad_nhwc_add.cu for the latter.
 //
@@ -32,6 +35,7 @@
 #define WGMMA_N 192  // columns of a consumer
 #define STAGES 5
 #define TYPE 17    // of the arrays: 32 float, 16 half, 17 bfloat16
+#define LIMBS 1    // TF32 numbers of a float
 #define PLANES 0   // NCHW
 #endif
 #if TYPE == 17
@@ -63,6 +67,7 @@ constexpr int PITCH = BLOCK_N + 8;                              // floats of a r
 constexpr int WARPS = 4 * CONSUMERS;                            // that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || TYPE != 32, "16-bit numbers");
+static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
 static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
@@ -228,6 +233,31 @@ struct Sums {
   float of[WARP_BLOCKS][2][4][4];
 };
 
+#if LIMBS == 2
+// What the first TF32 number leaves is kept so many times larger: then it is there of all normal numbers.
+constexpr float LARGER = 512;
+// A float as the nearest TF32 number and LARGER times what that leaves, of which the tensor core takes the first bits. Neither of a finite number is
+// Inf: what would become Inf is the largest number. So is Inf, and what that leaves is Inf. A NaN of all bits becomes a zero, and leaves a NaN.
+struct Limbs {
+  uint32_t high, low;
+  DEVICE explicit Limbs(uint32_t word) {
+    float first;
+    asm("min.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(first) : "f"(__uint_as_float((word + 0x1000) & ~0x1fffu)), "f"(__uint_as_float(0x7f7fe000)));
+    high = __float_as_uint(first);
+    low = __float_as_uint((__uint_as_float(word) - first) * LARGER);
+  }
+};
+// The part of itself that a sum of 4 steps loses in the mean: its cuts, less what rounding gives. See truncation.cuh.
+constexpr float PROMOTED = 0.67e-7f * 16 / 15;
+#endif
+
+DEVICE void clear(Sums& sums) {
+#pragma unroll
+  for (int block = 0; block < WARP_BLOCKS; ++block)
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums.of[block][i / 16][i / 4 % 4][i % 4] = 0;
+}
+
 // The products of all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -236,10 +266,11 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   uint32_t place[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
-#pragma unroll
-  for (int block = 0; block < WARP_BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sums.of[block][i / 16][i / 4 % 4][i % 4] = 0;
+  clear(sums);
+#if LIMBS == 2
+  Sums main, cross;
+  clear(cross);
+#endif
   Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
@@ -254,25 +285,53 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
       }
     };
     load(0);
+#if LIMBS == 2
+    clear(main);
+#endif
 #pragma unroll
     for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
       if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
       const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
       const uint4(&right)[2] = x[number % 2];
       const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
+      const uint32_t b[4][2] = {{right[0].x, right[1].x}, {right[0].y, right[1].y}, {right[0].z, right[1].z}, {right[0].w, right[1].w}};
+#if LIMBS == 2
+      uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float(&sum)[4][4] = sums.of[number % WARP_BLOCKS][i];
-        multiply<float>(sum[0], a[i], right[0].x, right[1].x);
-        multiply<float>(sum[1], a[i], right[0].y, right[1].y);
-        multiply<float>(sum[2], a[i], right[0].z, right[1].z);
-        multiply<float>(sum[3], a[i], right[0].w, right[1].w);
+      for (int i = 0; i < 8; ++i) {
+        const Limbs of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
+        a_high[i / 4][i % 4] = of_a.high;
+        a_low[i / 4][i % 4] = of_a.low;
+        b_high[i / 2][i % 2] = of_b.high;
+        b_low[i / 2][i % 2] = of_b.low;
       }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) multiply<float>(main.of[0][i / 4][i % 4], a_high[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) multiply<float>(cross.of[0][i / 4][i % 4], a_low[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) multiply<float>(cross.of[0][i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
+#else
+#pragma unroll
+      for (int i = 0; i < 8; ++i) multiply<float>(sums.of[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
+#endif
     }
+#if LIMBS == 2
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sums.of[0][i / 16][i / 4 % 4][i % 4] += main.of[0][i / 16][i / 4 % 4][i % 4];
+#endif
     __syncwarp();
     ring.give_back(at);
     at.next();
   }
+#if LIMBS == 2
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    float& one = sums.of[0][i / 16][i / 4 % 4][i % 4];
+    const float more = cross.of[0][i / 16][i / 4 % 4][i % 4] + give_back_lost(one, LARGER * PROMOTED);
+    if (fabsf(one) < INFINITY) one = fmaf(more, 1 / LARGER, one);  // Inf: the others may be of either sign
+  }
+#else
   const float lost = lost_in(STEPS * (range.last - range.first));
 #pragma unroll
   for (int block = 0; block < WARP_BLOCKS; ++block)
@@ -281,6 +340,7 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
       float& one = sums.of[block][i / 16][i / 4 % 4][i % 4];
       one += give_back_lost(one, lost);
     }
+#endif
 }
 
 DEVICE void leave(const Sums& sums, float* to) {

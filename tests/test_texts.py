@@ -52,7 +52,7 @@ LISTS = {
     "transpose_filter": {"BYTES": {2, 4}}, "fold_channels": {"BYTES": {2, 4}}, "via_nhwc": {"BYTES": {2, 4}}, "columns_add": {"DTYPE": {16, 17, 32, 64}, "INDEX_64": {0}, "THREADS": {256}},
     "wgrad_nhwc_sm90": {
         "BLOCK_M": {64, 128, 192, 256}, "BLOCK_N": {64, 128, 192, 256, 384, 576}, "WGMMA_N": {64, 128, 192, 256}, "STAGES": set(range(2, 13)), "TYPE": {16, 17, 32},
-        "PLANES": FLAG,
+        "LIMBS": {1, 2}, "PLANES": FLAG,
     },
     "wgrad_nhwc_reduce": {"TYPE": {16, 17, 32}}, "wgrad_nhwc_add": {"TYPE": {16, 17, 32}, "EACH": {2, 4}},
     "planes_sm90": {"BLOCK_M": {64, 128}, "BLOCK_N": {64, 128, 192, 256}, "WGMMA_N": {64, 128, 192}, "STAGES": set(range(2, 9)), "TYPE": {16, 17}, "W_MN_MAJOR": FLAG},

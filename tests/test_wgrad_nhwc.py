@@ -19,7 +19,7 @@ from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
 from pycuda_conv.engines.wgrad_nhwc_sm90 import WgradNhwc
 from pycuda_conv.tools import families
 
-TYPES = [dtype for dtype in ("float16", "bfloat16", "float32") if dtype in DTYPES]  # float32: in TF32
+TYPES = [dtype for dtype in ("float16", "bfloat16", "float32") if dtype in DTYPES]  # float32: in TF32, where nothing else is said
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,11 @@ class Filter:
             out[(slice(None), slice(None), *tap)] = found.reshape(self.w[:2])
         return out
 
-    def bound(self, x: np.ndarray, dy: np.ndarray, ref: np.ndarray) -> np.ndarray:
+    def bound(self, x: np.ndarray, dy: np.ndarray, ref: np.ndarray, precision: str = "tf32") -> np.ndarray:
         """How far from `ref` the rounding of an honest sum may lead."""
         dtype = x.dtype.name
         length = self.dy[0] * math.prod(self.dy[2:])
-        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" else 0  # to TF32, six times the deviation
+        rounded = 6 * 2**-12 * np.sqrt(self.reference(x**2, dy**2)) if dtype == "float32" and precision == "tf32" else 0  # to TF32, six times the deviation
         return 4 * SUM_EPS[dtype] * math.sqrt(length) * self.reference(np.abs(x), np.abs(dy)) + EPS[dtype] * np.abs(ref) + TINY[dtype] + rounded
 
     def __str__(self) -> str:
@@ -144,6 +144,16 @@ CONFIGS_TF32 = (
 CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64, 2, 3), WgradNhwc(128, 64, 3, 2), WgradNhwc(128, 192, 5, 2)
 
 
+#: float32 by three products.
+CONFIGS_FP32 = WgradNhwc(64, 64, 4), WgradNhwc(128, 64, 3, 4), WgradNhwc(64, 64, 2, 17), WgradNhwc(128, 64, 8)
+PRECISE = [(case, case.legal(CONFIGS_FP32[i % len(CONFIGS_FP32)], "float32")) for i, case in enumerate([*CASES[::2], *PADDED[:8:3], DEEP])]
+
+
+def precise(case: Filter) -> ConvProblem:
+    """`case` in float32 by three products."""
+    return case.problem("float32", precision="fp32")
+
+
 def configs_of(dtype: str) -> tuple[WgradNhwc, ...]:
     return CONFIGS_TF32 if dtype == "float32" else CONFIGS
 
@@ -161,6 +171,13 @@ def test_the_plan_computes_the_gradient(case, dtype):
         config = case.legal(config, dtype)
         assert engines.refusal(problem, config, H200) is None
         assert_exact(emulator.emulate(problem, config, *arrays), ref, config)
+
+
+@pytest.mark.parametrize(("case", "config"), PRECISE, ids=str)
+def test_the_plan_of_float32_computes_the_gradient(case, config):
+    arrays = case.integers("float32")
+    assert engines.refusal(precise(case), config, H200) is None
+    assert_exact(emulator.emulate(precise(case), config, *arrays), case.reference(*arrays), config)
 
 
 @pytest.mark.parametrize("case", PLANES, ids=str)
@@ -201,7 +218,7 @@ BASE = CASES[0]
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
-        (BASE.problem("float32", precision="fp32"), WgradNhwc(), "float16 and bfloat16"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
+        (BASE.problem("float64"), WgradNhwc(), "float16, bfloat16 and float32"), (precise(BASE), WgradNhwc(64, 128), "64 rows and 64 columns"), (BASE.problem(layout="NCHW"), WgradNhwc(), "without stride and padding"),
         (PLANES[0].problem("float32"), WgradNhwc(64, 64), "NCHW arrays of float16 and bfloat16"), (Filter((2, 8, 14, 14), (8, 8, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "multiple of 16 bytes"),
         (Filter((2, 9, 8, 8), (8, 9, 1, 1)).problem(layout="NCHW"), WgradNhwc(), "two neighbouring channels"), (Filter((2, 8, 8, 8), (8, 8, 1, 1), stride=(2,)).problem(layout="NCHW"), WgradNhwc(), "without stride"),
         (PLANES[0].problem(), WgradNhwc(192), "a tile has 64 rows and 64 columns"),
@@ -232,7 +249,7 @@ def test_the_choice_is_legal_and_its_texts_are_listed():
     for family in ("dense 3x3", "dense 1x1", "small batch", "grouped", "volume", "odd"):
         for _ in range(8):
             try:
-                problem = families.problem(families.layer(r, family), "wgrad", *r.choice((("bfloat16", "fp32"), ("float32", "tf32"))), "NHWC").launched
+                problem = families.problem(families.layer(r, family), "wgrad", *r.choice((("bfloat16", "fp32"), ("float32", "tf32"), ("float32", "fp32"))), "NHWC").launched
             except ValueError:
                 continue
             if wn.why_not(problem):
@@ -271,10 +288,10 @@ def test_the_order_of_sums():
 # ---- numbers that are not finite
 
 
-def check_not_finite(run) -> None:
+def check_not_finite(run, dtype: str = "float16") -> None:
     """They reach the results that they are part of, and no others."""
     case = Filter((2, 24, 5, 7), (16, 24, 3, 3), padding=(1,))
-    x, dy = case.integers("float16", seed=1)
+    x, dy = case.integers(dtype, seed=1)
     clean = run(case, x, dy)
     assert_exact(clean, case.reference(x, dy))
     for value in (np.inf, -np.inf, np.nan):
@@ -290,6 +307,20 @@ def check_not_finite(run) -> None:
         bad[0, 3, 4, 6] = value
         got = run(case, x, bad)
         assert not np.isfinite(got[3]).any() and np.array_equal(np.delete(got, 3, 0), np.delete(clean, 3, 0))
+
+
+def check_precise(run, case: Filter) -> None:
+    """Of float32: a sum as an honest one in float32, of random numbers, of the smallest normal ones, and of the largest."""
+    x, dy = case.normals("float32")
+    for scale_x, scale_dy in ((1, 1), (2.0**-120, 2.0**110), (2.0**-30, 2.0**125)):
+        scaled = (x * np.float32(scale_x)).astype("float32"), (dy * np.float32(scale_dy)).astype("float32")
+        ref = case.reference(*scaled)
+        assert_close(run(case, *scaled), ref, case.bound(*scaled, ref, "fp32"))
+    length = case.dy[0] * math.prod(case.dy[2:])
+    off = (run(case, x, dy) - (ref := case.reference(x, dy))) / np.sqrt(case.reference(x**2, dy**2) + 1e-30)
+    assert np.sqrt((off**2).mean()) < 2e-7 * (1 + length**0.5 / 100), np.abs(ref).max()
+    x[0, 0, 0, 0] = np.finfo("float32").max
+    assert np.isfinite(run(case, x, (dy / 1024).astype("float32"))).all()
 
 
 def test_what_is_not_finite_reaches_its_own_results_only():
@@ -331,6 +362,10 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
                     config = WgradNhwc(rows, columns, wn._most_stages(rows, columns), 2)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
+    for rows in wn.TILES[8]:
+        config = WgradNhwc(rows, 64, wn._most_stages(rows, 64), 2)
+        for launch in (launch for step in wn.schedule(precise(BASE).launched, config, H200).whole for launch in step):
+            steps[launch.source()] = launch, str(config)
     check_compiled(steps)
 
 
@@ -403,9 +438,19 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("case", "config"), [*PRECISE, *((LARGE, WgradNhwc(rows, 64, 6, split)) for rows in (64, 128) for split in (1, 9))], ids=str)
+def test_float32_on_the_gpu(torch, case, config):  # noqa: F811
+    plan = Plan(precise(case), "cuda", config=config)
+    arrays = case.integers("float32")
+    assert_exact(launched(torch, plan, *arrays), case.reference(*arrays), plan)
+    check_precise(lambda case, x, dy: launched(torch, plan, x, dy), case)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("config", [WgradNhwc(64, 64, 4), WgradNhwc(64, 64, 4, 2)], ids=str)
-def test_what_is_not_finite_on_the_gpu(torch, config):  # noqa: F811
-    check_not_finite(lambda case, x, dy: launched(torch, Plan(case.problem(), "cuda", config=config), x, dy))
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_what_is_not_finite_on_the_gpu(torch, config, dtype):  # noqa: F811
+    check_not_finite(lambda case, x, dy: launched(torch, Plan(case.problem(dtype, precision="fp32"), "cuda", config=config), x, dy), dtype)
 
 
 @pytest.mark.gpu

@@ -16,11 +16,14 @@ from test_wgrad_nhwc import (
     DEEP,
     PLANES,
     PLANNED,
+    PRECISE,
     TYPES,
     Filter,
     check_not_finite,
+    check_precise,
     configs_of,
     ids_of,
+    precise,
 )
 
 from pycuda_conv.engines import wgrad_nhwc_sm90 as wn
@@ -61,6 +64,20 @@ def test_numbers_at_random():
         arrays = DEEP.normals(dtype)
         ref = DEEP.reference(*arrays)
         assert_close(simt.computed(DEEP.problem(dtype), WgradNhwc(128, 128 if dtype == "float32" else 192, 5, 2), *arrays), ref, DEEP.bound(*arrays, ref))
+
+
+@pytest.mark.parametrize(("case", "config"), PRECISE, ids=str)
+def test_float32(case, config):
+    arrays = case.integers("float32")
+    assert_exact(simt.computed(precise(case), config, *arrays, filter_last=case.has_taps), case.reference(*arrays), config)
+
+
+def test_float32_at_random():
+    check_precise(lambda case, x, dy: simt.computed(precise(case), WgradNhwc(64, 64, 4, 2), x, dy), Filter((2, 24, 9, 11), (40, 24, 1, 2)))
+
+
+def test_float32_that_is_not_finite():
+    check_not_finite(lambda case, x, dy: simt.computed(precise(case), WgradNhwc(64, 64, 4, 2), x, dy), "float32")
 
 
 def test_what_is_not_finite():

@@ -72,8 +72,8 @@ def why_not(problem: ConvProblem) -> str | None:
     if problem.layout == "CHWN":
         if problem.dtype != "float32" or problem.precision != "fp32":
             return "of channels-last arrays it takes float32 with precision='fp32'"
-    elif problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    elif problem.itemsize != 2 and (problem.dtype != "float32" or (problem.precision != "tf32" and not _of_filter(problem))):
+        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32' or of a filter's gradient"
     if problem.is_empty:
         return "there is nothing to compute"
     if problem.layout == "NCHW" and problem.C == problem.K == 1:

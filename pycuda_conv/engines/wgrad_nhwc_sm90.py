@@ -1,9 +1,9 @@
 """Gradients of filters from channels-last arrays as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
-The arrays are float16, bfloat16, and float32 with ``precision="tf32"``. Of 1x1 filters, 16-bit arrays may be NCHW too. Gradients are long
-sums over the positions of the convolution's result, for few results. So a sum is cut into runs of positions. What several runs give is
-added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the gradient's channels are fastest in memory, as the parts' are, and
-``cu/wgrad_nhwc_reduce.cu`` where its taps are.
+The arrays are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. Of 1x1 filters, 16-bit
+arrays may be NCHW too. Gradients are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of
+positions. What several runs give is added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the gradient's channels are fastest in memory, as
+the parts' are, and ``cu/wgrad_nhwc_reduce.cu`` where its taps are.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
 few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
@@ -43,9 +43,10 @@ __all__ = [
 ]  # fmt: skip
 
 LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
-#: Rows of a tile, and the columns that it may have, by the bytes of an element: their sums fit the registers of the consumers.
+#: Rows of a tile, and the columns that it may have, by the bytes of an element's factors: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
     2: {64: (64, 128, 192, 384), 128: (64, 128, 192, 256), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
+    8: {64: (64,), 128: (64,)},
 }  # fmt: skip
 PAIRED = 192  # columns of the widest tile of 64 rows of which two share a multiprocessor
 STAGES = 12  # of a ring, at the most
@@ -79,6 +80,21 @@ TENSOR_CORES = True
 def _word(problem: ConvProblem) -> int:
     """Elements of 16 bytes."""
     return 16 // problem.itemsize
+
+
+def _limbs(problem: ConvProblem) -> int:
+    """The numbers of TF32, or of 16 bits, that an element is split into."""
+    return 2 if problem.dtype == "float32" and problem.precision == "fp32" else 1
+
+
+def _factor_bytes(problem: ConvProblem) -> int:
+    """Bytes of an element's factors."""
+    return problem.itemsize * _limbs(problem)
+
+
+def _map_type(problem: ConvProblem) -> str:
+    """As tensor maps name the elements of `problem`: they round float32 to TF32, but for what is split."""
+    return "float32" if _limbs(problem) == 2 else map_type(problem)
 
 
 def _channels(problem: ConvProblem) -> int:
@@ -154,8 +170,8 @@ def why_not(problem: ConvProblem) -> str | None:
     """Why the kernel can't run `problem`, or None if it can."""
     if problem.layout not in LAYOUTS:
         return "it takes gradients of filters"
-    if problem.itemsize != 2 and (problem.dtype != "float32" or problem.precision != "tf32"):
-        return "it takes float16 and bfloat16 arrays, and float32 with precision='tf32'"
+    if problem.dtype == "float64":
+        return "it takes float16, bfloat16 and float32 arrays"
     forward = forward_of(problem)
     if problem.is_empty:
         return "there is nothing to compute"
@@ -189,7 +205,7 @@ def _why_no_planes(problem: ConvProblem, forward: ConvProblem) -> str | None:
 
 def _tiles_of(problem: ConvProblem) -> dict[int, tuple[int, ...]]:
     """Rows of a tile, and the columns that it may have."""
-    return PLANES_TILES if _planes(problem) else TILES[problem.itemsize]
+    return PLANES_TILES if _planes(problem) else TILES[_factor_bytes(problem)]
 
 
 def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
@@ -420,7 +436,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     )  # fmt: skip
     defines = {
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
-        "TYPE": ELEMENTS[problem.dtype], "PLANES": int(_planes(problem)),
+        "TYPE": ELEMENTS[problem.dtype], "LIMBS": _limbs(problem), "PLANES": int(_planes(problem)),
     }
     grid = down * across * problem.groups * config.SPLIT
     return KernelLaunch(
@@ -436,8 +452,8 @@ def _maps(problem: ConvProblem, x: Place, dy: Place) -> tuple[dict[str, int], tu
     lying, walk = form
     sizes = (loaded.K, positions, 1), (problem.itemsize * loaded.K, problem.itemsize * loaded.K * positions)
     of_x, of_dy = (place if isinstance(place, tuple) else (place, 0) for place in (x, dy))
-    map_x = replace(image_map(loaded, of_x[0], lying, walk, _channels(problem)), offset=of_x[1])
-    map_dy = TensorMap(*of_dy, *sizes, (_channels(problem), _channels(problem), 1), ROW, map_type(problem))
+    map_x = replace(image_map(loaded, of_x[0], lying, walk, _channels(problem)), offset=of_x[1], dtype=_map_type(problem))
+    map_dy = TensorMap(*of_dy, *sizes, (_channels(problem), _channels(problem), 1), ROW, _map_type(problem))
     if _flat(problem):
         sizes = (loaded.C, positions, 1), (problem.itemsize * loaded.C, problem.itemsize * loaded.C * positions)
         map_x = replace(map_dy, buffer=of_x[0], offset=of_x[1], sizes=sizes[0], strides=sizes[1])
@@ -545,18 +561,18 @@ def sum_order(problem: ConvProblem, config: WgradNhwc) -> Hashable:
 
 def texts(device: Device) -> Iterator[TextFamily]:
     """A text for a tile and the type."""
-    for size, types in ((2, (HALF, BFLOAT)), (4, (FLOAT,))):
+    for size, types in ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,))):
         for rows, widths in TILES[size].items():
             for columns in widths:
                 config = WgradNhwc(rows, columns, _most_stages(rows, columns))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
-                    "TYPE": types, "PLANES": FLAG if size == 2 else (0,),
+                    "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 else (0,),
                 }  # fmt: skip
                 yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield TextFamily("wgrad_nhwc_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
-    yield TextFamily("fold_channels", {"BYTES": tuple(TILES)})
+    yield TextFamily("fold_channels", {"BYTES": (2, 4)})
 
 
 def _made(d: Mapping[str, int]) -> bool:
@@ -576,8 +592,8 @@ WAIT, STEP = 860, 280  # cycles until a load is there, and of a stage beside its
 REDUCE, ADDED = 1.7, 2.3e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
 COPY, COPIED = 1.6, 2.75e6  # the same of a launch that folds
 LEAST_STAGES = 4  # of a block that shares a sum
-#: By the bytes of an element: cycles of a stage for each of a tile's sums, and how many times as long loads take as those of 16 bits.
-PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8}, {2: 1.0, 4: 1.4}
+#: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take as those of 16 bits.
+PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 
 
 def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
@@ -609,6 +625,7 @@ def _useful(sizes: tuple[int, ...], needed: int) -> list[int]:
 def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     """Microseconds that `config` should take: loads, arithmetic or bytes from memory; sums that leave the blocks, and rounds of these."""
     forward, loaded, size, block = forward_of(problem), _loaded(problem), problem.itemsize, _channels(problem)
+    factor = _factor_bytes(problem)
     down, across = _tiles(problem, config)
     channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, block) * block)
     columns = min(config.BLOCK_N, _column_blocks(problem) * block)
@@ -617,8 +634,8 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
         cycles = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
-    loads = LOADS[size] * (BOXED if flat else WALKED) * cycles
-    products, sums = PRODUCT[size] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
+    loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles
+    products, sums = PRODUCT[factor] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
 
     def taken(blocks: int) -> float:
