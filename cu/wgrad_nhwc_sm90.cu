@@ -21,7 +21,7 @@
 //          Padding, and what lies behind the last position of either, arrives as zeros.
 // Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group, only reach sums that
 //          are not written.
-// TF32     a warp has 32 rows of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
+// TF32     a warp has 32 rows, or of tiles of 128 x 128 64, of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
 //          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
 // LIMBS 2  float32: TMA brings it as it is. A lane splits what it has loaded into two TF32 numbers, and three products are added up: of the first ones, by
 //          stages, which a float32 sum takes, because the tensor core truncates its own; and of first and second ones.
@@ -58,7 +58,9 @@ typedef element<TYPE> data_t;
 
 constexpr int CHANNELS = 128 / (int)sizeof(data_t);                                // of a block
 constexpr int BLOCK_K = CHANNELS, STEPS = TYPE == 32 ? BLOCK_K / 8 : BLOCK_K / 16;  // positions of a stage; steps of the tensor core in one
-constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
+constexpr bool TALL = TYPE == 32 && BLOCK_M == 128 && BLOCK_N == 128;
+constexpr int ACROSS = BLOCK_N / WGMMA_N, DOWN = BLOCK_M == 256 ? 2 : ACROSS > 1 || TALL ? 1 : BLOCK_M / 64, PRODUCTS = BLOCK_M / 64 / DOWN;
+constexpr bool SHARES = TALL || (BLOCK_M == 64 && BLOCK_N <= 192);  // a multiprocessor with another block
 constexpr int CONSUMERS = DOWN * ACROSS, CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + (PRODUCTS == 2 ? 128 : 32);
 constexpr int BLOCK_BYTES = BLOCK_K * 128, STEP_BYTES = PLANES ? 32 : BLOCK_BYTES / STEPS;  // of CHANNELS channels
 constexpr int DY_BLOCKS = BLOCK_M / CHANNELS, X_BLOCKS = BLOCK_N / CHANNELS, STAGE_BYTES = (DY_BLOCKS + X_BLOCKS) * BLOCK_BYTES;
@@ -68,7 +70,7 @@ constexpr int WARPS = 4 * CONSUMERS;                            // that write
 static_assert(BLOCK_M % 64 == 0 && BLOCK_N % WGMMA_N == 0 && WGMMA_N % 64 == 0, "whole warpgroups and blocks of channels");
 static_assert(!PLANES || TYPE != 32, "16-bit numbers");
 static_assert(LIMBS == 1 || (TYPE == 32 && WGMMA_N == 64), "three sums of a result fit the registers");
-static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || PRODUCTS * ACROSS == 1), "as many registers as there are");
+static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "as many registers as there are");
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
@@ -227,10 +229,11 @@ DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const T
 // ---- the multiplication
 
 #if TYPE == 32
-// The sums of a warp's 32 rows and its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
-constexpr int WARP_BLOCKS = WGMMA_N / 64;
+// The sums of a warp's rows, 32 or twice as many, and of its share of the consumer's columns: 32 of each block of them, in fragments of 16 x 8.
+constexpr int WARP_BLOCKS = WGMMA_N / 64, SUMS = PRODUCTS * WARP_BLOCKS * 32;
 struct Sums {
-  float of[WARP_BLOCKS][2][4][4];
+  float of[PRODUCTS][WARP_BLOCKS][2][4][4];
+  DEVICE float& operator[](int i) { return of[i / 32 / WARP_BLOCKS][i / 32 % WARP_BLOCKS][i / 16 % 2][i / 4 % 4][i % 4]; }
 };
 
 #if LIMBS == 2
@@ -249,20 +252,37 @@ struct Limbs {
 };
 // The part of itself that a sum of 4 steps loses in the mean: its cuts, less what rounding gives. See truncation.cuh.
 constexpr float PROMOTED = 0.67e-7f * 16 / 15;
+
+// A step of a block of 32 x 32.
+DEVICE void multiply_limbs(float (&main)[2][4][4], float (&cross)[2][4][4], const uint32_t (&a)[2][4], const uint32_t (&b)[4][2]) {
+  uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const Limbs of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
+    a_high[i / 4][i % 4] = of_a.high;
+    a_low[i / 4][i % 4] = of_a.low;
+    b_high[i / 2][i % 2] = of_b.high;
+    b_low[i / 2][i % 2] = of_b.low;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) multiply<float>(main[i / 4][i % 4], a_high[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_low[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) multiply<float>(cross[i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
+}
 #endif
 
 DEVICE void clear(Sums& sums) {
 #pragma unroll
-  for (int block = 0; block < WARP_BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < 32; ++i) sums.of[block][i / 16][i / 4 % 4][i % 4] = 0;
+  for (int i = 0; i < SUMS; ++i) sums[i] = 0;
 }
 
 // The products of all stages.
 DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  // the block of this warp's rows, and the first of its columns; where a lane's channels of its two positions lie in the first eight rows of one
-  const int dy_block = 2 * consumer + warp % 2, x_block = warp / 2 * WARP_BLOCKS;
+  // the first block of this warp's rows, and of its columns; where a lane's channels of its two positions lie in the first eight rows of one
+  const int dy_block = (2 * consumer + warp % 2) * PRODUCTS, x_block = warp / 2 * WARP_BLOCKS;
   uint32_t place[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) place[i] = (2 * (lane % 4) + i) * 128 + (lane / 4 ^ (2 * (lane % 4) + i)) * 16;
@@ -275,12 +295,14 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t stage = ring.stage(at);
     ring.wait_full(at);
-    uint4 dy[2][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
+    uint4 dy[2][PRODUCTS][2], x[2][2];  // four channels of two positions: of a product, and of the next one, which are under way meanwhile
     auto load = [&](int number) {
       const uint32_t at = stage + number / WARP_BLOCKS * STEP_BYTES, block = (DY_BLOCKS + x_block + number % WARP_BLOCKS) * BLOCK_BYTES;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][i] = load_vector(at + dy_block * BLOCK_BYTES + place[i]);
+#pragma unroll
+        for (int row = 0; row < PRODUCTS; ++row)
+          if (number % WARP_BLOCKS == 0) dy[number / WARP_BLOCKS % 2][row][i] = load_vector(at + (dy_block + row) * BLOCK_BYTES + place[i]);
         x[number % 2][i] = load_vector(at + block + place[i]);
       }
     };
@@ -291,34 +313,23 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
 #pragma unroll
     for (int number = 0; number < STEPS * WARP_BLOCKS; ++number) {
       if (number + 1 < STEPS * WARP_BLOCKS) load(number + 1);
-      const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2];
       const uint4(&right)[2] = x[number % 2];
-      const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
       const uint32_t b[4][2] = {{right[0].x, right[1].x}, {right[0].y, right[1].y}, {right[0].z, right[1].z}, {right[0].w, right[1].w}};
+#pragma unroll
+      for (int row = 0; row < PRODUCTS; ++row) {
+        const uint4(&left)[2] = dy[number / WARP_BLOCKS % 2][row];
+        const uint32_t a[2][4] = {{left[0].x, left[0].y, left[1].x, left[1].y}, {left[0].z, left[0].w, left[1].z, left[1].w}};
 #if LIMBS == 2
-      uint32_t a_high[2][4], a_low[2][4], b_high[4][2], b_low[4][2];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const Limbs of_a(a[i / 4][i % 4]), of_b(b[i / 2][i % 2]);
-        a_high[i / 4][i % 4] = of_a.high;
-        a_low[i / 4][i % 4] = of_a.low;
-        b_high[i / 2][i % 2] = of_b.high;
-        b_low[i / 2][i % 2] = of_b.low;
-      }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(main.of[0][i / 4][i % 4], a_high[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(cross.of[0][i / 4][i % 4], a_low[i / 4], b_high[i % 4][0], b_high[i % 4][1]);
-#pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(cross.of[0][i / 4][i % 4], a_high[i / 4], b_low[i % 4][0], b_low[i % 4][1]);
+        multiply_limbs(main.of[row][number % WARP_BLOCKS], cross.of[row][number % WARP_BLOCKS], a, b);
 #else
 #pragma unroll
-      for (int i = 0; i < 8; ++i) multiply<float>(sums.of[number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
+        for (int i = 0; i < 8; ++i) multiply<float>(sums.of[row][number % WARP_BLOCKS][i / 4][i % 4], a[i / 4], b[i % 4][0], b[i % 4][1]);
 #endif
+      }
     }
 #if LIMBS == 2
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sums.of[0][i / 16][i / 4 % 4][i % 4] += main.of[0][i / 16][i / 4 % 4][i % 4];
+    for (int i = 0; i < SUMS; ++i) sums[i] += main[i];
 #endif
     __syncwarp();
     ring.give_back(at);
@@ -326,34 +337,30 @@ DEVICE void multiply_stages(Sums& sums, const Range& range, const Ring& ring) {
   }
 #if LIMBS == 2
 #pragma unroll
-  for (int i = 0; i < 32; ++i) {
-    float& one = sums.of[0][i / 16][i / 4 % 4][i % 4];
-    const float more = cross.of[0][i / 16][i / 4 % 4][i % 4] + give_back_lost(one, LARGER * PROMOTED);
-    if (fabsf(one) < INFINITY) one = fmaf(more, 1 / LARGER, one);  // Inf: the others may be of either sign
+  for (int i = 0; i < SUMS; ++i) {
+    const float more = cross[i] + give_back_lost(sums[i], LARGER * PROMOTED);
+    if (fabsf(sums[i]) < INFINITY) sums[i] = fmaf(more, 1 / LARGER, sums[i]);  // Inf: the others may be of either sign
   }
 #else
   const float lost = lost_in(STEPS * (range.last - range.first));
 #pragma unroll
-  for (int block = 0; block < WARP_BLOCKS; ++block)
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      float& one = sums.of[block][i / 16][i / 4 % 4][i % 4];
-      one += give_back_lost(one, lost);
-    }
+  for (int i = 0; i < SUMS; ++i) sums[i] += give_back_lost(sums[i], lost);
 #endif
 }
 
 DEVICE void leave(const Sums& sums, float* to) {
   const int consumer = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  float* const first = to + (64 * consumer + 32 * (warp % 2) + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
+  float* const first = to + ((2 * consumer + warp % 2) * PRODUCTS * 32 + 4 * (lane / 4)) * PITCH + (warp / 2 * WARP_BLOCKS * 32 + 8 * (lane % 4));
 #pragma unroll
-  for (int block = 0; block < WARP_BLOCKS; ++block)
+  for (int row = 0; row < PRODUCTS; ++row)
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
-      const float(&of)[4][4] = sums.of[block][i / 4];
-      const int e = i % 4;
-      *(float4*)(first + (2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
-    }
+    for (int block = 0; block < WARP_BLOCKS; ++block)
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // a row of a pair, of a half, and four columns
+        const float(&of)[4][4] = sums.of[row][block][i / 4];
+        const int e = i % 4;
+        *(float4*)(first + (32 * row + 2 * (i / 4) + e / 2) * PITCH + 32 * block + 4 * (e % 2)) = make_float4(of[0][e], of[1][e], of[2][e], of[3][e]);
+      }
 }
 #else
 struct Sums {
@@ -411,7 +418,7 @@ DEVICE void consume(const WgradNhwcArguments& arg, const Tile& of, const Range& 
     store_rows(sums, arg, of, (data_t*)to);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <= 192 ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(THREADS, SHARES ? 2 : 1)
     wgrad_nhwc_sm90(const __grid_constant__ CUtensorMap map_dy, const __grid_constant__ CUtensorMap map_x, void* __restrict__ to,
                     const __grid_constant__ WgradNhwcArguments arg) {
   extern __shared__ uint8_t dynamic[];
@@ -428,10 +435,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M == 64 && BLOCK_N <
   const Tile of(arg);
   const Range range(arg, of);
   if (threadIdx.x < CONSUMER_THREADS) {
-    if constexpr (PRODUCTS == 2) registers_up<224>();
+    if constexpr (PRODUCTS == 2) registers_up<TALL ? 208 : 224>();
     consume(arg, of, range, ring, sums, to);
   } else {
-    if constexpr (PRODUCTS == 2) registers_down<56>();
+    if constexpr (PRODUCTS == 2) registers_down<TALL ? 40 : 56>();
     if (threadIdx.x == CONSUMER_THREADS) produce(&map_dy, &map_x, arg, of, range, ring);
   }
 }

@@ -961,9 +961,10 @@ def wgrad_product(step, memory: Memory) -> None:
     assert dy_map.box == (wide, wide, 1)
     assert x_map.box == dy_map.box if define["PLANES"] or s.rank == 0 else (x_map.box.channels, x_map.box.pixels) == (wide, wide) and len(x_map.sizes) == s.rank + 2
     threads = {64: {64: 160, 128: 160, 192: 160, 384: 288, 576: 416}, 128: {384: 384}, 256: dict.fromkeys((64, 128, 192), 384)}
-    assert step.block == threads.get(rows, {}).get(columns, 2 * rows + 32) and step.arch == "sm_90a"
+    tall = kind == "float32" and rows == columns == 128
+    assert step.block == (256 if tall else threads.get(rows, {}).get(columns, 2 * rows + 32)) and step.arch == "sm_90a"
     ring = define["STAGES"] * (rows + columns) * 128
-    assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if rows == 64 and columns <= 192 else MOST_SHARED)
+    assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if tall or (rows == 64 and columns <= 192) else MOST_SHARED)
     assert step.grid == s.tiles_m * s.tiles_n * s.groups * s.splits and s.part == ceil(s.stages, s.splits)
     assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == s.tap_blocks * s.taps and s.tap_blocks == ceil(s.columns, wide)
     place, parted = step.buffers[0], s.splits > 1

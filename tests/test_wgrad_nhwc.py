@@ -136,7 +136,7 @@ CONFIGS = (
     WgradNhwc(64, 384, 3, 2), WgradNhwc(64, 384, 3), WgradNhwc(128, 64, 2, 17), WgradNhwc(128, 256, 4, 2),
 )  # fmt: skip
 CONFIGS_TF32 = (
-    WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 6, 3), WgradNhwc(64, 128, 2, 17), WgradNhwc(128, 64, 4), WgradNhwc(64, 64, 6, 2),
+    WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3, 4), WgradNhwc(128, 128, 2, 3), WgradNhwc(64, 128, 2, 17), WgradNhwc(128, 64, 4), WgradNhwc(64, 64, 6, 2),
     WgradNhwc(128, 128, 2),
 )  # fmt: skip
 
@@ -359,11 +359,11 @@ def test_the_planner_s_kernels_compile_and_do_not_spill():
         for rows, columns, widest in tiles:
             for dtype in types:
                 if widest or dtype == types[0]:
-                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns), 2)
+                    config = WgradNhwc(rows, columns, wn._most_stages(rows, columns, size), 2)
                     for launch in (launch for step in wn.schedule(BASE.problem(dtype).launched, config, H200).whole for launch in step):
                         steps[launch.source()] = launch, str(config)
     for rows in wn.TILES[8]:
-        config = WgradNhwc(rows, 64, wn._most_stages(rows, 64), 2)
+        config = WgradNhwc(rows, 64, wn._most_stages(rows, 64, 8), 2)
         for launch in (launch for step in wn.schedule(precise(BASE).launched, config, H200).whole for launch in step):
             steps[launch.source()] = launch, str(config)
     check_compiled(steps)
@@ -381,7 +381,7 @@ LARGE = Filter((9, 192, 28, 28), (256, 192, 3, 3), padding=(1,))
 RUNS += [(case, dtype, case.legal(config, dtype)) for case in PADDED for dtype in TYPES for config in configs_of(dtype)[2:6]]
 RUNS += [(case, dtype, config) for case in PLANES for dtype in TYPES if dtype != "float32" for config in CONFIGS_PLANES]
 RUNS += [
-    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1]), split))
+    (LARGE, dtype, WgradNhwc(rows, widths[-1], wn._most_stages(rows, widths[-1], 4 if dtype == "float32" else 2), split))
     for dtype in TYPES for rows, widths in wn.TILES[4 if dtype == "float32" else 2].items() for split in (1, 2, 9)
 ]  # fmt: skip
 

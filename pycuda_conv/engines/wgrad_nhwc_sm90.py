@@ -222,17 +222,22 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
     tiles = math.prod(_tiles(problem, config)) * problem.groups * config.SPLIT
     if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
-    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config), config.SPLIT)
+    return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config, _factor_bytes(problem)), config.SPLIT)
 
 
-def _shares(config: WgradNhwc) -> bool:
+def _tall(config: WgradNhwc, size: int) -> bool:
+    """Whether a consumer has all 128 rows; `size`: bytes of an element's factors."""
+    return size == 4 and config.BLOCK_M == config.BLOCK_N == 128
+
+
+def _shares(config: WgradNhwc, size: int) -> bool:
     """Whether two blocks share a multiprocessor."""
-    return config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED
+    return _tall(config, size) or (config.BLOCK_M == 64 and config.BLOCK_N <= PAIRED)
 
 
-def _most_shared(config: WgradNhwc) -> int:
+def _most_shared(config: WgradNhwc, size: int) -> int:
     """Shared memory that a block may take."""
-    return SHARED_BYTES // 2 - 1024 if _shares(config) else SHARED_BYTES
+    return SHARED_BYTES // 2 - 1024 if _shares(config, size) else SHARED_BYTES
 
 
 def _consumer_columns(config: WgradNhwc) -> int:
@@ -240,10 +245,10 @@ def _consumer_columns(config: WgradNhwc) -> int:
     return config.BLOCK_N if config.BLOCK_N <= 256 else 192
 
 
-def _threads(config: WgradNhwc) -> int:
+def _threads(config: WgradNhwc, size: int) -> int:
     """Of a block: its consumers, and a producer, which is a warpgroup where consumers take 128 rows and need its registers."""
     across = config.BLOCK_N // _consumer_columns(config)
-    down = 2 if config.BLOCK_M == 256 else 1 if across > 1 else config.BLOCK_M // 64
+    down = 2 if config.BLOCK_M == 256 else 1 if across > 1 or _tall(config, size) else config.BLOCK_M // 64
     return 128 * down * across + (128 if config.BLOCK_M == 128 * down else 32)
 
 
@@ -256,10 +261,10 @@ def _shared_bytes(config: WgradNhwc) -> int:
     return max(config.STAGES * _stage_bytes(config), 4 * config.BLOCK_M * (config.BLOCK_N + 8)) + 1024
 
 
-def _most_stages(rows: int, columns: int) -> int:
+def _most_stages(rows: int, columns: int, size: int) -> int:
     """The stages that a ring has room for."""
     tiles = (WgradNhwc(rows, columns, stages) for stages in range(STAGES, 1, -1))
-    return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile))
+    return next(tile.STAGES for tile in tiles if _shared_bytes(tile) <= _most_shared(tile, size))
 
 
 # ---- launches
@@ -440,7 +445,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     }
     grid = down * across * problem.groups * config.SPLIT
     return KernelLaunch(
-        "wgrad_nhwc_sm90", defines, grid, _threads(config), (parts or RESULT,), (), maps=maps,
+        "wgrad_nhwc_sm90", defines, grid, _threads(config, _factor_bytes(problem)), (parts or RESULT,), (), maps=maps,
         shared=_shared_bytes(config), arch="sm_90a", arguments=told,
     )  # fmt: skip
 
@@ -564,7 +569,7 @@ def texts(device: Device) -> Iterator[TextFamily]:
     for size, types in ((2, (HALF, BFLOAT)), (4, (FLOAT,)), (8, (FLOAT,))):
         for rows, widths in TILES[size].items():
             for columns in widths:
-                config = WgradNhwc(rows, columns, _most_stages(rows, columns))
+                config = WgradNhwc(rows, columns, _most_stages(rows, columns, size))
                 choices = {
                     "BLOCK_M": (rows,), "BLOCK_N": (columns,), "WGMMA_N": (_consumer_columns(config),), "STAGES": (config.STAGES,),
                     "TYPE": types, "LIMBS": (2 if size == 8 else 1,), "PLANES": FLAG if size == 2 else (0,),
@@ -604,9 +609,9 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
     tiles_of = _tiles_of(problem)
     for rows in _useful(tuple(tiles_of), problem.K // problem.groups):
         for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
-            config = WgradNhwc(rows, columns, _most_stages(rows, columns))
+            config = WgradNhwc(rows, columns, _most_stages(rows, columns, _factor_bytes(problem)))
             tiles = math.prod(_tiles(problem, config)) * problem.groups
-            filling = device.multiprocessors * (1 + _shares(config)) // tiles
+            filling = device.multiprocessors * (1 + _shares(config, _factor_bytes(problem))) // tiles
             # blocks of several rounds are dealt out more evenly, which pays where products take long
             more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
             tried = (1, ceil(filling, 4), ceil(filling, 2), filling, *more) if filling else (1, 2, 3, 4)
@@ -644,7 +649,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(problem, config) * step + beside * end
 
-    blocks, slots = down * across * problem.groups * config.SPLIT, device.multiprocessors * (1 + _shares(config))
+    blocks, slots = down * across * problem.groups * config.SPLIT, device.multiprocessors * (1 + _shares(config, factor))
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
     added = REDUCE + 4 * config.SPLIT * _sums(problem) / ADDED if config.SPLIT > 1 else 0
