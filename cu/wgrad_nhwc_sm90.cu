@@ -19,7 +19,9 @@
 //          more room than the ring.
 // dy       boxes of BLOCK_K positions. x: TMA's im2col mode, as many consecutive positions, shifted by a block's tap, across rows and images.
 //          Padding, and what lies behind the last position of either, arrives as zeros.
-// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next group, only reach sums that
+// Groups   A bundle is neighbouring groups whose channels of x fit a block of them, or one group. What a channel of one group and one of another make
+//          is not written.
+// Ends     Blocks of channels past the last one are not loaded. What lies in their place, and channels of the next bundle, only reach sums that
 //          are not written.
 // TF32     a warp has 32 rows, or of tiles of 128 x 128 64, of half of its consumer's columns. A lane loads four neighbouring channels of a position at once, which are rows, or
 //          columns, of four fragments. A step's 8 positions are 0 2 4 6, 1 3 5 7 in the order of k, so that lanes meet all banks of swizzled rows.
@@ -74,11 +76,12 @@ static_assert(PRODUCTS <= 2 && CONSUMERS <= 3 && (TYPE != 32 || ACROSS == 1), "a
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcArguments {
-  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // of a group
-  long long groups, by_groups, splits;                        // runs of positions
+  long long tiles_m, by_tiles_m, tiles_n, by_tiles_n;         // of a bundle
+  long long bundles, by_bundles, splits;                      // runs of positions
   long long stages, part;                                     // of all positions, and of a run
-  long long rows, columns;                                    // channels of a group of dy, and of x
-  long long column_blocks;                                    // blocks of CHANNELS channels of a group of x, for all taps
+  long long rows, columns;                                    // channels of a bundle of dy, and of x
+  long long own_rows, own_columns, by_own_columns;            // of a group
+  long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
   long long tap_blocks, by_tap_blocks;                        // the same for one tap
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
@@ -91,14 +94,14 @@ struct WgradNhwcArguments {
   long long image_stages, by_image_stages;                    // PLANES: stages of an image
 };
 
-// What a block has to do: of group `group`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
+// What a block has to do: of bundle `bundle`, the rows from `row` on, the blocks of columns from `block` on, and how many there are.
 struct Tile {
-  int split, group, row, block, dy_blocks, x_blocks;
+  int split, bundle, row, block, dy_blocks, x_blocks;
   DEVICE Tile(const WgradNhwcArguments& arg) {
     const Divided across(blockIdx.x, arg.tiles_n, arg.by_tiles_n), down(across.quotient, arg.tiles_m, arg.by_tiles_m);
-    const Divided of_group(down.quotient, arg.groups, arg.by_groups);
-    split = of_group.quotient;
-    group = of_group.rest;
+    const Divided of_bundle(down.quotient, arg.bundles, arg.by_bundles);
+    split = of_bundle.quotient;
+    bundle = of_bundle.rest;
     row = down.rest * BLOCK_M;
     block = across.rest * X_BLOCKS;
     dy_blocks = min(((int)arg.rows - row + CHANNELS - 1) / CHANNELS, DY_BLOCKS);
@@ -116,7 +119,7 @@ struct Range {
   }
 };
 
-// A block of columns: its tap, and its first channel in a group.
+// A block of columns: its tap, and its first channel in a bundle.
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
@@ -133,7 +136,7 @@ typedef StageRing<STAGES, STAGE_BYTES> Ring;
 #if PLANES
 DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const WgradNhwcArguments& arg, const Tile& of, const Range& range,
                     const Ring& ring) {
-  const int k = of.group * (int)arg.rows + of.row, c = of.group * (int)arg.columns + of.block * CHANNELS;
+  const int k = of.bundle * (int)arg.rows + of.row, c = of.bundle * (int)arg.columns + of.block * CHANNELS;
   Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
@@ -159,10 +162,10 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
   for (int i = 0; i < X_BLOCKS; ++i) {
     const Column column(arg, of.block + i);
     const Divided row(column.tap, arg.tap_s, arg.by_tap_s), slice(row.quotient, arg.tap_r, arg.by_tap_r);
-    c[i] = of.group * (int)arg.columns + column.channel;
+    c[i] = of.bundle * (int)arg.columns + column.channel;
     offsets[i] = row.rest * (int)arg.dilation_w | slice.rest * (int)arg.dilation_h << 16 | slice.quotient * (int)arg.dilation_d << 24;
   }
-  const int k = of.group * (int)arg.rows + of.row, rank = (int)arg.rank;
+  const int k = of.bundle * (int)arg.rows + of.row, rank = (int)arg.rank;
   Ring::Position at;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t dy = ring.stage(at), x = dy + DY_BLOCKS * BLOCK_BYTES, arrived = ring.arrived(at);
@@ -185,6 +188,17 @@ DEVICE void produce(const CUtensorMap* map_dy, const CUtensorMap* map_x, const W
 
 // ---- sums to dw, or to a part of it: a warp writes every WARPS-th row
 
+// Where a channel of x belongs: its number in its group, and that group's rows of the tile.
+struct Own {
+  int channel, first, end;
+  DEVICE Own(const WgradNhwcArguments& arg, const Tile& of, int c) {
+    const Divided group(c, arg.own_columns, arg.by_own_columns);
+    channel = group.rest;
+    first = group.quotient * (int)arg.own_rows - of.row;
+    end = min(first + (int)arg.own_rows, BLOCK_M);
+  }
+};
+
 // [k][tap][c], a part or dw: a lane has one or two channels of each block of columns.
 template <class T>
 DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const Tile& of, T* to) {
@@ -193,19 +207,20 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
     T v[EACH];
   };
   const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
-  const long long pitch = arg.taps * arg.columns;
+  const long long pitch = arg.taps * arg.own_columns;
   for (int i = 0; i < of.x_blocks; ++i) {
     const Column column(arg, of.block + i);
     const int c = column.channel + EACH * lane;
     if (c >= (int)arg.columns) continue;
-    T* const at = to + (of.group * arg.rows + of.row) * pitch + column.tap * arg.columns + c;
+    const Own own(arg, of, c);
+    T* const at = to + (of.bundle * arg.rows + of.row) * pitch + column.tap * arg.own_columns + own.channel;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS) {
       const float* const sum = sums + down * PITCH + CHANNELS * i + EACH * lane;
       Neighbours neighbours;
 #pragma unroll
       for (int e = 0; e < EACH; ++e) neighbours.v[e] = from_float<T>(sum[e]);
-      store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
+      if (down >= own.first && down < own.end) store_word(at + down * pitch, *(const word<Neighbours>*)&neighbours);
     }
   }
 }
@@ -213,16 +228,17 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
 // [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which mostly are neighbouring taps of it.
 DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, data_t* dw) {
   const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
-  const long long pitch = arg.taps * arg.columns;
+  const long long pitch = arg.taps * arg.own_columns;
   for (int first = lane; first < BLOCK_N; first += 32) {
     const int block = first % X_BLOCKS, inside = first / X_BLOCKS;
     const Column column(arg, of.block + block);
     const int c = column.channel + inside;
     if (block >= of.x_blocks || c >= (int)arg.columns) continue;
-    data_t* const at = dw + (of.group * arg.rows + of.row) * pitch + c * arg.taps + column.tap;
+    const Own own(arg, of, c);
+    data_t* const at = dw + (of.bundle * arg.rows + of.row) * pitch + own.channel * arg.taps + column.tap;
 #pragma unroll 4
     for (int down = threadIdx.x / 32; down < rows; down += WARPS)
-      at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
+      if (down >= own.first && down < own.end) at[down * pitch] = from_float<data_t>(sums[down * PITCH + CHANNELS * block + inside]);
   }
 }
 

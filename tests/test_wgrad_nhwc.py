@@ -111,7 +111,8 @@ CASES = [
     Filter((1, 200, 6, 7), (264, 200, 1, 1)), Filter((2, 16, 12, 10), (16, 16, 2, 3), stride=(3, 2), padding=((1, 2), (0, 1))),
     Filter((2, 48, 7, 6), (80, 24, 3, 3), padding=(1,), groups=2), Filter((1, 64, 5, 6), (64, 16, 1, 1), groups=4), Filter((2, 8, 9, 30), (16, 8, 3, 7), padding=(1, 3)),
     Filter((1, 8, 6, 7, 9), (8, 8, 2, 3, 2), stride=(1, 2, 3), padding=((0, 2), (2, 1), (1, 0)), dilation=(2, 1, 2)), Filter((2, 16, 64), (8, 16, 2), padding=((16, 0),), dilation=(70,)),
-    Filter((2, 16, 2, 3), (8, 16, 2, 3)), Filter((1, 128, 8, 8), (192, 128, 3, 3), padding=(1,)),
+    Filter((2, 128, 7, 6), (128, 32, 3, 2), padding=(1,), groups=4), Filter((1, 96, 5, 9), (288, 16, 1, 3), groups=6), Filter((2, 64, 9, 6), (192, 4, 3, 3), stride=(2,), padding=(1,), groups=16),
+    Filter((1, 120, 6, 7), (40, 12, 2, 2), groups=10), Filter((2, 16, 2, 3), (8, 16, 2, 3)), Filter((1, 128, 8, 8), (192, 128, 3, 3), padding=(1,)),
 ]  # fmt: skip
 
 #: Channels that are copied first, of one array or of both; taps that are folded into channels: rows of them, all, with steps and padding.
@@ -197,7 +198,7 @@ def test_every_kind_of_case_is_among_them():
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
     assert {s.chunks == 1 for s in copied} == {s.stride_h > 1 for s in copied} == {s.dilation_w > 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
     assert {wn._level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
-    assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.groups > 1 for s in structs} == {True, False}
+    assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
     assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "wgrad_nhwc_add", "fold_channels"}
     assert max(launch.arguments.tiles_t for launch in launches if launch.kernel == "wgrad_nhwc_reduce") == 2
@@ -224,7 +225,7 @@ BASE = CASES[0]
         (PLANES[0].problem(), WgradNhwc(192), "a tile has 64 rows and 64 columns"),
         (BASE.problem("float32", precision="tf32"), WgradNhwc(256), "a tile has"),
         (Filter((2, 12, 9, 8), (40, 12, 3, 3)).problem(), WgradNhwc(), "by the launch that adds"), (Filter((1, 9, 2**15, 2**15), (1, 9, 1, 1)).problem(), WgradNhwc(SPLIT=2), "counted in"),
-        (Filter((2, 40, 9, 8), (40, 20, 3, 3), groups=2).problem(), WgradNhwc(), "multiple of 8 channels, 16 or more"), (Filter((2, 32, 9, 8), (64, 8, 3, 3), groups=4).problem(), WgradNhwc(), "groups of a multiple of 8"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
+        (Filter((2, 90, 9, 8), (48, 30, 3, 3), groups=3).problem(), WgradNhwc(), "multiples of 16 bytes"), (Filter((2, 32, 9, 8), (32, 2, 3, 3), groups=16).problem(), WgradNhwc(), "groups of 4 channels or more"), (Filter((2, 56, 9, 8), (56, 7, 3, 3), groups=8).problem(), WgradNhwc(), "an even number"), (Filter((0, 16, 9, 8), (16, 16, 3, 3)).problem(), WgradNhwc(), "nothing to compute"),
         (Filter((2, 8, 2**15, 2**15), (8, 8, 1, 1)).problem(), WgradNhwc(), "32 bits"), (Filter((1, 16, 6, 300), (8, 16, 2, 2), dilation=(3, 256)).problem(), WgradNhwc(), "stride, padding or dilation"),
         (Filter((1, 16, 40, 40), (8, 16, 2, 2), stride=(9,)).problem(), WgradNhwc(), "stride, padding or dilation"),
         (BASE.problem(), WgradNhwc(96), "a tile has 64 rows"), (BASE.problem(), WgradNhwc(256, 256), "256 rows and 192 columns"),
@@ -330,8 +331,8 @@ def test_what_is_not_finite_reaches_its_own_results_only():
 @pytest.mark.parametrize(
     ("case", "scalars"),
     [
-        (CASES[1], "tiles_m tiles_n stages part rows columns column_blocks load_plane size"), (CASES[4], "tap_blocks taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
-        (CASES[10], "groups"), (CASES[13], "tap_r dilation_d stride_d low_d"),
+        (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "tap_blocks taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
+        (CASES[10], "bundles"), (CASES[15], "rows own_rows own_columns"), (CASES[13], "tap_r dilation_d stride_d low_d"),
     ],
     ids=str,
 )  # fmt: skip

@@ -42,7 +42,7 @@ __all__ = [
     "time", "unsupported",
 ]  # fmt: skip
 
-LEAST_OF_GROUP = 16  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
+LEAST_OF_GROUP = 4  # channels of a group, of several: of fewer, most of what is multiplied is thrown away
 #: Rows of a tile, and the columns that it may have, by the bytes of an element's factors: their sums fit the registers of the consumers.
 TILES: dict[int, dict[int, tuple[int, ...]]] = {
     2: {64: (64, 128, 192, 384), 128: (64, 128, 192, 256), 192: (128, 192), 256: (192,)}, 4: {64: (64, 128), 128: (64, 128)},
@@ -160,6 +160,20 @@ def _form(problem: ConvProblem) -> tuple[PackedLayout, PhaseAddressing] | None:
     return None if walk is None else (lying, walk)
 
 
+def _bundle(problem: ConvProblem) -> int:
+    """The groups of a bundle: as many as a row of an operand holds of x; 0 if no number of them is a multiple of 16 bytes."""
+    forward = forward_of(problem)
+    if forward.groups == 1:
+        return 1
+    own = forward.C // forward.groups, forward.K // forward.groups
+    fitting = range(1, max(_channels(problem) // own[0], 1) + 1)
+    return max((n for n in fitting if forward.groups % n == 0 and not any(n * count % _word(problem) for count in own)), default=0)
+
+
+def _bundles(problem: ConvProblem) -> int:
+    return problem.groups // _bundle(problem)
+
+
 def _flat(problem: ConvProblem) -> bool:
     """Whether position n of dy meets pixel n of x, as in 1x1 filters without stride and padding: then loads of x walk nothing."""
     form = _form(problem)
@@ -178,9 +192,8 @@ def why_not(problem: ConvProblem) -> str | None:
     if _planes(problem):
         return _why_no_planes(problem, forward)
     channels = forward.C // forward.groups, forward.K // forward.groups
-    word, row = _word(problem), _channels(problem)
-    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or any(count % word for count in channels)):
-        return f"it takes groups of a multiple of {word} channels, {LEAST_OF_GROUP} or more: a row of its operands has {row}"
+    if forward.groups > 1 and (min(channels) < LEAST_OF_GROUP or channels[0] % 2 or not _bundle(problem)):
+        return f"it takes groups of {LEAST_OF_GROUP} channels or more, an even number of x, some of which are multiples of 16 bytes"
     if any(told.words >= 2**31 for _, told in _copies(problem)):
         return "what it copies is counted in 31 bits"
     if forward.N * max(math.prod(forward.output_size), math.prod(forward.input_size)) >= MOST_PIXELS:
@@ -219,7 +232,7 @@ def refusal(problem: ConvProblem, config: WgradNhwc) -> str | None:
         return f"a tile has {shown}"
     if config.SPLIT == 1 and _loaded(problem).C != forward_of(problem).C:
         return "channels that are filled up or folded are written by the launch that adds the parts of several"
-    tiles = math.prod(_tiles(problem, config)) * problem.groups * config.SPLIT
+    tiles = math.prod(_tiles(problem, config)) * _bundles(problem) * config.SPLIT
     if max(tiles, problem.K * ceil(math.prod(problem.result_size) * problem.N, REDUCED_CHANNELS)) > GRID_LIMIT:
         return f"its grid is larger than {GRID_LIMIT:,} blocks"
     return why_not_so_many(config.STAGES, _shared_bytes(config), _most_shared(config, _factor_bytes(problem)), config.SPLIT)
@@ -277,13 +290,16 @@ class WgradNhwcArguments(NamedTuple):
     by_tiles_m: int
     tiles_n: int
     by_tiles_n: int
-    groups: int
-    by_groups: int
+    bundles: int
+    by_bundles: int
     splits: int
     stages: int
     part: int
     rows: int
     columns: int
+    own_rows: int
+    own_columns: int
+    by_own_columns: int
     column_blocks: int
     tap_blocks: int
     by_tap_blocks: int
@@ -429,13 +445,14 @@ def _sums(problem: ConvProblem) -> int:
 
 def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts: Place | None, taps_fastest: bool) -> KernelLaunch:
     """The launch that multiplies: it writes the result, or parts of it."""
-    forward, loaded = forward_of(problem), _loaded(problem)
+    forward, loaded, bundles = forward_of(problem), _loaded(problem), _bundles(problem)
     stages, (down, across) = _stages(problem), _tiles(problem, config)
     walked, maps = _plane_maps(problem) if _planes(problem) else _maps(problem, x, dy)
     _, tap_r, tap_s = loaded.filter_size
     told = arguments(
-        WgradNhwcArguments, tiles_m=down, tiles_n=across, groups=problem.groups, splits=config.SPLIT, stages=stages,
-        part=_part(problem, config), rows=forward.K // forward.groups, columns=loaded.C // forward.groups,
+        WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=bundles, splits=config.SPLIT, stages=stages,
+        part=_part(problem, config), rows=forward.K // bundles, columns=loaded.C // bundles,
+        own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
         column_blocks=_column_blocks(problem), tap_blocks=_tap_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r,
         tap_s=tap_s, **walked, size=_sums(problem), taps_fastest=int(taps_fastest), image_stages=_image_stages(problem),
     )  # fmt: skip
@@ -443,7 +460,7 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
         "BLOCK_M": config.BLOCK_M, "BLOCK_N": config.BLOCK_N, "WGMMA_N": _consumer_columns(config), "STAGES": config.STAGES,
         "TYPE": ELEMENTS[problem.dtype], "LIMBS": _limbs(problem), "PLANES": int(_planes(problem)),
     }
-    grid = down * across * problem.groups * config.SPLIT
+    grid = down * across * bundles * config.SPLIT
     return KernelLaunch(
         "wgrad_nhwc_sm90", defines, grid, _threads(config, _factor_bytes(problem)), (parts or RESULT,), (), maps=maps,
         shared=_shared_bytes(config), arch="sm_90a", arguments=told,
@@ -540,19 +557,18 @@ def _part(problem: ConvProblem, config: WgradNhwc) -> int:
 
 
 def _column_blocks(problem: ConvProblem) -> int:
-    """Blocks of channels of a group of x, for all taps."""
+    """Blocks of channels of a bundle of x, for all taps."""
     return _tap_blocks(problem) * math.prod(_loaded(problem).filter_size)
 
 
 def _tap_blocks(problem: ConvProblem) -> int:
-    """Blocks of channels of a group of x."""
-    loaded = _loaded(problem)
-    return ceil(loaded.C // loaded.groups, _channels(problem))
+    """Blocks of channels of a bundle of x."""
+    return ceil(_loaded(problem).C // _bundles(problem), _channels(problem))
 
 
 def _tiles(problem: ConvProblem, config: WgradNhwc) -> tuple[int, int]:
-    """Tiles of a group, down and across."""
-    return ceil(problem.K // problem.groups, config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // _channels(problem))
+    """Tiles of a bundle, down and across."""
+    return ceil(problem.K // _bundles(problem), config.BLOCK_M), ceil(_column_blocks(problem), config.BLOCK_N // _channels(problem))
 
 
 def filter_key(problem: ConvProblem, config: WgradNhwc) -> None:
@@ -607,10 +623,10 @@ def configs(problem: ConvProblem, device: Device) -> Iterator[WgradNhwc]:
         return
     stages, least = _stages(problem), 1 if _loaded(problem).C == forward_of(problem).C else 2
     tiles_of = _tiles_of(problem)
-    for rows in _useful(tuple(tiles_of), problem.K // problem.groups):
+    for rows in _useful(tuple(tiles_of), problem.K // _bundles(problem)):
         for columns in _useful(tiles_of[rows], _column_blocks(problem) * _channels(problem)):
             config = WgradNhwc(rows, columns, _most_stages(rows, columns, _factor_bytes(problem)))
-            tiles = math.prod(_tiles(problem, config)) * problem.groups
+            tiles = math.prod(_tiles(problem, config)) * _bundles(problem)
             filling = device.multiprocessors * (1 + _shares(config, _factor_bytes(problem))) // tiles
             # blocks of several rounds are dealt out more evenly, which pays where products take long
             more = (2 * filling, 4 * filling) if filling < 4 and problem.itemsize == 4 else ()
@@ -632,13 +648,14 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     forward, loaded, size, block = forward_of(problem), _loaded(problem), problem.itemsize, _channels(problem)
     factor = _factor_bytes(problem)
     down, across = _tiles(problem, config)
-    channels = min(config.BLOCK_M, ceil(forward.K // forward.groups, block) * block)
+    bundles = _bundles(problem)
+    channels = min(config.BLOCK_M, ceil(forward.K // bundles, block) * block)
     columns = min(config.BLOCK_N, _column_blocks(problem) * block)
     flat = _planes(problem) or _flat(problem)
     if _planes(problem):
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
-        cycles = channels * pixel_cycles(size * loaded.K // loaded.groups) + columns * pixel_cycles(size * loaded.C // loaded.groups)
+        cycles = channels * pixel_cycles(size * loaded.K // bundles) + columns * pixel_cycles(size * loaded.C // bundles)
     loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles
     products, sums = PRODUCT[factor] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
@@ -649,7 +666,7 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
         step = _together(beside * products, beside * loads, products + STEP, (WAIT + loads) / (config.STAGES - 1)) / CLOCK
         return _part(problem, config) * step + beside * end
 
-    blocks, slots = down * across * problem.groups * config.SPLIT, device.multiprocessors * (1 + _shares(config, factor))
+    blocks, slots = down * across * bundles * config.SPLIT, device.multiprocessors * (1 + _shares(config, factor))
     again = ceil(blocks, slots) - 1
     us = again * (taken(slots) + AGAIN) + taken(blocks - again * slots)
     added = REDUCE + 4 * config.SPLIT * _sums(problem) / ADDED if config.SPLIT > 1 else 0
