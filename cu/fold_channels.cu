@@ -6,17 +6,19 @@
 // zeros behind the channels of a pixel. A tensor load of an array with few channels brings a tap, and is mostly filled up; here it brings a row of taps.
 //
 // Mapping  thread -> 16 bytes of channels of a pixel of `folded`; a block 256 of these, side by side.
-// Memory   no shared memory. A thread loads element by element, all loads under way at once. A warp's loads meet the same sectors, in the L1 cache.
+// Memory   no shared memory. A thread loads UNIT bytes of a tap at once, all loads under way together. A warp's loads meet the same sectors, in the L1
+//          cache.
 //
 // By hand: nvcc -cubin cu/fold_channels.cu
 #include "packed.cuh"
 
 #ifndef BYTES
 #define BYTES 2  // of an element: 2 or 4
+#define UNIT 2   // that a thread loads at once: a divisor of a tap's, up to 16
 #endif
 
-typedef WordOf<BYTES>::type element_t;
-constexpr int THREADS = 256, EACH = 16 / BYTES;  // channels of a thread
+typedef WordOf<UNIT>::type unit_t;
+constexpr int THREADS = 256, UNITS = 16 / UNIT, EACH = UNIT / BYTES;  // units of a thread, channels of a unit
 
 // by_n is the divisor n, prepared (division.cuh).
 struct FoldChannelsArguments {
@@ -30,31 +32,40 @@ struct FoldChannelsArguments {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    fold_channels(const element_t* __restrict__ x, uint4* __restrict__ folded, const __grid_constant__ FoldChannelsArguments arg) {
+    fold_channels(const unit_t* __restrict__ x, uint4* __restrict__ folded, const __grid_constant__ FoldChannelsArguments arg) {
   NEXT_LAUNCH_MAY_COME
   AFTER_LAST_LAUNCH
   const long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
   if (i >= arg.words) return;
   const Divided pixel((int)i, arg.chunks, arg.by_chunks), row(pixel.quotient, arg.q, arg.by_q), image(row.quotient, arg.p, arg.by_p);
-  const Divided tap(EACH * pixel.rest, arg.channels, arg.by_channels), line(tap.quotient, arg.fold_s, arg.by_fold_s);
+  const int first = UNITS * EACH * pixel.rest, left = (int)arg.folded - first;  // channels of `folded` from this thread's first one on
+  const Divided tap(first, arg.channels, arg.by_channels), line(tap.quotient, arg.fold_s, arg.by_fold_s);
+  const int h = (int)arg.h, w = (int)arg.w, channels = (int)arg.channels, fold_s = (int)arg.fold_s;
   const int y0 = image.rest * (int)arg.stride_h - (int)arg.pad_h, x0 = row.rest * (int)arg.stride_w - (int)arg.pad_w;
-  const element_t* const from = x + image.quotient * arg.h * arg.w * arg.channels;
   int r = line.quotient, s = line.rest, c = tap.rest;
+  const unit_t* from;  // the pixel that the tap meets
+  bool there;
+  auto meet = [&] {
+    const int at_h = y0 + r * (int)arg.dilation_h, at_w = x0 + s * (int)arg.dilation_w;
+    there = (unsigned)at_h < (unsigned)h && (unsigned)at_w < (unsigned)w;
+    from = x + (((long long)image.quotient * h + at_h) * w + at_w) * (channels / EACH);
+  };
+  meet();
   union {
-    element_t channel[EACH];
+    unit_t units[UNITS];
     uint4 word;
   } own;
 #pragma unroll
-  for (int e = 0; e < EACH; ++e) {
-    const int at_h = y0 + r * (int)arg.dilation_h, at_w = x0 + s * (int)arg.dilation_w;
-    const bool there = EACH * pixel.rest + e < (int)arg.folded && (unsigned)at_h < (unsigned)arg.h && (unsigned)at_w < (unsigned)arg.w;
-    own.channel[e] = there ? from[(at_h * arg.w + at_w) * arg.channels + c] : 0;
-    if (++c == (int)arg.channels) {
+  for (int e = 0; e < UNITS; ++e) {
+    own.units[e] = there && e * EACH < left ? from[c / EACH] : unit_t();
+    c += EACH;
+    if (c == channels && e + 1 < UNITS) {
       c = 0;
-      if (++s == (int)arg.fold_s) {
+      if (++s == fold_s) {
         s = 0;
         ++r;
       }
+      meet();
     }
   }
   folded[i] = own.word;

@@ -1065,6 +1065,7 @@ def wgrad_add(step, memory: Memory) -> None:
 def fold_channels(step, memory: Memory) -> None:
     s, (source, to) = named(step), step.buffers
     assert step.block == 256 and step.grid == ceil(s.words, 256) and s.words < 2**31 and s.chunks == ceil(s.folded, 16 // step.defines["BYTES"])
+    assert s.channels * step.defines["BYTES"] % step.defines["UNIT"] == 0 == 16 % step.defines["UNIT"]
     images = s.words // (s.chunks * s.p * s.q)
     kind = {2: "uint16", 4: "uint32"}[step.defines["BYTES"]]
     x = memory.view(source, kind)[: images * s.h * s.w * s.channels].reshape(images, s.h, s.w, s.channels)

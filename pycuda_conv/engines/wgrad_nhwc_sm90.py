@@ -396,7 +396,9 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
     for buffer, told in _copies(problem):
         places[buffer] = place = scratch.take(16 * told.words)
         grid = ceil(told.words, FOLD_THREADS)
-        copies.append(KernelLaunch("fold_channels", {"BYTES": problem.itemsize}, grid, FOLD_THREADS, (buffer, place), (), arguments=told))
+        unit = math.gcd(16, problem.itemsize * told.channels)
+        defines = {"BYTES": problem.itemsize, "UNIT": unit}
+        copies.append(KernelLaunch("fold_channels", defines, grid, FOLD_THREADS, (buffer, place), (), arguments=told))
 
     def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
         product = _product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts, taps_fastest)
@@ -593,7 +595,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
                 yield TextFamily("wgrad_nhwc_sm90", choices, _made, "sm_90a")
     yield TextFamily("wgrad_nhwc_reduce", {"TYPE": (HALF, BFLOAT, FLOAT)})
     yield TextFamily("wgrad_nhwc_add", {"TYPE": (HALF, BFLOAT, FLOAT), "EACH": (2, 4)})
-    yield TextFamily("fold_channels", {"BYTES": (2, 4)})
+    for size in (2, 4):
+        yield TextFamily("fold_channels", {"BYTES": (size,), "UNIT": tuple(unit for unit in (2, 4, 8, 16) if unit >= size)})
 
 
 def _made(d: Mapping[str, int]) -> bool:
