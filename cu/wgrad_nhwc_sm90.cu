@@ -82,7 +82,7 @@ struct WgradNhwcArguments {
   long long rows, columns;                                    // channels of a bundle of dy, and of x
   long long own_rows, own_columns, by_own_columns;            // of a group
   long long column_blocks;                                    // blocks of CHANNELS channels of a bundle of x, for all taps
-  long long tap_blocks, by_tap_blocks;                        // the same for one tap
+  long long inner, by_inner, taps_inner;                      // neighbouring blocks: the channels of a tap or, with taps_inner, the taps of channels
   long long taps, tap_r, by_tap_r, tap_s, by_tap_s;           // all; along r and s
   long long dilation_d, dilation_h, dilation_w;               // offset in x from one tap to the next
   long long rank;                                             // spatial axes of the loads; 0: position n of dy meets pixel n of x
@@ -123,9 +123,9 @@ struct Range {
 struct Column {
   int tap, channel;
   DEVICE Column(const WgradNhwcArguments& arg, int block) {
-    const Divided of(block, arg.tap_blocks, arg.by_tap_blocks);
-    tap = of.quotient;
-    channel = of.rest * CHANNELS;
+    const Divided of(block, arg.inner, arg.by_inner);
+    tap = arg.taps_inner ? of.rest : of.quotient;
+    channel = (arg.taps_inner ? of.quotient : of.rest) * CHANNELS;
   }
 };
 
@@ -225,7 +225,7 @@ DEVICE void store_rows(const float* sums, const WgradNhwcArguments& arg, const T
   }
 }
 
-// [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which mostly are neighbouring taps of it.
+// [k][c][tap]: neighbouring lanes have the same channel of the tile's blocks of columns, which are neighbouring taps of it.
 DEVICE void store_taps(const float* sums, const WgradNhwcArguments& arg, const Tile& of, data_t* dw) {
   const int lane = threadIdx.x % 32, rows = min(BLOCK_M, (int)arg.rows - of.row);
   const long long pitch = arg.taps * arg.own_columns;

@@ -966,7 +966,7 @@ def wgrad_product(step, memory: Memory) -> None:
     ring = define["STAGES"] * (rows + columns) * 128
     assert max(ring, rows * (columns + 8) * 4) + 1023 <= step.shared and step.shared + 16 * define["STAGES"] <= (MOST_SHARED // 2 - 1024 if tall or (rows == 64 and columns <= 192) else MOST_SHARED)
     assert step.grid == s.tiles_m * s.tiles_n * s.bundles * s.splits and s.part == ceil(s.stages, s.splits)
-    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == s.tap_blocks * s.taps and s.tap_blocks == ceil(s.columns, wide)
+    assert s.tiles_m * rows >= s.rows and s.tiles_n * columns // wide >= s.column_blocks == ceil(s.columns, wide) * s.taps and s.inner == (s.taps if s.taps_inner else ceil(s.columns, wide))
     place, parted = step.buffers[0], s.splits > 1
     assert (place[0] == WORKSPACE) if parted else (place == RESULT)
     out = memory.view(place, "float32" if parted else kind)
@@ -981,7 +981,8 @@ def wgrad_product(step, memory: Memory) -> None:
         k = down * rows + np.arange(rows)[:, None]
         for i in range(columns // wide):
             block = across * columns // wide + i
-            c, tap = block % s.tap_blocks * wide + np.arange(wide)[None, :], block // s.tap_blocks
+            c, tap = tap_of(s, block, wide)
+            c = c + np.arange(wide)[None, :]
             mine = (k < s.rows) & (c < s.columns) & (block < s.column_blocks) & (k // s.own_rows == c // s.own_columns)
             at_k, at_c = (0 * c + bundle * s.rows + k)[mine], (0 * k + c % s.own_columns)[mine]
             at = (at_k * s.taps + tap) * s.own_columns + at_c + split * s.size
@@ -989,6 +990,12 @@ def wgrad_product(step, memory: Memory) -> None:
                 at = (at_k * s.own_columns + at_c) * s.taps + tap
             store(out, at, total[:, wide * i : wide * i + wide][mine].astype(out.dtype))
             memory.count(place, at)
+
+
+def tap_of(s, block: int, wide: int) -> tuple[int, int]:
+    """First channel and tap of a block of columns."""
+    outer, inner = divmod(block, s.inner)
+    return (outer * wide, inner) if s.taps_inner else (inner * wide, outer)
 
 
 def block_of(step) -> int:
@@ -1018,10 +1025,10 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
             a[:, i : i + wide] = boxed(dy_map, memory, (bundle * s.rows + row + i, wide * stage, 0))[0]
     loads = []
     for number in range(block, min(block + total.shape[1] // wide, s.column_blocks)):
-        tap = number // s.tap_blocks
+        c, tap = tap_of(s, number, wide)
         offsets = (tap % s.tap_s * s.dilation_w, tap // s.tap_s % s.tap_r * s.dilation_h, tap // s.tap_s // s.tap_r * s.dilation_d)
         assert not any(offsets[s.rank :]), "a tap is lost"
-        loads.append((bundle * s.columns + number % s.tap_blocks * wide, offsets[: s.rank]))
+        loads.append((bundle * s.columns + c, offsets[: s.rank]))
     if loads and s.rank:
         b[:, : len(loads) * wide] = load_im2col(x_map, memory, [start], loads)
     for i, (channel, _) in enumerate(loads if s.rank == 0 else ()):

@@ -198,6 +198,7 @@ def test_every_kind_of_case_is_among_them():
     copied = [launch.arguments for launch in launches if launch.kernel == "fold_channels"]
     assert {s.chunks == 1 for s in copied} == {s.stride_h > 1 for s in copied} == {s.dilation_w > 1 for s in copied} == {True, False} and any(s.channels == 1 for s in copied)
     assert {wn._level(case.problem(dtype).launched) for case, dtype in PLANNED} == {0, 1, 2}
+    assert {s.taps_inner for s in structs} == {0, 1}
     assert {s.rank for s in structs} == {0, 1, 2, 3} and {s.taps > 1 for s in structs} == {s.bundles > 1 for s in structs} == {s.own_columns < s.columns for s in structs} == {True, False}
     assert {s.tiles_m > 1 for s in structs} == {s.tiles_n > 1 for s in structs} == {s.stages < s.splits for s in structs} == {True, False}
     assert {launch.kernel for launch in launches} == {"wgrad_nhwc_sm90", "wgrad_nhwc_reduce", "wgrad_nhwc_add", "fold_channels"}
@@ -331,7 +332,7 @@ def test_what_is_not_finite_reaches_its_own_results_only():
 @pytest.mark.parametrize(
     ("case", "scalars"),
     [
-        (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "tap_blocks taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
+        (CASES[1], "tiles_m tiles_n stages part columns column_blocks load_plane size"), (CASES[4], "inner taps tap_s dilation_w dilation_h load_q load_pq stride_h stride_w low_h low_w rank"),
         (CASES[10], "bundles"), (CASES[15], "rows own_rows own_columns"), (CASES[13], "tap_r dilation_d stride_d low_d"),
     ],
     ids=str,

@@ -301,8 +301,9 @@ class WgradNhwcArguments(NamedTuple):
     own_columns: int
     by_own_columns: int
     column_blocks: int
-    tap_blocks: int
-    by_tap_blocks: int
+    inner: int
+    by_inner: int
+    taps_inner: int
     taps: int
     tap_r: int
     by_tap_r: int
@@ -451,11 +452,12 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
     stages, (down, across) = _stages(problem), _tiles(problem, config)
     walked, maps = _plane_maps(problem) if _planes(problem) else _maps(problem, x, dy)
     _, tap_r, tap_s = loaded.filter_size
+    taps, taps_inner = math.prod(loaded.filter_size), int(taps_fastest and parts is None)
     told = arguments(
         WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=bundles, splits=config.SPLIT, stages=stages,
         part=_part(problem, config), rows=forward.K // bundles, columns=loaded.C // bundles,
         own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(problem), tap_blocks=_tap_blocks(problem), taps=math.prod(loaded.filter_size), tap_r=tap_r,
+        column_blocks=_column_blocks(problem), inner=taps if taps_inner else _tap_blocks(problem), taps_inner=taps_inner, taps=taps, tap_r=tap_r,
         tap_s=tap_s, **walked, size=_sums(problem), taps_fastest=int(taps_fastest), image_stages=_image_stages(problem),
     )  # fmt: skip
     defines = {
