@@ -1,8 +1,9 @@
-// wgrad_nhwc_add.cu: adds the parts of wgrad_nhwc_sm90.cu where dw lies as they do, its channels fastest.
+// wgrad_nhwc_add.cu: adds the parts of wgrad_nhwc_sm90.cu where dw lies as they do, its channels fastest, or, of many parts, where its taps are.
 //
 //   dw[k, tap, c] = sum over run of parts[run][k][tap][c], always in the same order
 //
-// Where innermost taps were folded into channels (fold_channels.cu), a channel is (fold, c) in both.
+// Where innermost taps were folded into channels (fold_channels.cu), a channel is (fold, c) in both. With its taps fastest dw is [k][c][tap][fold]. Then
+// stores of a thread lie apart: wgrad_nhwc_reduce.cu is for results that are many.
 //
 // Mapping  block -> 2^width times EACH neighbours of a part. thread -> EACH neighbours, of one of THREADS / 2^width ranges of the runs: few results of
 //          many runs would have few threads otherwise. The ranges' sums are added in order, too.
@@ -24,6 +25,7 @@ constexpr int BATCH = 8;  // loads of a thread under way
 struct WgradNhwcAddArguments {
   long long size, splits, width, range;  // elements of a part; runs; log2; runs of a range, but for the last
   long long pitch, by_pitch, channels;   // of a k and tap: EACHes of a part; and elements of dw, behind which a part has zeros
+  long long taps_fastest, taps, by_taps, own, by_own, folds;  // of dw; taps that are not folded, channels, and taps that are
 };
 
 struct alignas(4 * EACH) Sums {
@@ -64,6 +66,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Divided row(each, arg.pitch, arg.by_pitch);
   const int c = EACH * row.rest;
   data_t* const to = dw + (long long)row.quotient * channels + c;
+  if (arg.taps_fastest) {
+    const Divided k(row.quotient, arg.taps, arg.by_taps);
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+      if (c + i < channels) {
+        const Divided fold(c + i, arg.own, arg.by_own);
+        dw[(((long long)k.quotient * (int)arg.own + fold.rest) * (int)arg.taps + k.rest) * (int)arg.folds + fold.quotient] = from_float<data_t>(sum.of[i]);
+      }
+    return;
+  }
   Results results;
 #pragma unroll
   for (int i = 0; i < EACH; ++i) results.of[i] = from_float<data_t>(sum.of[i]);

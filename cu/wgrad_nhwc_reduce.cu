@@ -1,6 +1,6 @@
-// wgrad_nhwc_reduce.cu: adds the parts of wgrad_nhwc_sm90.cu, whose channels are fastest, and writes dw, whose taps are.
+// wgrad_nhwc_reduce.cu: adds few parts of wgrad_nhwc_sm90.cu, whose channels are fastest, and writes dw, whose taps are.
 //
-//   dw[k, c, tap] = sum over run of parts[run][k][tap][c], always in the same order, which is that of wgrad_nhwc_add.cu: ranges of runs, and their sums
+//   dw[k, c, tap] = sum over run of parts[run][k][tap][c], always in the same order, which is that of wgrad_nhwc_add.cu
 //
 // Where innermost taps were folded into channels (fold_channels.cu), a channel of a part is (fold, c), and a tap of dw (tap, fold).
 //
@@ -16,11 +16,11 @@
 typedef element<TYPE> data_t;
 
 constexpr int MOST_TAPS = 16, CHANNELS = 64;  // of a block
-constexpr int BATCH = 16;                     // loads of a thread under way
+constexpr int BATCH = 8;                      // loads of a thread under way
 
 // by_n is the divisor n, prepared (division.cuh).
 struct WgradNhwcReduceArguments {
-  long long size, splits, range;        // elements of dw; runs, all and of a range
+  long long size, splits;               // elements of a part; runs
   long long taps, channels, pitch;      // of a part: of a k; channels of a tap that there are; and with the zeros behind them, an even number
   long long own, by_own, folds;         // channels of dw, of a group; of how many taps a part's are
   long long tile_taps, by_tile_taps;    // of a block
@@ -37,26 +37,19 @@ extern "C" __global__ void __launch_bounds__(32 * MOST_TAPS)
   const int warp = threadIdx.x / 32, c = threadIdx.x % 32 * 2;
   if (warp < taps && c < channels) {
     const float* from = parts + ((long long)k * arg.taps + tap0 + warp) * arg.pitch + c0 + c;
-    float2 sum = make_float2(0, 0), of_range = sum;
-    int left = (int)arg.range;
+    float2 sum = make_float2(0, 0);
     for (int first = 0; first < (int)arg.splits; first += BATCH) {
       float2 part[BATCH];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i, from += arg.size) part[i] = first + i < (int)arg.splits ? *(const float2*)from : make_float2(0, 0);
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        of_range.x += part[i].x;
-        of_range.y += part[i].y;
-        if (--left == 0) {
-          sum.x += of_range.x;
-          sum.y += of_range.y;
-          of_range = make_float2(0, 0);
-          left = (int)arg.range;
-        }
+        sum.x += part[i].x;
+        sum.y += part[i].y;
       }
     }
-    sums[warp][c] = sum.x + of_range.x;
-    sums[warp][c + 1] = sum.y + of_range.y;
+    sums[warp][c] = sum.x;
+    sums[warp][c + 1] = sum.y;
   }
   __syncthreads();
   for (int i = threadIdx.x; i < CHANNELS * (int)arg.tile_taps; i += blockDim.x) {

@@ -1040,7 +1040,6 @@ def wgrad_stage(s, planes: int, memory: Memory, dy_map, x_map, stage: int, bundl
 def wgrad_reduce(step, memory: Memory) -> None:
     s, kind = named(step), ELEMENT[step.defines["TYPE"]]
     assert step.block == 32 * s.tile_taps <= 512 and s.tiles_t * s.tile_taps >= s.taps and s.tiles_c * 64 >= s.channels and s.pitch % 2 == 0 <= s.pitch - s.channels
-    assert s.range * 32 >= s.splits
     assert step.grid * s.taps * s.pitch == s.size * s.tiles_c * s.tiles_t
     source, to = step.buffers
     assert s.own * s.folds == s.channels
@@ -1066,7 +1065,10 @@ def wgrad_add(step, memory: Memory) -> None:
     parts, dw = memory.view(source, "float32"), memory.view(to, kind)
     row, c = np.arange(s.size // (each * s.pitch))[:, None], np.arange(s.channels)
     total = sum(inside(parts, split * s.size + row * each * s.pitch + c).astype(float) for split in range(s.splits))
-    store(dw, row * s.channels + c, total.astype(kind))
+    k, tap, fold, own = row // s.taps, row % s.taps, c // s.own, c % s.own
+    assert s.own * s.folds == s.channels
+    at = ((k * s.own + own) * s.taps + tap) * s.folds + fold if s.taps_fastest else row * s.channels + c
+    store(dw, at, total.astype(kind))
 
 
 def fold_channels(step, memory: Memory) -> None:

@@ -1,9 +1,10 @@
 """Gradients of filters from channels-last arrays as they lie, on Hopper's tensor cores (``cu/wgrad_nhwc_sm90.cu``).
 
-The arrays are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. Of 1x1 filters, 16-bit
-arrays may be NCHW too. Gradients are long sums over the positions of the convolution's result, for few results. So a sum is cut into runs of
-positions. What several runs give is added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the gradient's channels are fastest in memory, as
-the parts' are, and ``cu/wgrad_nhwc_reduce.cu`` where its taps are.
+The arrays are float16, bfloat16 and float32. Three products of TF32 make one of float32, unless ``precision="tf32"``. Of 1x1
+filters, 16-bit arrays may be NCHW too. Gradients are long sums over the positions of the convolution's result, for few results.
+So a sum is cut into runs of positions. What several runs give is added by a second launch: ``cu/wgrad_nhwc_add.cu`` where the
+gradient's channels are fastest in memory, as the parts' are, or runs are many, and ``cu/wgrad_nhwc_reduce.cu`` where its taps
+are.
 
 An array whose pixels are no multiple of 16 bytes is copied first, with zeros behind their channels (``cu/fold_channels.cu``). Where x has
 few channels, the copy also makes channels of taps: of a row of them, or of all. To load taps of few channels one by one takes longer.
@@ -341,6 +342,12 @@ class WgradNhwcAddArguments(NamedTuple):
     pitch: int
     by_pitch: int
     channels: int
+    taps_fastest: int
+    taps: int
+    by_taps: int
+    own: int
+    by_own: int
+    folds: int
 
 
 class WgradNhwcReduceArguments(NamedTuple):
@@ -348,7 +355,6 @@ class WgradNhwcReduceArguments(NamedTuple):
 
     size: int
     splits: int
-    range: int
     taps: int
     channels: int
     pitch: int
@@ -403,8 +409,11 @@ def schedule(problem: ConvProblem, config: WgradNhwc, device: Device, noted: boo
 
     def steps(taps_fastest: bool) -> list[list[KernelLaunch]]:
         product = _product(problem, config, places.get(INPUT, INPUT), places.get(WEIGHT, WEIGHT), parts, taps_fastest)
-        reduce = _reduce if taps_fastest else _add
-        return [*([copy] for copy in copies), [product], *([[reduce(problem, config, parts)]] if parts else [])]
+        last = []
+        if parts:
+            apart = taps_fastest and _lanes(config) == 1
+            last = [[_reduce(problem, config, parts) if apart else _add(problem, config, parts, taps_fastest)]]
+        return [*([copy] for copy in copies), [product], *last]
 
     if math.prod(problem.result_size) == 1:
         return Schedule.plain(steps(False), scratch.used)
@@ -457,7 +466,8 @@ def _product(problem: ConvProblem, config: WgradNhwc, x: Place, dy: Place, parts
         WgradNhwcArguments, tiles_m=down, tiles_n=across, bundles=bundles, splits=config.SPLIT, stages=stages,
         part=_part(problem, config), rows=forward.K // bundles, columns=loaded.C // bundles,
         own_rows=forward.K // forward.groups, own_columns=loaded.C // forward.groups,
-        column_blocks=_column_blocks(problem), inner=taps if taps_inner else _tap_blocks(problem), taps_inner=taps_inner, taps=taps, tap_r=tap_r,
+        column_blocks=_column_blocks(problem), inner=taps if taps_inner else _tap_blocks(problem), taps_inner=taps_inner,
+        taps=taps, tap_r=tap_r,
         tap_s=tap_s, **walked, size=_sums(problem), taps_fastest=int(taps_fastest), image_stages=_image_stages(problem),
     )  # fmt: skip
     defines = {
@@ -501,15 +511,15 @@ def _plane_maps(problem: ConvProblem) -> tuple[dict[str, int], tuple[TensorMap, 
 
 
 def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
-    """The launch that adds the parts, where the taps of the result are fastest."""
+    """The launch that adds few parts, where the taps of the result are fastest."""
     loaded, own = _loaded(problem), problem.N
     taps, pitch = math.prod(loaded.filter_size), loaded.C // problem.groups
     folds = math.prod(problem.result_size) // taps
     channels = own * folds
     tiles_t = ceil(taps, REDUCE_TAPS)
     told = arguments(
-        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, range=ceil(config.SPLIT, _lanes(config)), taps=taps,
-        channels=channels, pitch=pitch, own=own, folds=folds, tile_taps=ceil(taps, tiles_t),
+        WgradNhwcReduceArguments, size=_sums(problem), splits=config.SPLIT, taps=taps, channels=channels, pitch=pitch, own=own,
+        folds=folds, tile_taps=ceil(taps, tiles_t),
         tiles_c=ceil(channels, REDUCED_CHANNELS), tiles_t=tiles_t,
     )  # fmt: skip
     grid = problem.K * told.tiles_c * told.tiles_t
@@ -517,16 +527,17 @@ def _reduce(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaun
     return KernelLaunch("wgrad_nhwc_reduce", defines, grid, 32 * told.tile_taps, (parts, RESULT), (), arguments=told)
 
 
-def _add(problem: ConvProblem, config: WgradNhwc, parts: Place) -> KernelLaunch:
-    """The launch that adds the parts, where the channels of the result are fastest."""
+def _add(problem: ConvProblem, config: WgradNhwc, parts: Place, taps_fastest: bool) -> KernelLaunch:
+    """The launch that adds the parts, where the channels of the result are fastest, or the parts are many."""
     loaded = _loaded(problem)
     taps, pitch, size = math.prod(loaded.filter_size), loaded.C // problem.groups, _sums(problem)
+    folds = math.prod(problem.result_size) // taps
     each = 4 if pitch % 4 == 0 else 2
     lanes = _lanes(config)
     width = ADD_THREADS // lanes
     told = arguments(
         WgradNhwcAddArguments, size=size, splits=config.SPLIT, width=width.bit_length() - 1, range=ceil(config.SPLIT, lanes),
-        pitch=pitch // each, channels=problem.N * math.prod(problem.result_size) // taps,
+        pitch=pitch // each, channels=problem.N * folds, taps_fastest=int(taps_fastest), taps=taps, own=problem.N, folds=folds,
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "EACH": each}
     return KernelLaunch("wgrad_nhwc_add", defines, ceil(size, each * width), ADD_THREADS, (parts, RESULT), (), arguments=told)
@@ -618,7 +629,8 @@ WAIT, STEP = 860, 280  # cycles until a load is there, and of a stage beside its
 REDUCE, ADDED = 1.7, 2.3e6  # microseconds of the launch that adds the parts, and their bytes a microsecond
 COPY, COPIED = 1.6, 2.75e6  # the same of a launch that folds
 LEAST_STAGES = 4  # of a block that shares a sum
-#: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take as those of 16 bits.
+#: By the bytes of an element's factors: cycles of a stage for each of a tile's sums, and how many times as long loads take
+#: as those of 16 bits.
 PRODUCT, LOADS = {2: 1 / 46, 4: 1 / 13.8, 8: 1 / 5}, {2: 1.0, 4: 1.4, 8: 1.4}
 
 
@@ -660,7 +672,8 @@ def time(problem: ConvProblem, config: WgradNhwc, device: Device) -> float:
     if _planes(problem):
         cycles = (channels + columns) * pixel_cycles(size * math.prod(forward.output_size))
     else:
-        cycles = channels * pixel_cycles(size * loaded.K // bundles) + columns * pixel_cycles(size * loaded.C // bundles)
+        of_dy, of_x = pixel_cycles(size * loaded.K // bundles), pixel_cycles(size * loaded.C // bundles)
+        cycles = channels * of_dy + columns * of_x
     loads = LOADS[factor] * (BOXED if flat else WALKED) * cycles
     products, sums = PRODUCT[factor] * config.BLOCK_M * config.BLOCK_N, config.BLOCK_M * config.BLOCK_N
     end = 4 * sums / PARTED if config.SPLIT > 1 else size * sums / STORED
