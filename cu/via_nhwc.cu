@@ -2,7 +2,7 @@
 //
 //   to[image][column][row] = from[image][row][column]
 //
-// NCHW to NHWC: rows are channels, columns are pixels; and the other way round.
+// NCHW to NHWC: rows are channels, columns are pixels; and the other way round. `to` may have zeros behind the rows.
 //
 // Mapping  block: a tile of 8 KB, 2^row_bits words of rows x as many columns as that leaves, at least 64. A word is a row of 4 bytes, or two
 //          neighbouring ones of 2 bytes. A thread loads neighbouring columns at once: as many as make up to 16 bytes and divide the number of
@@ -24,21 +24,25 @@ constexpr int THREADS = 256, WORDS = 2048, EACH = WORDS / THREADS, ROWS = 4 / BY
 
 // by_n is the divisor n, prepared (division.cuh).
 struct ViaNhwcArguments {
-  long long rows, columns;                            // of a matrix
+  long long rows, columns, pitch;                     // of a matrix; rows of `to`, with the zeros
   long long row_bits;                                 // words of a tile's column: 2 to this power, 4 to 32
   long long tiles_r, by_tiles_r, tiles_c, by_tiles_c;  // tiles of a matrix, down and across
   long long vector, wide;                             // columns that are loaded at once: 1, 2, 4, 8; whether 16 bytes are stored at once
 };
 
-// A tile: its first row and column, and where its matrices begin.
+// Two batches of matrices that one launch transposes.
+struct ViaNhwcTwo {
+  ViaNhwcArguments of[2];
+};
+
+// A tile: its first row and column, and the number of its matrices.
 struct Tile {
-  int row, column, row_bits;
-  long long image;
-  DEVICE Tile(const ViaNhwcArguments& arg) : row_bits((int)arg.row_bits) {
-    const Divided down(blockIdx.x, arg.tiles_r, arg.by_tiles_r), across(down.quotient, arg.tiles_c, arg.by_tiles_c);
+  int row, column, row_bits, image;
+  DEVICE Tile(const ViaNhwcArguments& arg, int number) : row_bits((int)arg.row_bits) {
+    const Divided down(number, arg.tiles_r, arg.by_tiles_r), across(down.quotient, arg.tiles_c, arg.by_tiles_c);
     row = down.rest * (ROWS << row_bits);
     column = across.rest * columns();
-    image = across.quotient * arg.rows * arg.columns;
+    image = across.quotient;
   }
   DEVICE int columns() const { return WORDS >> row_bits; }
   // where the word of a column of the tile lies
@@ -67,7 +71,7 @@ template <int vector> DEVICE void load(uint32_t* shared, const element_t* __rest
       const int row = tile.row + ROWS * word[i] + r;
       loaded[i][r] = Vector();
       if (row < (int)arg.rows && tile.column + column[i] < (int)arg.columns)
-        loaded[i][r] = *(const Vector*)(from + tile.image + row * arg.columns + tile.column + column[i]);
+        loaded[i][r] = *(const Vector*)(from + (tile.image * arg.rows + row) * arg.columns + tile.column + column[i]);
     }
   }
 #pragma unroll
@@ -79,12 +83,8 @@ template <int vector> DEVICE void load(uint32_t* shared, const element_t* __rest
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    via_nhwc(const element_t* __restrict__ from, element_t* __restrict__ to, const __grid_constant__ ViaNhwcArguments arg) {
-  __shared__ alignas(16) uint32_t shared[WORDS];
-  NEXT_LAUNCH_MAY_COME
-  AFTER_LAST_LAUNCH
-  const Tile tile(arg);
+DEVICE void transpose(const element_t* __restrict__ from, element_t* __restrict__ to, const ViaNhwcArguments& arg, int number, uint32_t* shared) {
+  const Tile tile(arg, number);
   switch ((int)arg.vector) {
 #if BYTES == 2
     case 8: load<8>(shared, from, arg, tile); break;
@@ -94,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     default: load<1>(shared, from, arg, tile);
   }
   __syncthreads();
-  const int rows = (int)arg.rows - tile.row, columns = (int)arg.columns - tile.column;
-  element_t* const first = to + tile.image + tile.column * arg.rows + tile.row;
+  const int pitch = (int)arg.pitch, rows = pitch - tile.row, columns = (int)arg.columns - tile.column;
+  element_t* const first = to + (tile.image * arg.columns + tile.column) * pitch + tile.row;
   if (arg.wide) {
     constexpr int PIECE = 16 / BYTES;  // rows
     const int bits = tile.row_bits - 2;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int i = threadIdx.x; i < WORDS / 4; i += THREADS) {
       const int column = i >> bits, piece = i & ((1 << bits) - 1);
       if (column < columns && PIECE * piece < rows)
-        store_word(first + column * arg.rows + PIECE * piece, *(const uint4*)(shared + tile.place(column, 4 * piece)));
+        store_word(first + column * pitch + PIECE * piece, *(const uint4*)(shared + tile.place(column, 4 * piece)));
     }
     return;
   }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   for (int i = threadIdx.x; i < WORDS; i += THREADS) {
     const int column = i >> tile.row_bits, word = i & ((1 << tile.row_bits) - 1), row = ROWS * word;
     if (column >= columns || row >= rows) continue;
-    element_t* const at = first + column * arg.rows + row;
+    element_t* const at = first + column * pitch + row;
     const uint32_t own = shared[tile.place(column, word)];
     if constexpr (BYTES == 4) {
       *at = own;
@@ -126,4 +126,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       else *(uint32_t*)(at + 1) = own >> 16 | shared[tile.place(column, word + 1)] << 16;
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    via_nhwc(const element_t* __restrict__ from, element_t* __restrict__ to, const __grid_constant__ ViaNhwcArguments arg) {
+  __shared__ alignas(16) uint32_t shared[WORDS];
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  transpose(from, to, arg, blockIdx.x, shared);
+}
+
+// Two in one launch: the first one's tiles are so many blocks.
+extern "C" __global__ void __launch_bounds__(THREADS)
+    via_nhwc_two(const element_t* __restrict__ from, element_t* __restrict__ to, const element_t* __restrict__ other_from, element_t* __restrict__ other_to,
+                 const __grid_constant__ ViaNhwcTwo arg, const long long blocks) {
+  __shared__ alignas(16) uint32_t shared[WORDS];
+  NEXT_LAUNCH_MAY_COME
+  AFTER_LAST_LAUNCH
+  const bool other = blockIdx.x >= blocks;
+  transpose(other ? other_from : from, other ? other_to : to, arg.of[other], blockIdx.x - (other ? (int)blocks : 0), shared);
 }

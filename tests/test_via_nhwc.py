@@ -78,12 +78,23 @@ def test_gradients_of_filters_of_float32_go_by_way_of_nchw(case, config):
 def test_gradients_of_filters_of_float32_are_made_as_their_arrays_lie():
     """No copy in NCHW is asked for; other types and other directions take no way round."""
     problem, config = of_float32(FILTERS[0])
-    assert as_called(problem, H200) == problem and engines.choose(problem, H200) == config
+    assert as_called(problem, H200) == problem and engines.refusal(problem, config, H200) is None
     assert vn.choose(FILTERS[0].problem("float32", "NHWC").launched, H200) is None
     assert "is for arrays that lie so" in engines.refusal(problem, ViaNhwc(config.INNER), H200)
     assert engines.refusal(FILTERS[0].problem("float32", "NCHW"), config, H200) is not None
     kernels = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
-    assert kernels[:2] == ["via_nhwc"] * 2 and "via_nhwc" not in kernels[2:]
+    assert kernels[0] == "via_nhwc_two" and "via_nhwc" not in kernels
+
+
+@simulated
+@pytest.mark.parametrize("case", [Filter((2, 13, 6, 7), (19, 13, 1, 1), layout="NCHW"), Filter((2, 16, 9, 7), (19, 16, 5, 3), padding=(2, 1), layout="NCHW"), Filter((2, 3, 12, 10), (17, 3, 3, 2), stride=(2,), layout="NCHW")], ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_channels_are_filled_up_by_the_launch_that_transposes(case, dtype):
+    """But taps are folded by another."""
+    problem, arrays, config = case.problem(dtype), case.integers(dtype), ViaNhwc("WgradNhwc(BLOCK_M=64, BLOCK_N=64, STAGES=2, SPLIT=2)")
+    assert_exact(simt.computed(problem, config, *arrays, seeds=(1,)), case.reference(*arrays))
+    met = [launch.kernel for step in engines.schedule(problem, config, H200).whole for launch in step]
+    assert met[:-1] == ["via_nhwc_two", *["fold_channels"] * (case.x[1] == 3), "wgrad_nhwc_sm90"]
 
 
 def test_all_of_them_run():
@@ -111,14 +122,22 @@ def test_what_finishes_a_sum():
 def test_matrices_are_transposed(nbytes, vectors):
     """Tiles of every shape, their tails, and every width of loads and stores."""
     kind, met = {2: np.uint16, 4: np.uint32}[nbytes], set()
+    def transposed(*both):
+        arrays = [np.random.default_rng(one.rows).integers(1, 1 << 8 * nbytes, (3, one.rows, one.columns), kind) for one in both]
+        launches = [one.launch(2 * i, 2 * i + 1) for i, one in enumerate(both)]
+        met.update((launch.arguments.vector, launch.arguments.wide, launch.arguments.row_bits) for launch in launches)
+        pairs = ((np.frombuffer(given.tobytes(), np.uint8).copy(), np.full(one.nbytes, 0xFF, np.uint8)) for one, given in zip(both, arrays, strict=True))
+        memory = SimpleNamespace(buffers=[buffer for pair in pairs for buffer in pair])
+        simt.run([[vn._together(*launches) if len(both) == 2 else launches[0]]], memory, 1)
+        for i, (one, given) in enumerate(zip(both, arrays, strict=True)):
+            found = memory.buffers[2 * i + 1].view(kind).reshape(3, one.columns, one.pitch)
+            assert np.array_equal(found[..., : one.rows], given.transpose(0, 2, 1)) and not found[..., one.rows :].any(), one
+
     for rows, columns in product((1, 3, 6, 16, 24, 37, 64, 136), (2, 5, 12, 72, 200)):
-        one = vn._Transposition(vn.INPUT, 3, rows, columns, nbytes)
-        launch = one.launch(0, 1)
-        met.add((launch.arguments.vector, launch.arguments.wide, launch.arguments.row_bits))
-        given = np.random.default_rng(rows).integers(1, 1 << 8 * nbytes, (3, rows, columns), kind)
-        memory = SimpleNamespace(buffers=[np.frombuffer(given.tobytes(), np.uint8).copy(), np.zeros(given.nbytes, np.uint8)])
-        simt.run([[launch]], memory, 1)
-        assert np.array_equal(memory.buffers[1].view(kind).reshape(3, columns, rows), given.transpose(0, 2, 1)), launch
+        one, zeros = vn._Transposition(vn.INPUT, 3, rows, columns, nbytes), -rows % (16 // nbytes)
+        if columns in (5, 72) and zeros:
+            transposed(replace(one, zeros=zeros), one)
+        transposed(one)
     assert {vector for vector, _, _ in met} == set(vectors) and {wide for _, wide, _ in met} == {0, 1}
     assert {bits for _, _, bits in met} == {2, 3, 4, 5}
 

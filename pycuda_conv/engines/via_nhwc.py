@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from pycuda_conv.engines import hopper
 from pycuda_conv.engines.base import Config, Engine
@@ -109,6 +109,7 @@ class ViaNhwcArguments(NamedTuple):
 
     rows: int
     columns: int
+    pitch: int
     row_bits: int
     tiles_r: int
     by_tiles_r: int
@@ -127,22 +128,29 @@ class _Transposition:
     rows: int
     columns: int
     itemsize: int
+    zeros: int = 0  # behind the rows of what is written
+
+    @property
+    def pitch(self) -> int:
+        """Rows of what is written."""
+        return self.rows + self.zeros
 
     @property
     def nbytes(self) -> int:
-        return self.images * self.rows * self.columns * self.itemsize
+        """Of what is written."""
+        return self.images * self.pitch * self.columns * self.itemsize
 
     @property
     def _tile(self) -> tuple[int, int]:
         """Words of a tile's column, as a power of two, and its columns."""
-        words = ceil(self.rows * self.itemsize, 4)
+        words = ceil(self.pitch * self.itemsize, 4)
         row_bits = min(max((words - 1).bit_length(), 2), 5)
         return row_bits, TILE_BYTES // 4 >> row_bits
 
     @property
     def tiles(self) -> int:
         row_bits, columns = self._tile
-        return self.images * ceil(self.rows * self.itemsize, 4 << row_bits) * ceil(self.columns, columns)
+        return self.images * ceil(self.pitch * self.itemsize, 4 << row_bits) * ceil(self.columns, columns)
 
     @property
     def _vector(self) -> int:
@@ -152,12 +160,12 @@ class _Transposition:
     @property
     def _wide(self) -> int:
         """Bytes that it stores at once: words even of an odd number of rows, but for an element at their ends."""
-        return 16 if self.rows * self.itemsize % 16 == 0 else 4
+        return 16 if self.pitch * self.itemsize % 16 == 0 else 4
 
     @property
     def time(self) -> float:
         """Microseconds that it should take; what a tile has too much of counts if it is most of it."""
-        if self._vector == 1 or self.rows * self.itemsize % 4:
+        if self._vector == 1 or self.pitch * self.itemsize % 4:
             rate = SINGLE
         else:
             rate = WIDE if self._wide == self._vector * self.itemsize == 16 else NARROW
@@ -167,10 +175,20 @@ class _Transposition:
         size = self.itemsize
         row_bits, columns = self._tile
         told = arguments(
-            ViaNhwcArguments, rows=self.rows, columns=self.columns, row_bits=row_bits, tiles_r=ceil(self.rows * size, 4 << row_bits),
-            tiles_c=ceil(self.columns, columns), vector=self._vector, wide=int(self._wide == 16),
+            ViaNhwcArguments, rows=self.rows, columns=self.columns, pitch=self.pitch, row_bits=row_bits,
+            tiles_r=ceil(self.pitch * size, 4 << row_bits), tiles_c=ceil(self.columns, columns), vector=self._vector,
+            wide=int(self._wide == 16),
         )  # fmt: skip
         return KernelLaunch("via_nhwc", {"BYTES": size}, self.tiles, THREADS, (source, target), (), arguments=told)
+
+
+def _together(first: KernelLaunch, second: KernelLaunch) -> KernelLaunch:
+    """Two of these launches as one."""
+    both = cast(ViaNhwcArguments, first.arguments), cast(ViaNhwcArguments, second.arguments)
+    return KernelLaunch(
+        "via_nhwc_two", first.defines, first.grid + second.grid, THREADS, first.buffers + second.buffers, (first.grid,), "via_nhwc",
+        arguments=both,
+    )  # fmt: skip
 
 
 def _read(problem: ConvProblem) -> list[_Transposition]:
@@ -203,19 +221,48 @@ def schedule(problem: ConvProblem, config: ViaNhwc, device: Device, noted: bool 
     inner = parsed(config.INNER)
     assert inner is not None
     made = registry.schedule(_turned(problem), inner, device)
+    if _of_filter(problem):
+        return _of_both(problem, made)
     read, written, scratch = _read(problem), _written(problem), Arena(WORKSPACE)
     places = {one.buffer: scratch.take(one.nbytes) for one in (*read, *([written] if written else []))}
     places[WORKSPACE] = scratch.take(made.workspace_bytes)
     first = [one.launch(one.buffer, places[one.buffer]) for one in read]
     last = [written.launch(places[RESULT], RESULT)] if written else []
-
-    if _of_filter(problem):  # both arrays are transposed before any launch reads them
-        places[PACKED] = scratch.take(made.filter_bytes)
-        steps = [first, *moved(made.whole, places)] if first else moved(made.whole, places)
-        return Schedule([], steps, steps, scratch.used, 0, made.redoes)
     prepare = moved(made.prepare, places)
     steps = [step for step in (first, *moved(made.steps, places), last) if step]
     return Schedule(prepare, steps, prepare + steps, scratch.used, made.filter_bytes, made.redoes)
+
+
+def _of_both(problem: ConvProblem, made: Schedule) -> Schedule:
+    """Of the gradient of a filter, whose launches of the transposed arrays are `made`: one launch transposes both before any reads them."""
+    read, scratch = _read(problem), Arena(WORKSPACE)
+    copies = {launch.buffers[0]: launch for step in made.whole for launch in step if _only_fills_up(launch)}
+    filled = {one.buffer: copies[one.buffer] for one in read if one.buffer in copies}
+    places = {one.buffer: scratch.take(one.nbytes) for one in read if one.buffer not in filled}
+    places[WORKSPACE] = scratch.take(made.workspace_bytes)
+    places[PACKED] = scratch.take(made.filter_bytes)
+    first = []
+    for one in read:
+        if one.buffer in filled:  # what would be copied once more
+            ((copy,),) = moved([[filled[one.buffer]]], {WORKSPACE: places[WORKSPACE]})
+            nbytes = 16 * cast(tuple[int, ...], copy.arguments)[0]  # its words
+            one = replace(one, zeros=nbytes // (one.images * one.columns * one.itemsize) - one.rows)
+            first.append(one.launch(one.buffer, copy.buffers[1]))
+        else:
+            first.append(one.launch(one.buffer, places[one.buffer]))
+    whole = [kept for step in made.whole if (kept := [launch for launch in step if launch not in filled.values()])]
+    steps = moved(whole, places)
+    if first:
+        steps = [[_together(*first)] if len(first) == 2 else first, *steps]
+    return Schedule([], steps, steps, scratch.used, 0, made.redoes)
+
+
+def _only_fills_up(launch: KernelLaunch) -> bool:
+    """Whether `launch` copies an array with zeros behind its channels, and folds no taps into them."""
+    if launch.kernel != "fold_channels":
+        return False
+    told: Any = launch.arguments
+    return bool(told.folded == told.channels and (told.h, told.w) == (told.p, told.q))
 
 
 def filter_key(problem: ConvProblem, config: ViaNhwc) -> Hashable:
