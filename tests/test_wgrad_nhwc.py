@@ -146,8 +146,8 @@ CONFIGS_PLANES = WgradNhwc(64, 64, 4), WgradNhwc(128, 128, 3), WgradNhwc(64, 64,
 
 
 #: float32 by three products.
-CONFIGS_FP32 = WgradNhwc(64, 64, 4), WgradNhwc(128, 64, 3, 4), WgradNhwc(64, 64, 2, 17), WgradNhwc(128, 64, 8)
-PRECISE = [(case, case.legal(CONFIGS_FP32[i % len(CONFIGS_FP32)], "float32")) for i, case in enumerate([*CASES[::2], *PADDED[:8:3], DEEP])]
+CONFIGS_FP32 = WgradNhwc(64, 64, 4), WgradNhwc(128, 64, 3, 4), WgradNhwc(64, 64, 2, 9), WgradNhwc(128, 64, 8)
+PRECISE = [(case, case.legal(CONFIGS_FP32[i % len(CONFIGS_FP32)], "float32")) for i, case in enumerate([*CASES[:4], CASES[10], *CASES[14:18], *PADDED[1:4], PADDED[7]])]
 
 
 def precise(case: Filter) -> ConvProblem:
@@ -290,13 +290,13 @@ def test_the_order_of_sums():
 # ---- numbers that are not finite
 
 
-def check_not_finite(run, dtype: str = "float16") -> None:
+def check_not_finite(run, dtype: str = "float16", values: tuple = (np.inf, -np.inf, np.nan)) -> None:
     """They reach the results that they are part of, and no others."""
     case = Filter((2, 24, 5, 7), (16, 24, 3, 3), padding=(1,))
     x, dy = case.integers(dtype, seed=1)
     clean = run(case, x, dy)
     assert_exact(clean, case.reference(x, dy))
-    for value in (np.inf, -np.inf, np.nan):
+    for value in values:
         bad = x.copy()
         bad[1, 5, 0, 6] = value  # in the last column of the first row: taps (2, 2), (1, 2) and their like never meet it
         ones = np.ones_like(dy)
@@ -440,7 +440,7 @@ def test_on_the_gpu(torch, run):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("case", "config"), [*PRECISE, *((LARGE, WgradNhwc(rows, 64, 6, split)) for rows in (64, 128) for split in (1, 9))], ids=str)
+@pytest.mark.parametrize(("case", "config"), [*PRECISE, *((case, WgradNhwc(rows, 64, 6, split)) for case in (DEEP, LARGE) for rows in (64, 128) for split in (1, 9))], ids=str)
 def test_float32_on_the_gpu(torch, case, config):  # noqa: F811
     plan = Plan(precise(case), "cuda", config=config)
     arrays = case.integers("float32")

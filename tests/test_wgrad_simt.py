@@ -76,8 +76,9 @@ def test_float32_at_random():
     check_precise(lambda case, x, dy: simt.computed(precise(case), WgradNhwc(64, 64, 4, 2), x, dy), Filter((2, 24, 9, 11), (40, 24, 1, 2)))
 
 
-def test_float32_that_is_not_finite():
-    check_not_finite(lambda case, x, dy: simt.computed(precise(case), WgradNhwc(64, 64, 4, 2), x, dy), "float32")
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_float32_that_is_not_finite(value):
+    check_not_finite(lambda case, x, dy: simt.computed(precise(case), WgradNhwc(64, 64, 4), x, dy), "float32", (value,))
 
 
 def test_what_is_not_finite():
