@@ -188,6 +188,8 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # ---- the choice
 
 
+BEGIN = 2.0  # microseconds of a launch
+LONGER, VOLUME = {16: 1.5, 32: 1.3, 64: 1.1}, 1.6  # times as long as counted, by the rows of a tile
 SECTOR, SCATTERED = 32, 2e6  # bytes of memory that are written at once; of such a microsecond, where only an element of each is meant
 
 
@@ -196,7 +198,8 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
 
     Instructions are counted; of w warps a multiprocessor is taken to issue 3.1 w / (w + 4) a cycle, as direct_gemm.cu's tiles were found
     to. In a step a block waits for memory once, 0.6 us. On an H200 most of 53 timings in float32 were within a tenth of that; those of
-    73 in 16 bits, whose elements are loaded one by one and converted, took 1.45 times as long.
+    73 in 16 bits, whose elements are loaded one by one and converted, took 1.45 times as long. On an H100 low tiles and volumes take longer
+    than that: LONGER and VOLUME are fitted to 77 times, root mean square of the error 22%.
     """
     multiprocessors, wide = device.multiprocessors, problem.dtype == "float64"
     thread_m, thread_n = TILES[config.BLOCK_M, config.BLOCK_N]
@@ -209,7 +212,8 @@ def time(problem: ConvProblem, config: PatchWgrad, device: Device) -> float:
     warps = min(fit, deep) * threads / 32
     busy = deep * steps * step * threads / 32 / (3.1 * warps / (warps + 4)) / 1700
     waiting = ceil(deep, fit) * steps * 0.6
-    us = 4 + max(busy, waiting) * (1.45 if problem.itemsize == 2 else 1)
+    longer = LONGER[config.BLOCK_M] * (VOLUME if problem.has_depth else 1) * (1.45 if problem.itemsize == 2 else 1)
+    us = BEGIN + max(busy, waiting) * longer
     if problem.layout == "CHWN" and math.prod(problem.output_size) > 1:  # neighbouring sums belong to channels, whose filters lie apart
         us += math.prod(problem.result_shape) * SECTOR / SCATTERED * 132 / multiprocessors
     if config.SLICES > 1:
