@@ -21,6 +21,7 @@
 //          element further left. What a word has beside a row of taps is masked: the filter is zero there, and zero times Inf would be NaN.
 // y        A lane's columns of 8 or 16 neighbouring columns are neighbouring channels, because the filter is laid out so: it writes 16 or 8 bytes
 //          at once from its registers, and four lanes write a sector or two. With PLANES a lane's columns of four eights are neighbouring pixels.
+//          Where rows of y are no multiple of eight pixels, a warp turns its sums in shared memory: neighbouring lanes write neighbours.
 //
 // By hand: nvcc -cubin -arch=sm_80 cu/few_inputs.cu
 #ifndef TYPE
@@ -41,6 +42,7 @@ constexpr int EACH = 4 / (int)sizeof(data_t);                     // elements of
 constexpr int TOGETHER = EACH == 2 && COLUMN_TILES % 4 == 0 ? 4 : 2;  // eights of columns of which a lane's are neighbouring channels
 constexpr int NEIGHBOURS = 2 * TOGETHER;                          // so many
 constexpr int EIGHTS = SIXTEENS * 2;                              // of pixels, of a warp
+constexpr int TURNED_PITCH = 36;                                  // floats from one channel's pixels to the next, where a warp turns its sums
 constexpr int AT_ONCE = 8;                                        // elements that a thread loads before it keeps the first, where it loads them one by one
 #if defined(LAYER) || BLOCK_N < 64 || PLANES
 constexpr int BLOCKS = 2;                                         // of a multiprocessor at once
@@ -70,7 +72,8 @@ struct FewInputsArguments {
   long long stride_d, stride_h, stride_w, low_d, low_h, low_w, dilation_d, dilation_h, dilation_w;
   long long p, q;                                       // of y
   long long table_at, places_at, patch_at, copy_at;     // bytes of shared memory before them; copy_at: from the patch to its copy, or 0
-  long long wide;                                       // whether pixels of y begin at multiples of what a lane writes at once; PLANES: so many elements
+  long long wide, turned_at;                            // whether pixels of y begin at multiples of what a lane writes at once; PLANES: so many
+                                                        // elements; and bytes before the sums that are turned where these are few
   long long has_bias, has_scale, has_residual, activation, slope;
 };
 
@@ -146,41 +149,93 @@ DEVICE void copy_patch(const FewInputsArguments& arg, const data_t* x, const Cor
 }
 
 #if PLANES
-// The results of a tile. A lane has eight neighbouring pixels of some channels, and writes runs of so many of them at once.
-template <int RUN>
+// Where a warp's pixel `pixel` of a tile lies in y: elements from its image's first of a channel on, or -1 outside.
+DEVICE int place_of(const FewInputsArguments& arg, const Corner& corner, int pixel) {
+  const int down = pixel >> (int)arg.column_bits, row = corner.p + down, column = corner.q + pixel - (down << (int)arg.column_bits);
+  const int slice = corner.slice - corner.n * (int)arg.out_d;
+  return row < (int)arg.p && column < (int)arg.q ? (slice * (int)arg.p + row) * (int)arg.q + column : -1;
+}
+
+// The results of a tile. A lane has eight neighbouring pixels of every eighth channel.
 DEVICE void store_planes(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], const data_t* bias, const data_t* scale,
                          const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
-  struct alignas(RUN * sizeof(data_t)) Run {
-    data_t v[RUN];
+  struct alignas(16) Run {
+    data_t v[8];
   };
-  const int lane = threadIdx.x % 32, pixel = threadIdx.x / 32 * SIXTEENS * 16 + lane % 4 * 8, down = pixel >> (int)arg.column_bits;
-  const int row = corner.p + down, column = corner.q + pixel - (down << (int)arg.column_bits), left = (int)arg.q - column;
-  if (row >= (int)arg.p || left <= 0) return;
-  const int o = corner.slice - corner.n * (int)arg.out_d, inside = row * (int)arg.q + column;
+  const int lane = threadIdx.x % 32, inside = place_of(arg, corner, threadIdx.x / 32 * SIXTEENS * 16 + lane % 4 * 8);
+  if (inside < 0) return;
 #pragma unroll
   for (int eight = 0; eight < COLUMN_TILES; ++eight) {
     const int of_group = first_k + eight * 8 + lane / 4, k = group * (int)arg.k + of_group;
     if (of_group >= (int)arg.k) return;
     Finish<false> finish;
     finish.of = ScaleAndBias(arg, scale, bias, k);
-    const int at = ((corner.n * (int)(arg.groups * arg.k) + k) * (int)arg.out_d + o) * (int)(arg.p * arg.q) + inside;
-    Run added[8 / RUN] = {};
-    if (has_residual(arg))
-#pragma unroll
-      for (int i = 0; i < 8 / RUN; ++i)
-        if (i * RUN < left) added[i] = *(const Run*)(residual + at + i * RUN);
+    const int at = (corner.n * (int)(arg.groups * arg.k) + k) * (int)(arg.out_d * arg.p * arg.q) + inside;
+    Run added = {}, out;
+    if (has_residual(arg)) added = *(const Run*)(residual + at);
     float v[8];
 #pragma unroll
-    for (int e = 0; e < 8; ++e)
-      v[e] = finish.whole(arg, sum[eight / 2][e / 2][eight % 2 * 2 + e % 2], 1, has_residual(arg) ? to_float(added[e / RUN].v[e % RUN]) : -0.f);
+    for (int e = 0; e < 8; ++e) v[e] = finish.whole(arg, sum[eight / 2][e / 2][eight % 2 * 2 + e % 2], 1, has_residual(arg) ? to_float(added.v[e]) : -0.f);
     activate(arg, v);
 #pragma unroll
-    for (int i = 0; i < 8 / RUN; ++i) {
-      Run out;
+    for (int e = 0; e < 8; ++e) out.v[e] = from_float<data_t>(v[e]);
+    store_word(y + at, *(const word<Run>*)&out);
+  }
+}
+
+// The same where rows of y are no multiple of eight: sums are turned in the warp's part of shared memory, so that neighbouring lanes write
+// neighbouring runs of RUN pixels of a channel.
+template <int RUN>
+DEVICE void store_turned(const FewInputsArguments& arg, float (&sum)[COLUMN_TILES / 2][EIGHTS][4], float* turned, const data_t* bias,
+                         const data_t* scale, const data_t* residual, data_t* y, const Corner& corner, int group, int first_k) {
+  constexpr int RUNS = 32 / RUN, SOME = 4 / RUN;  // of a channel; that a lane finishes together
+  struct alignas(RUN * sizeof(data_t)) Run {
+    data_t v[RUN];
+  };
+  const int lane = threadIdx.x % 32, inside = place_of(arg, corner, threadIdx.x / 32 * SIXTEENS * 16 + lane % RUNS * RUN);
+  const int plane = (int)(arg.out_d * arg.p * arg.q);
+  const auto channel_of = [&](int of_group) { return corner.n * (int)(arg.groups * arg.k) + group * (int)arg.k + of_group; };
 #pragma unroll
-      for (int e = 0; e < RUN; ++e) out.v[e] = from_float<data_t>(v[i * RUN + e]);
-      if (i * RUN < left) store_word(y + at + i * RUN, *(const word<Run>*)&out);
+  for (int eight = 0; eight < COLUMN_TILES; ++eight) {
+    if (first_k + eight * 8 >= (int)arg.k) return;
+#pragma unroll
+    for (int e = 0; e < 8; e += 4) {
+      const auto& low = sum[eight / 2][e / 2];
+      const auto& high = sum[eight / 2][e / 2 + 1];
+      *(float4*)(turned + lane / 4 * TURNED_PITCH + lane % 4 * 8 + e) =
+          make_float4(low[eight % 2 * 2], low[eight % 2 * 2 + 1], high[eight % 2 * 2], high[eight % 2 * 2 + 1]);
     }
+    __syncwarp();
+#pragma unroll 1  // four numbers at a time, or there would be too few registers
+    for (int first = 0; first < 8 / RUN; first += SOME) {
+      float v[4];
+      Run added[SOME] = {};
+      int at[SOME];  // where a run lies in y, or -1
+#pragma unroll
+      for (int i = 0; i < SOME; ++i) {
+        const int of_group = first_k + eight * 8 + (first + i) * RUN + lane / RUNS;
+        at[i] = inside < 0 || of_group >= (int)arg.k ? -1 : channel_of(of_group) * plane + inside;
+        if (has_residual(arg) && at[i] >= 0) added[i] = *(const Run*)(residual + at[i]);
+      }
+#pragma unroll
+      for (int i = 0; i < SOME; ++i) {
+        const int of_eight = (first + i) * RUN + lane / RUNS;
+        Finish<false> finish;
+        finish.of = ScaleAndBias(arg, scale, bias, group * (int)arg.k + min(first_k + eight * 8 + of_eight, (int)arg.k - 1));
+#pragma unroll
+        for (int e = 0; e < RUN; ++e)
+          v[i * RUN + e] = finish.whole(arg, turned[of_eight * TURNED_PITCH + lane % RUNS * RUN + e], 1, has_residual(arg) ? to_float(added[i].v[e]) : -0.f);
+      }
+      activate(arg, v);
+#pragma unroll
+      for (int i = 0; i < SOME; ++i) {
+        Run out;
+#pragma unroll
+        for (int e = 0; e < RUN; ++e) out.v[e] = from_float<data_t>(v[i * RUN + e]);
+        if (at[i] >= 0) store_word(y + at[i], *(const word<Run>*)&out);
+      }
+    }
+    __syncwarp();
   }
 }
 #endif
@@ -345,9 +400,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       }
     }
     const Corner corner(arg, tile);
-    if (arg.wide == 8) store_planes<8>(arg, sum, bias, scale, residual, y, corner, group, first_k);
-    else if (arg.wide == 2) store_planes<2>(arg, sum, bias, scale, residual, y, corner, group, first_k);
-    else store_planes<1>(arg, sum, bias, scale, residual, y, corner, group, first_k);
+    float* const turned = (float*)((char*)dynamic + arg.turned_at) + warp * 8 * TURNED_PITCH;
+    if (arg.wide == 8) store_planes(arg, sum, bias, scale, residual, y, corner, group, first_k);
+    else if (arg.wide == 2) store_turned<2>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
+    else store_turned<1>(arg, sum, turned, bias, scale, residual, y, corner, group, first_k);
 #else
     float sum[SIXTEENS][COLUMN_TILES][4] = {};
     for (int step = 0; step < steps; ++step) {

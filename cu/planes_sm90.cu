@@ -7,8 +7,11 @@
 //          channels of all pixels of the tile, or, if BLOCK_M is 64 and BLOCK_N is more, of half of them. Behind the consumers is one more warp.
 //          One thread of that, the producer, asks for x and w. Blocks are persistent: loads go on while a tile is stored. Two blocks of the small
 //          tiles share a multiprocessor.
+//          Three consumers need more registers than a launch gives so many threads: the producer's warp is a warpgroup then, which hands over
+//          most of its own.
 // Shared   a ring of STAGES stages (ring.cuh): BLOCK_N / 64 blocks of x, 64 rows of 64 pixels each, then w; rows of 128 bytes, swizzled. Behind the
-//          ring lie the consumers' results of two tiles, in blocks of 64 channels x 64 pixels. TMA stores one tile while the other is filled.
+//          ring lie the consumers' results, of two tiles if there is room, in blocks of 64 channels x 64 pixels. TMA stores one tile while the other is
+//          filled.
 // x        MN-major, which wgmma takes of 16-bit operands. Blocks of pixels that an image does not have are not loaded.
 // w        K-major: 64 input channels of each output channel, as a forward filter lies. W_MN_MAJOR, for the gradient: 64 output channels of each
 //          input channel.
@@ -40,7 +43,9 @@
 typedef element<TYPE> data_t;
 
 constexpr int BLOCK = 64 * 128, STEPS = 4;  // bytes of 64 rows; steps of the tensor core in a stage
-constexpr int CONSUMERS = BLOCK_M / 64 * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS, THREADS = CONSUMER_THREADS + 32;
+constexpr int CONSUMERS = BLOCK_M / 64 * (BLOCK_N / WGMMA_N), CONSUMER_THREADS = 128 * CONSUMERS;
+constexpr bool HANDS_OVER = CONSUMERS == 3;  // the producer gives registers to the consumers
+constexpr int THREADS = CONSUMER_THREADS + (HANDS_OVER ? 128 : 32), RESULTS = HANDS_OVER ? 1 : 2;  // tiles of results
 constexpr int X_BLOCKS = BLOCK_N / 64, W_BLOCKS = BLOCK_M / 64, OWN_BLOCKS = WGMMA_N / 64, STAGE_BYTES = (X_BLOCKS + W_BLOCKS) * BLOCK;
 static_assert(BLOCK_M % 64 == 0 && WGMMA_N % 64 == 0 && BLOCK_N % WGMMA_N == 0, "whole blocks");
 static_assert(BLOCK_M == 64 || BLOCK_N == WGMMA_N, "consumers side by side, or one below the other");
@@ -127,7 +132,7 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
   const int consumer = threadIdx.x / 128, down = BLOCK_M == 64 ? 0 : consumer, across = BLOCK_M == 64 ? consumer : 0;
   const bool stores = threadIdx.x % 128 == 0;
   const bool plain = !has_scale(arg) && !has_bias(arg) && !has_residual(arg) && !activation(arg);
-  results += consumer * 2 * OWN_BLOCKS * BLOCK;
+  results += consumer * RESULTS * OWN_BLOCKS * BLOCK;
   Ring::Position at;
   int turn = 0;
   float sum[WGMMA_N / 2];
@@ -148,9 +153,9 @@ DEVICE void consume(const PlanesProduct& arg, const Ring& ring, const CUtensorMa
     ring.give_back(at, 1);
     const int channel = of.channel + 64 * down, pixel = of.pixel + WGMMA_N * across;
     uint8_t* const own = results + turn * OWN_BLOCKS * BLOCK;
-    turn ^= 1;
-    if (stores) bulk_wait_read<1>();
-    named_barrier(1 + consumer, 128);  // the results of the tile before the last have been read
+    turn = (turn + 1) % RESULTS;
+    if (stores) bulk_wait_read<RESULTS - 1>();
+    named_barrier(1 + consumer, 128);  // the results whose place these take have been read
     if (plain) leave_results<true>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
     else leave_results<false>(sum, arg, of.image, channel, pixel, own, scale, bias, residual);
     fence_for_bulk();
@@ -179,6 +184,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCK_M * BLOCK_N <= 64 * 
   }
   __syncthreads();
   AFTER_LAST_LAUNCH
-  if (threadIdx.x < CONSUMER_THREADS) consume(arg, ring, &map_y, results, scale, bias, residual);
-  else if (threadIdx.x == CONSUMER_THREADS) produce(&map_x, &map_w, arg, ring);
+  if (threadIdx.x < CONSUMER_THREADS) {
+    if (HANDS_OVER) registers_up<160>();
+    consume(arg, ring, &map_y, results, scale, bias, residual);
+  } else {
+    if (HANDS_OVER) registers_down<32>();
+    if (threadIdx.x == CONSUMER_THREADS) produce(&map_x, &map_w, arg, ring);
+  }
 }

@@ -26,7 +26,7 @@ CASES = [
     fprop((3, 72, 10, 12), (136, 72, 1, 1)), fprop((2, 8, 24), (64, 8, 1)), dgrad((2, 40, 12, 20), (40, 72, 1, 1)), dgrad((2, 200, 4, 6, 8), (200, 16, 1, 1, 1)),
     fprop((5, 264, 8, 9), (20, 264, 1, 1)), dgrad((1, 72, 15, 24), (72, 208, 1, 1)),
 ]  # fmt: skip
-TILES = [Planes(rows, pixels, min(stages, pn._most_stages(rows, pixels))) for (rows, pixels), stages in zip(pn.TILES, (2, 3, 5, 3), strict=True)]
+TILES = [Planes(rows, pixels, min(stages, pn._most_stages(rows, pixels))) for (rows, pixels), stages in zip(pn.TILES, (2, 3, 5, 3, 2), strict=True)]
 SOME = [(case, MODES[i % len(MODES)], TILES[(2 * i + more) % len(TILES)]) for i, case in enumerate(CASES) for more in (0, 3)]
 
 

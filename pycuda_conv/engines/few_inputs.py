@@ -33,6 +33,7 @@ CHANNELS = (16, 32, 48, 64)  # of the result, of a block
 WORD = 4  # bytes
 STEP_WORDS = 8  # words of gemm k that are multiplied at once
 MOST_CHANNELS = {"NHWC": 8, "NCHW": 16}  # of problems that it is for: more of them fill rows of the other engines
+TURNED = 8 * 36 * 4  # bytes of shared memory in which a warp turns sums of eight channels
 BANKS = 128  # bytes that shared memory reads at once
 COPIES = (16, 8, 4)  # bytes that are copied at once
 
@@ -127,6 +128,7 @@ class FewInputsArguments(NamedTuple):
     patch_at: int
     copy_at: int
     wide: int
+    turned_at: int
     has_bias: int
     has_scale: int
     has_residual: int
@@ -195,6 +197,7 @@ class _Tile(NamedTuple):
     places_at: int
     patch_at: int
     copy_at: int
+    turned_at: int
     shared: int
 
 
@@ -220,13 +223,15 @@ def _tile(problem: ConvProblem, config: FewInputs) -> _Tile:
     patch_at = ceil(places_at + slices * r * s * channels * WORD, BANKS) * BANKS
     nbytes = ceil(slices * patch_rows * pitch * size, BANKS) * BANKS + BANKS // 2  # two lanes' words of either patch lie in different banks
     copies = int(size == 2 and stride_w * channels % 2 == 1)
-    stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes <= SHARED_BYTES else 1
+    turned = WARPS * TURNED if problem.layout == "NCHW" and _run(problem) < 8 else 0
+    stages = 2 if unit * size >= WORD and patch_at + (2 + copies) * nbytes + turned <= SHARED_BYTES else 1
     tiles_w, tiles_h = ceil(q, config.COLUMNS), ceil(p, rows)
     chunks = problem.groups * ceil(problem.result_channels // problem.groups, config.BLOCK_N)
+    turned_at = patch_at + (stages + copies) * nbytes
     return _Tile(
         rows, tiles_w, tiles_h, problem.N * o * tiles_h * tiles_w, chunks, run, lead, row_words, words, steps, patch_rows,
         slices * patch_rows, pitch, unit, shift, stages, nbytes, table_at, places_at, patch_at,
-        copies * stages * nbytes, patch_at + (stages + copies) * nbytes,
+        copies * stages * nbytes, turned_at, turned_at + turned,
     )  # fmt: skip
 
 
@@ -304,7 +309,7 @@ def _launch(problem: ConvProblem, config: FewInputs, device: Device, filter_step
         units=tile.pitch // tile.unit, shift=tile.shift, stages=tile.stages, stage_bytes=tile.stage_bytes,
         **by_axis("stride_", problem.stride if forward else (1, 1, 1)), **by_axis("low_", _low(problem)),
         **by_axis("dilation_", problem.dilation), p=p, q=q, table_at=tile.table_at, places_at=tile.places_at, patch_at=tile.patch_at,
-        copy_at=tile.copy_at, wide=wide, **finish(problem),
+        copy_at=tile.copy_at, wide=wide, turned_at=tile.turned_at, **finish(problem),
     )  # fmt: skip
     defines = {"TYPE": ELEMENTS[problem.dtype], "BLOCK_N": config.BLOCK_N, "PLANES": int(planes)}
     buffers = INPUT, WEIGHT, BIAS, SCALE, RESIDUAL, RESULT
@@ -335,12 +340,13 @@ def texts(device: Device) -> Iterator[TextFamily]:
 # layers in NCHW on an H100 it is 14%, but for the cycles of pixels that are not written at once, which were counted there.
 CLOCK = 1700.0  # cycles a microsecond
 BEGIN = 3.3  # microseconds of a launch with its first loads
-MEMORY, NARROW_MEMORY = 3.3e6, 2.7e6  # bytes a microsecond; of tiles that write 32 bytes of a row of planes
+MEMORY = 3.3e6  # bytes a microsecond
+NARROW_MEMORY = {8: 2.7e6, 2: 0.8e6, 1: 0.6e6}  # of tiles that write 32 bytes of a row of planes, of so many pixels at once
 STEP_CYCLES = 10.6  # of a multiprocessor, for a warp's step of gemm k, and for each eight of its channels
 EIGHT_CYCLES = 2.8
 LOAD_CYCLES = 13.5  # of a multiprocessor, for what a warp's 32 lanes copy at once of a patch
 STORE_CYCLES = 5.0  # of a multiprocessor, for 16 pixels of an eight of channels that a warp finishes and writes
-APART_CYCLES = {8: 5.0, 2: 50.0, 1: 200.0}  # the same in NCHW, of so many pixels at once
+APART_CYCLES = {8: 5.0, 2: 17.0, 1: 25.0}  # the same in NCHW, of so many pixels at once
 RESIDUAL_CYCLES = 57.0  # the same, for a residual that is added
 TILE_CYCLES = 1600.0  # of a block, for a tile: barriers
 FILTER_CYCLES = 0.35  # of a multiprocessor, for a number of a block's filter
@@ -374,7 +380,7 @@ def time(problem: ConvProblem, config: FewInputs, device: Device) -> float:
     filled = together * config.BLOCK_N * _channels(problem) * math.prod(problem.filter_size) * FILTER_CYCLES
     us = (ceil(tile.tiles, workers) * each + filled) / CLOCK
     moved = problem.itemsize * (math.prod(problem.input_shape) + math.prod(problem.result_shape) * (2 if problem.has_residual else 1))
-    return BEGIN + max(us, moved / (NARROW_MEMORY if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
+    return BEGIN + max(us, moved / (NARROW_MEMORY[_run(problem)] if problem.layout == "NCHW" and config.COLUMNS == 16 else MEMORY))
 
 
 def choose(problem: ConvProblem, device: Device) -> tuple[float, FewInputs] | None:
