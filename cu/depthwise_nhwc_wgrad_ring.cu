@@ -8,7 +8,7 @@
 //          order image, strip of rows, columns; one of `parts` of the units, `rounds` for each thread, one after another.
 //          blockIdx.x = part * blocks of channels + channels.
 //          thread -> V channels, 4 bytes; it walks down each of its units, a row of x a step, which meets up to TAPS rows of y.
-// Memory   registers: TAPS * TAPS * V sums, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a ring of rows of x and y,
+// Memory   registers: TAPS * TAPS * V sums, with BLOCKED twice, and the rows of y that the next rows of x meet, as a ring. Shared: of every warp a ring of rows of x and y,
 //          which arrive some steps before they are needed, with zeros for what lies outside; in the end sums of AT_ONCE taps of all threads.
 // Edges    Rows of y above and below a strip, and columns behind the last, are zeros, and are multiplied like all others. An Inf of x may meet such a
 //          zero. So a sum that is not finite in the end is added up once more, without them.
@@ -31,6 +31,7 @@ constexpr int PIXEL = 32 * 4, SLOT = (COLUMNS + TILE_Q) * PIXEL;  // bytes of a 
 constexpr int FITTING = 44 * 1024 / (THREADS / 32 * SLOT), SLOTS = FITTING < 8 ? FITTING : 8;
 constexpr int COPIES = (COLUMNS + 3) / 4;       // of 16 bytes of x, of a thread: the lanes_c threads of a unit copy four pixels at once
 constexpr int ALL = TAPS * TAPS, AT_ONCE = 25 < ALL ? 25 : ALL, PITCH = THREADS * V + 1;
+constexpr bool BLOCKED = TYPE == 32 && TAPS < 7;  // sums of a unit, and of a row's columns, are made by themselves: short sums lose less
 constexpr int SUMS = ALL * V, BLOCKS = SUMS < 50 ? 4 : SUMS < 64 ? 3 : 2;  // of a multiprocessor at once
 static_assert(AT_ONCE * PITCH * 4 <= THREADS / 32 * SLOTS * SLOT, "the sums take the rings' place");
 
@@ -83,6 +84,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const uint32_t ring = shared_address(own - lane) + pixel * PIXEL + (lane - lane_c + four * 4) * 4;
 
   float sum[TAPS][TAPS][V] = {};
+  [[maybe_unused]] float total[TAPS][TAPS][V] = {};
   for (int round = 0; round < (int)arg.rounds; ++round) {
     const Unit unit(arg, (part * (int)arg.rounds + round) * lanes_u + lane_u);
     const int steps = ((int)arg.rows - 1) * STRIDE + TAPS;  // as many for all threads of a warp
@@ -128,16 +130,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int r = turn % STRIDE; r < TAPS; r += STRIDE)
 #pragma unroll
-          for (int j = 0; j < TILE_Q; ++j)
+          for (int s = 0; s < TAPS; ++s)
 #pragma unroll
-            for (int s = 0; s < TAPS; ++s)
+            for (int v = 0; v < V; ++v) {
+              float some = BLOCKED ? 0 : sum[r][s][v];
 #pragma unroll
-              for (int v = 0; v < V; ++v) sum[r][s][v] += grad[(turn / STRIDE + LIVE - r / STRIDE) % LIVE][j][v] * read[j * STRIDE + s][v];
+              for (int j = 0; j < TILE_Q; ++j) some += grad[(turn / STRIDE + LIVE - r / STRIDE) % LIVE][j][v] * read[j * STRIDE + s][v];
+              sum[r][s][v] = BLOCKED ? sum[r][s][v] + some : some;
+            }
       }
     }
+    if (BLOCKED)
+#pragma unroll
+      for (int i = 0; i < ALL * V; ++i) {
+        total[i / V / TAPS][i / V % TAPS][i % V] += sum[i / V / TAPS][i / V % TAPS][i % V];
+        sum[i / V / TAPS][i / V % TAPS][i % V] = 0;
+      }
     copies_wait<0>();
     __syncwarp();
   }
+  if (BLOCKED)
+#pragma unroll
+    for (int i = 0; i < ALL * V; ++i) sum[i / V / TAPS][i / V % TAPS][i % V] = total[i / V / TAPS][i / V % TAPS][i % V];
 
   bool finite = true;
 #pragma unroll

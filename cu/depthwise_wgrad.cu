@@ -40,7 +40,8 @@ constexpr int BLOCKS = EACH == 2 && TAPS == 7 && STRIDE == 2 ? 3 : 4;  // of a m
 #else
 constexpr int BLOCKS = 3;  // before Hopper four would spill
 #endif
-constexpr int PARTS = 8;                              // in which a tap's sums are added first
+constexpr bool ROWS_APART = TYPE == 32;               // a row's products are added up by themselves: short sums lose less
+constexpr int PARTS = 8;                              // threads that add a tap's sums
 
 // Copies a word whose first number is number `first` of a row of `end` numbers. What lies outside of the row is zeros, but for a first number whose second
 // one is the row's first.
@@ -193,9 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int r = turn % STRIDE; r < TAPS; r += STRIDE)
 #pragma unroll
-          for (int j = 0; j < TILE_Q; ++j)
+          for (int s = 0; s < TAPS; ++s) {
+            float some = ROWS_APART ? 0 : sum[r][s];
 #pragma unroll
-            for (int s = 0; s < TAPS; ++s) sum[r][s] += grad[(turn / STRIDE + LIVE - r / STRIDE) % LIVE][j] * read[j * STRIDE + s];
+            for (int j = 0; j < TILE_Q; ++j) some += grad[(turn / STRIDE + LIVE - r / STRIDE) % LIVE][j] * read[j * STRIDE + s];
+            sum[r][s] = ROWS_APART ? sum[r][s] + some : some;
+          }
       }
     }
     copies_wait<0>();
@@ -203,12 +207,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   }
 
   __syncthreads();  // the rings have been read
+  bool finite = true;
 #pragma unroll
   for (int i = 0; i < TAPS * TAPS; ++i) {
-    float v = works ? sum[i / TAPS][i % TAPS] : 0;
+    const float v = works ? sum[i / TAPS][i % TAPS] : 0;
     sums[i * THREADS + threadIdx.x] = v;
+    finite &= v - v == 0;
   }
-  for (int i = 0; i < TAPS * TAPS; ++i) {
+  for (int i = finite ? TAPS * TAPS : 0; i < TAPS * TAPS; ++i) {
     const float v = sums[i * THREADS + threadIdx.x];
     if (v - v == 0) continue;
     float all = 0;
@@ -226,15 +232,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     sums[i * THREADS + threadIdx.x] = all;
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < TAPS * TAPS * PARTS; i += THREADS) {
-    float some = 0;
-    for (int j = 0; j < THREADS / PARTS; ++j) some += sums[i * (THREADS / PARTS) + (j + threadIdx.x) % (THREADS / PARTS)];
-    sums[i * (THREADS / PARTS)] = some;  // nobody else reads these
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < TAPS * TAPS; i += THREADS) {
+  for (int first = 0; first < TAPS * TAPS * PARTS; first += THREADS) {
+    const int i = (first + (int)threadIdx.x) / PARTS;
     float all = 0;
-    for (int j = 0; j < PARTS; ++j) all += sums[i * THREADS + j * (THREADS / PARTS)];
+    if (i < TAPS * TAPS) {  // in pairs; no two threads that read at once meet in a bank
+      const float4* const from = (const float4*)(sums + (first + threadIdx.x) * (THREADS / PARTS));
+#pragma unroll
+      for (int j = 0; j < THREADS / PARTS / 4; ++j) {
+        const float4 v = from[(j + threadIdx.x / 2) % (THREADS / PARTS / 4)];
+        all += (v.x + v.y) + (v.z + v.w);
+      }
+    }
+#pragma unroll
+    for (int half = 1; half < PARTS; half *= 2) all += __shfl_xor_sync(~0u, all, half);
+    if (i >= TAPS * TAPS || threadIdx.x % PARTS != 0) continue;
     const long long to = ((long long)part * (int)arg.channels + k) * (TAPS * TAPS) + i;
     if (arg.parts == 1) ((data_t*)dw)[to] = from_float<data_t>(all);
     else ((float*)dw)[to] = all;

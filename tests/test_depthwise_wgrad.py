@@ -60,6 +60,17 @@ def test(layout, shape, dtype, config):
 
 
 @pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
+@pytest.mark.parametrize(("layout", "x", "config"), [("NCHW", (12, 1, 32, 32), DepthwisePlanesWgrad(32, 1)), ("NHWC", (4, 4, 32, 16), DepthwiseRing(16, 1))], ids=str)
+def test_sums_of_a_row_are_made_by_themselves(layout, x, config):
+    """A thread's products in one chain would be off by 1.8e-7 and 2.1e-7."""
+    shape = x, (x[1], 1, 3, 3), (1, 1), (1, 1)
+    problem = asked(layout, shape)
+    x, dy = (np.random.default_rng(seed).standard_normal(of).astype("f") for seed, of in ((1, problem.input_shape), (2, problem.weight_shape)))
+    ref = reference(shape, x, dy)
+    assert np.linalg.norm(simt.computed(problem, config, x, dy) - ref) < 1.6e-7 * np.linalg.norm(ref)
+
+
+@pytest.mark.skipif(simt.WHY_NOT is not None, reason=str(simt.WHY_NOT))
 @pytest.mark.parametrize(
     ("layout", "config", "dtype"),
     [("NCHW", DepthwisePlanesWgrad(5, 2), "float32"), ("NCHW", DepthwisePlanesWgrad(5, 2), "float16"), ("NHWC", DepthwiseRing(5, 2), "float32")],
