@@ -89,6 +89,7 @@ PHASES = 4  # in a launch, or one
 STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
+FEW_CHANNELS, MANY_STAGES = 32, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
 MOST_TURNED = 64  # stages of a multiprocessor whose filter is turned there
 TURNERS = 3  # warps that do it
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
@@ -183,8 +184,18 @@ def _most_stages(rows: int, columns: int, cluster: int, mn_major: bool) -> int:
 
 
 def _reads_mn_major(problem: ConvProblem) -> bool:
-    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be."""
-    return problem.direction == "dgrad" and problem.itemsize == 2 and problem.weight_shape[1] % 8 == 0
+    """Whether the gradient of the input reads a filter whose second axis is last as it lies: MN-major, which 16-bit operands may be.
+
+    TMA brings 64 rows of k a stage then, and has to fill those of few channels. Where there are many stages a filter of few channels is
+    transposed first: it has as many rows as channels.
+    """
+    if problem.direction != "dgrad" or problem.itemsize != 2 or problem.weight_shape[1] % 8:
+        return False
+    if problem.result_channels > FEW_CHANNELS:
+        return True
+    pixels = problem.N * math.prod(problem.operand_size)  # of the stride's phases, each of which has a part of the taps
+    stages = pixels / 128 * math.prod(problem.filter_size) * ceil(problem.operand_channels, stage_channels(problem))
+    return stages < MANY_STAGES
 
 
 def _may_turn(rows: int, columns: int) -> bool:
