@@ -14,7 +14,7 @@
 // x        TMA's im2col mode: one load fetches BLOCK_M consecutive output pixels, shifted by a tap, across rows and images; padding, and what
 //          lies past the last image or channel, arrives as zeros.
 // w        K-major: rows of gemm k, as it lies or as transpose_filter.cu made it. W_MN_MAJOR, for the gradient of the input: rows of gemm n, in
-//          blocks of 128 bytes of channels x as many of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because
+//          blocks of 128 bytes of channels, or of the 64 bytes of a narrow tile, x 128 bytes of k. Rows and blocks that lie wholly past the last channel of y are not loaded, because
 //          TMA takes three times as long for rows that it has to fill. The sums that belong to them are not written.
 // Turned   wgmma takes TF32 operands along k alone. So TURNERS more warps turn such a filter's blocks of 32 x 32, each in its place, by way of
 //          registers. raw[stage] completes when the filter has arrived, full[stage] when x has and all blocks are turned.
@@ -69,7 +69,7 @@ struct Maps {
 // ---- the producer
 
 // How many blocks of the filter a tile has, MN-major.
-DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + BLOCK_K - 1) / BLOCK_K); }
+DEVICE int blocks_of(const Phase& shape, const Tile& of) { return min(MN_BLOCKS, ((int)shape.rows - of.channel + MN_CHANNELS - 1) / MN_CHANNELS); }
 
 // `raw` is the first of the filter's barriers, if it is turned.
 DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& shapes, const Ring& ring, [[maybe_unused]] uint32_t raw) {
@@ -107,7 +107,7 @@ DEVICE void produce(const Maps& maps, const CUtensorMap* map_w, const Shapes& sh
 #if W_MN_MAJOR
 #pragma unroll
       for (int block = 0; block < MN_BLOCKS; ++block)
-        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + BLOCK_K * block, tap, c * BLOCK_K);
+        if (block < filter_blocks) load_box(b + block * MN_BLOCK, map_w, filter_arrived, of.channel + MN_CHANNELS * block, tap, c * BLOCK_K);
 #else
       load_box(b, map_w, filter_arrived, c * BLOCK_K, tap, of.channel);
 #endif

@@ -897,7 +897,9 @@ def dense_product(step, memory: Memory) -> None:
     assert step.grid == tiles * cluster if cluster > 1 else 1 <= step.grid <= tiles
     assert [s.blocks for s in shapes] == sorted((s.blocks for s in shapes), reverse=True), "the longest sums first"
     wide = 128 // type_of(w_map).itemsize
-    assert w_map.box == (wide, 1, wide if define["W_MN_MAJOR"] else min(columns, shapes[0].rows)) and w_map.span == 128
+    across = min(wide, columns)
+    assert w_map.box == ((across, 1, wide) if define["W_MN_MAJOR"] else (wide, 1, min(columns, shapes[0].rows)))
+    assert w_map.span == (128 * across // wide if define["W_MN_MAJOR"] else 128)
     for x_map, shape in zip(step.maps, shapes, strict=False):
         one = replace(step, arguments=shape, maps=(x_map, w_map))
         s = named(one)
@@ -927,7 +929,7 @@ def dense_tile(step, s, memory: Memory, pixel0: int, channel0: int) -> None:
         assert not any(offsets[s.rank :]) and 0 <= w_tap < w_map.sizes[1], "a tap is lost"
         loads.append((c * wide, offsets[: s.rank]))
         if define["W_MN_MAJOR"]:
-            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, wide)])[:columns])
+            b.append(np.concatenate([boxed(w_map, memory, (channel0 + n, w_tap, c * wide))[:, 0].T for n in range(0, columns, w_map.box[0])])[:columns])
         else:
             b.append(boxed(w_map, memory, (c * wide, w_tap, channel0))[:, 0])
     if loads:

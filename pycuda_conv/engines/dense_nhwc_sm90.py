@@ -167,8 +167,8 @@ def _most_shared(config: DenseNhwc) -> int:
 
 
 def _stage_rows(config: DenseNhwc, mn_major: bool) -> int:
-    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major."""
-    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major else config.BLOCK_N)
+    """Rows of a stage: the pixels, and those of the filter, blocks of 64 if it is MN-major, in the narrowest tile of half a row each."""
+    return config.BLOCK_M + (ceil(config.BLOCK_N, 64) * 64 if mn_major and config.BLOCK_N > 32 else config.BLOCK_N)
 
 
 def _shared_bytes(config: DenseNhwc, mn_major: bool) -> int:
@@ -359,8 +359,8 @@ def _filter_map(problem: ConvProblem, config: DenseNhwc, place: Place, mn_major:
     rows, channels, taps, size = problem.result_channels, problem.operand_channels, math.prod(problem.filter_size), problem.itemsize
     inner, outer = (rows, channels) if mn_major else (channels, rows)
     wide = stage_channels(problem)
-    box = (wide, 1, wide if mn_major else min(config.BLOCK_N, rows))
-    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, ROW, map_type(problem))
+    box = (min(wide, config.BLOCK_N), 1, wide) if mn_major else (wide, 1, min(config.BLOCK_N, rows))
+    return TensorMap(buffer, offset, (inner, taps, outer), (size * inner, size * inner * taps), box, size * box[0], map_type(problem))
 
 
 def _blocks(problem: ConvProblem, walk: PhaseAddressing) -> int:
