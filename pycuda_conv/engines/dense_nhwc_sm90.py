@@ -79,7 +79,8 @@ CLUSTERS = (1, 2, 4, 8)  # blocks that share a tile: a cluster has at most 8
 #: Tiles that are chosen from, a kernel for each: (pixels, channels), and the blocks that share one. What is shared are long sums for few
 #: results, so small tiles. By the model the best of these take 0.2% longer in the mean of random problems than the best of all.
 TILES: dict[tuple[int, int], tuple[int, ...]] = {
-    **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)}, (64, 96): (1, 8),
+    **{(128, columns): (1,) for columns in (64, 96, 128, 160, 192, 256)}, **{(64, columns): CLUSTERS for columns in (32, 64)},
+    (64, 96): (1, 8),
 }  # fmt: skip
 #: Those of them that are chosen from for phases, which are seldom wide.
 PHASED_TILES: dict[tuple[int, int], tuple[int, ...]] = {
@@ -90,7 +91,7 @@ STAGES = 12  # of a ring, at the most
 STAGING = 2560 + 512  # bytes of a warp's staging tile, and of its moments of two
 SLICE = 64  # pixels whose moments are noted together
 FEW_CHANNELS, MANY_STAGES = 32, 32 * 132  # of filters that are transposed first: channels at most, and stages of 128 pixels at least
-MOST_TURNED = 64  # stages of a multiprocessor whose filter is turned there
+MOST_TURNED = 32, 128  # stages of a multiprocessor whose filter is turned there, by blocks that have a tile of their own, and that share it
 TURNERS = 3  # warps that do it
 NOTED_COLUMNS = 192  # of the widest tile whose sums leave registers for that
 
@@ -206,14 +207,15 @@ def _may_turn(rows: int, columns: int) -> bool:
 def _turns(problem: ConvProblem, config: DenseNhwc, device: Device) -> bool:
     """Whether blocks turn the float32 filter of the gradient of the input themselves, stage by stage, instead of a launch before them.
 
-    They do where a multiprocessor has few stages.
+    They do where a multiprocessor has few stages. Of a tile that several blocks share each has so few that turning them hides behind loads.
     """
-    if problem.direction != "dgrad" or problem.itemsize != 4 or problem.weight_shape[1] % 4 or not _may_turn(config.BLOCK_M, config.BLOCK_N):
+    gradient = problem.direction == "dgrad" and problem.itemsize == 4 and problem.weight_shape[1] % 4 == 0
+    if not gradient or not _may_turn(config.BLOCK_M, config.BLOCK_N):
         return False
     _, walks = _walks(problem)
     many, slots = math.prod(repeats(walks)) * config.CLUSTER, at_once(device, config.CLUSTER)
     stages = sum(ceil(_blocks(problem, walk), config.CLUSTER) * math.prod(_tiles(problem, config, walk)) * many for walk in walks)
-    return stages <= MOST_TURNED * slots
+    return stages <= MOST_TURNED[config.CLUSTER > 1] * slots
 
 
 # ---- launches
